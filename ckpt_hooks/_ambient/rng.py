@@ -1,0 +1,147 @@
+"""Default random generators: the CPU's and those of every initialised accelerator.
+
+Every generator is read whatever the arguments of the region, since nothing says where a function draws; a generator that
+forward did not move is let go of right after it, so that a region without randomness keeps no state (5 KB for the CPU's).
+A recompute sets what forward drew from and leaves every stream where it found it, also those it was not expected to draw
+from. Reading touches no stream, and no accelerator is initialised by asking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch import private_backend_name
+
+__all__ = ["Snapshot", "capture", "drawn_from", "enter", "leave"]
+
+# A stream: how to read and how to write its state. For the CPU and for backends that expose their generators, these are
+# bound methods of the generator.
+_Stream = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+# State of the CPU's generator, or None where it is of no interest, and of other streams.
+Snapshot = tuple[torch.Tensor | None, tuple[tuple[_Stream, torch.Tensor], ...]]
+
+_NO_DEVICES: tuple[tuple[_Stream, torch.Tensor], ...] = ()
+_read_cpu, _write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
+
+# Modules of torch that may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
+# module under a name of its own, which may happen after this import.
+_DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
+_device_modules: list[tuple[Callable[[], bool], Any]] = []
+_modules_known_for = ""
+
+
+def _find_modules(private_backend: str) -> None:
+    global _modules_known_for
+    _device_modules.clear()
+    for device_type in (*_DEVICE_TYPES, private_backend):
+        module = getattr(torch, device_type, None)
+        if not hasattr(module, "get_rng_state") or _never(module):
+            continue
+        if device_type == "mps":
+            if torch.backends.mps.is_built():
+                _device_modules.append((torch.backends.mps.is_available, module))
+        else:
+            _device_modules.append((_initialised_test(module), module))
+    _modules_known_for = private_backend
+
+
+def _never(module: Any) -> bool:
+    """Whether this build of torch lacks the backend, so that it will not be initialised."""
+    compiled: Callable[[], bool] | None = getattr(module, "_is_compiled", None)
+    return compiled is not None and not compiled()
+
+
+def _initialised_test(module: Any) -> Callable[[], bool]:
+    test: Callable[[], bool] | None = getattr(module, "is_initialized", None)
+    return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
+
+
+def _streams_of(module: Any) -> list[_Stream]:
+    generators = getattr(module, "default_generators", None)
+    if generators:
+        return [(generator.get_state, generator.set_state) for generator in generators]
+    if not hasattr(module, "device_count") or module.device_count() == 1:
+        return [(module.get_rng_state, module.set_rng_state)]
+    return [
+        (functools.partial(module.get_rng_state, index), functools.partial(_write_device, module, index))
+        for index in range(module.device_count())
+    ]
+
+
+def _write_device(module: Any, index: int, state: torch.Tensor) -> None:
+    module.set_rng_state(state, index)
+
+
+def _read_devices() -> tuple[tuple[_Stream, torch.Tensor], ...]:
+    private_backend = private_backend_name()
+    if private_backend != _modules_known_for:
+        _find_modules(private_backend)
+    states = _NO_DEVICES
+    for initialised, module in _device_modules:
+        if initialised():
+            states += tuple((stream, stream[0]()) for stream in _streams_of(module))
+    return states
+
+
+def _load_memcmp() -> Callable[[int, int, int], int] | None:
+    try:
+        memcmp = ctypes.PyDLL(None).memcmp
+    except (AttributeError, OSError, TypeError):  # no C library to be had by that name
+        return None
+    memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    memcmp.restype = ctypes.c_int
+    compare: Callable[[int, int, int], int] = memcmp
+    return compare
+
+
+_memcmp = _load_memcmp()
+_CPU_STATE_BYTES = _read_cpu().nbytes
+
+
+def _same_cpu_state(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two states of the CPU's generator are equal: ``torch.equal``, which takes 2.5 us, in 0.4 us."""
+    if _memcmp is None:
+        return torch.equal(one, other)
+    return _memcmp(one.data_ptr(), other.data_ptr(), _CPU_STATE_BYTES) == 0
+
+
+def capture() -> Snapshot:
+    """Returns the state of every stream."""
+    return _read_cpu(), _read_devices()
+
+
+def drawn_from(before: Snapshot) -> Snapshot | None:
+    """Returns that part of a snapshot whose streams have moved since, or None where none has."""
+    cpu, devices = before
+    if cpu is not None and _same_cpu_state(cpu, _read_cpu()):
+        cpu = None
+    if devices:
+        devices = tuple((stream, state) for stream, state in devices if not torch.equal(state, stream[0]()))
+    return None if cpu is None and not devices else (cpu, devices)
+
+
+def enter(captured: Snapshot | None) -> Snapshot:
+    """Sets every stream of a snapshot back; returns the state of all streams before that."""
+    before = capture()
+    if captured is not None:
+        cpu, devices = captured
+        if cpu is not None:
+            _write_cpu(cpu)
+        for (_, write), state in devices:
+            write(state)
+    return before
+
+
+def leave(before: Snapshot) -> None:
+    """Sets every stream back to where :func:`enter` found it."""
+    cpu, devices = before
+    if cpu is not None:
+        _write_cpu(cpu)  # a tenth of the cost of finding out whether it moved
+    for (read, write), state in devices:
+        if not torch.equal(state, read()):
+            write(state)

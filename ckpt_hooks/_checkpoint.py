@@ -1,0 +1,350 @@
+"""``checkpoint`` and ``checkpoint_sequential``: function frames, called as in ``torch.utils.checkpoint``."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, overload
+
+import torch
+from typing_extensions import ParamSpec
+
+from ._rerun import ContextPair, FunctionFrame
+from ._torch import innermost_transform
+from .debug import OperatorLogs, debug_enabled
+from .determinism import DETERMINISM_CHECKS, unknown_determinism_check
+
+__all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("ckpt_hooks.early_stop", default=None)
+
+
+def noop_context_fn() -> ContextPair:
+    """Returns two context managers that do nothing: the default ``context_fn`` of :func:`checkpoint`."""
+    return contextlib.nullcontext(), contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
+    """Sets whether recomputes stop early, for every region whose forward runs in the block.
+
+    Backward need not run in the block. The setting is this thread's (and context's) alone; the innermost block wins over
+    outer ones and over each region's own ``early_stop``.
+
+    Args:
+        enable: Whether a recompute ends as soon as everything that is needed is there. None defers to each region.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, set_checkpoint_early_stop
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with set_checkpoint_early_stop(False):
+        ...     y = checkpoint(torch.sin, x)
+        >>> y.sum().backward()  # runs torch.sin to its end once more
+    """
+    token = _early_stop.set(enable)
+    try:
+        yield
+    finally:
+        _early_stop.reset(token)
+
+
+_MISSING: Any = object()
+
+
+@overload
+def checkpoint(
+    function: Callable[..., R],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], ContextPair] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> R: ...
+
+
+@overload
+def checkpoint(
+    *,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], ContextPair] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    preserve_rng_state: bool = True,
+    name: str | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def checkpoint(
+    function: Callable[..., Any] = _MISSING,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    context_fn: Callable[[], ContextPair] = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Calls a function without keeping its activations; backward calls it again to have them.
+
+    Three ways to write it::
+
+        y = checkpoint(block, x, mask=mask)     # call block(x, mask=mask) as a region
+        y = checkpoint(name="block")(block)(x)  # options first: a function that is a region in each call
+        @checkpoint(early_stop=False)           # the same as a decorator, on functions and methods
+        def forward(self, x): ...
+
+    In the first form every keyword but those listed here reaches ``function``. Without gradients (``torch.no_grad``) the
+    function is called plainly.
+
+    Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
+    dataclasses, and the state of those random generators that the function drew from. Recomputed tensors live until autograd
+    takes them, or until that backward ends.
+
+    Args:
+        function: What to call. It must do the same when it is called again: same operators, same order. Dropout and the like
+            may draw from torch's default generators.
+        *args: Its positional arguments.
+        use_reentrant: For code written for ``torch.utils.checkpoint``: None or False. This engine is non-reentrant.
+        context_fn: Returns two context managers. The first wraps forward alone; the second wraps each recompute alone, and is
+            entered anew each time.
+        determinism_check: ``"default"`` compares shape, dtype and device of each tensor that forward and recompute save;
+            ``"none"`` compares nothing.
+        debug: Whether an error in a recompute lists the operators of both runs. Slow.
+        early_stop: Whether a recompute ends as soon as everything that is needed is there.
+        respect_saved_tensors_hooks: Accepted as in torch 2.14. It concerns what a selective policy saves; the inputs of a
+            region are always saved by way of the saved-tensor hooks around it.
+        preserve_rng_state: Whether a recompute draws the random numbers that forward drew. If not, it draws new ones; the
+            streams outside are where they were after it in both cases.
+        **kwargs: Keyword arguments of ``function``. In the curried form ``name`` is an option: the region's name in errors.
+
+    Returns:
+        What ``function`` returns; in the curried form a decorator for functions.
+
+    Raises:
+        ValueError: If an option is unknown or has a value that is not to be had.
+        TypeError: If an argument is an iterator, which cannot be read twice.
+        RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
+        CheckpointError: In backward, where what the region needs cannot be brought back as it was.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint
+        >>> block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Linear(4, 4))
+        >>> x = torch.ones(2, 4, requires_grad=True)
+        >>> checkpoint(block, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([2, 4])
+    """
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant=True, but this engine is non-reentrant. It records the graph in forward and recomputes when "
+            "backward asks for a saved tensor, so autograd.grad, keyword arguments, nested structures and inputs without "
+            "gradients all work, and a recompute stops early. Leave the flag out, or pass use_reentrant=False."
+        )
+    check_metadata = DETERMINISM_CHECKS.get(determinism_check)
+    if check_metadata is None:
+        raise unknown_determinism_check(determinism_check)
+    if function is _MISSING:
+        return _curried(
+            kwargs,
+            context_fn=context_fn,
+            check_metadata=check_metadata,
+            debug=debug,
+            early_stop=early_stop,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _run(function, args, kwargs, context_fn, check_metadata, debug, early_stop, preserve_rng_state, None)
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context_fn: Callable[[], ContextPair],
+    check_metadata: bool,
+    debug: bool,
+    early_stop: bool,
+    preserve_rng_state: bool,
+    name: str | None,
+) -> Any:
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    if innermost_transform() is not None:
+        _warn_of_transform()
+        return function(*args, **kwargs)
+    contexts = None if context_fn is noop_context_fn else _contexts_of(context_fn)
+    explain = None
+    if debug_enabled(debug):
+        logs = OperatorLogs()
+        explain = logs.explain
+        contexts = (logs.forward, logs.recompute) if contexts is None else _Both.pairs((logs.forward, logs.recompute), contexts)
+    override = _early_stop.get()
+    frame = FunctionFrame(
+        function,
+        args,
+        kwargs,
+        preserve_rng_state=preserve_rng_state,
+        early_stop=early_stop if override is None else override,
+        check_metadata=check_metadata,
+        contexts=contexts,
+        explain=explain,
+        name=name,
+    )
+    with frame:
+        return function(*args, **kwargs)
+
+
+def _contexts_of(context_fn: Callable[[], ContextPair]) -> ContextPair:
+    contexts = context_fn()
+    if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
+        raise TypeError(
+            f"context_fn should return two context managers, one for forward and one for recomputes, but returned {contexts!r}."
+        )
+    return contexts[0], contexts[1]
+
+
+class _Both(contextlib.AbstractContextManager[None]):
+    """Two context managers as one, which can be entered again if they can."""
+
+    def __init__(self, outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]) -> None:
+        self.outer, self.inner = outer, inner
+
+    @classmethod
+    def pairs(cls, outer: ContextPair, inner: ContextPair) -> ContextPair:
+        return cls(outer[0], inner[0]), cls(outer[1], inner[1])
+
+    def __enter__(self) -> None:
+        self.stack = contextlib.ExitStack()
+        self.stack.enter_context(self.outer)
+        self.stack.enter_context(self.inner)
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self.stack.__exit__(*exc_info)
+
+
+def _curried(unknown: dict[str, Any], **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    name = unknown.pop("name", None)
+    if unknown:
+        raise ValueError(
+            f"Unexpected keyword arguments: {', '.join(unknown)}. Without a function, checkpoint takes its options only: "
+            "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, use_reentrant, "
+            "name. Arguments of the function go to what it returns: checkpoint(...)(function)(*args, **kwargs)."
+        )
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        # A module's attributes are not for a wrapper to have copies of.
+        updated = functools.WRAPPER_UPDATES if not isinstance(function, torch.nn.Module) else ()
+
+        @functools.wraps(function, updated=updated)
+        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = _run(function, args, kwargs, name=name, **options)
+            return result
+
+        return checkpointed
+
+    return decorate
+
+
+_warned_of_transform = False
+
+
+def _warn_of_transform() -> None:
+    global _warned_of_transform
+    if not _warned_of_transform:
+        _warned_of_transform = True
+        warnings.warn(
+            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+            stacklevel=4,
+        )
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Runs functions one after the other, in segments, of which all but the last are regions.
+
+    Kept until backward: the input of each segment, and everything of the last segment, which backward needs first.
+
+    Args:
+        functions: What to call in order, each with the output of the one before: a ``torch.nn.Sequential``, a
+            ``torch.nn.ModuleList`` or a sequence of callables.
+        segments: Into how many segments to cut; the last one takes what does not divide evenly. The square root of the number
+            of functions is a good start.
+        input: What the first function gets.
+        use_reentrant: None or False, as for :func:`checkpoint`.
+        preserve_rng_state: As for :func:`checkpoint`.
+        **kwargs: None are known.
+
+    Returns:
+        What the last function returns.
+
+    Raises:
+        TypeError: If more than one input is given.
+        ValueError: If ``segments`` is not between 1 and the number of functions, or an option is unknown.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_sequential
+        >>> layers = [torch.nn.Linear(4, 4) for _ in range(9)]
+        >>> y = checkpoint_sequential(layers, 3, torch.ones(2, 4, requires_grad=True))
+    """
+    if kwargs:
+        raise ValueError(
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only."
+        )
+    if use_reentrant is not None and not isinstance(use_reentrant, bool):
+        raise TypeError(
+            "checkpoint_sequential takes one input, but got another positional argument of type "
+            f"{type(use_reentrant).__name__}. Pack several tensors into a tuple that the first function unpacks."
+        )
+    steps: list[Callable[[Any], Any]] = list(functions)
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
+        raise ValueError(
+            f"segments should be an integer between 1 and the number of functions ({len(steps)}), but got {segments!r}."
+        )
+    size = len(steps) // segments
+    for start in range(0, size * (segments - 1), size):
+        input = checkpoint(
+            _Segment(steps[start : start + size], start),
+            input,
+            use_reentrant=use_reentrant,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _Segment(steps[size * (segments - 1) :], size * (segments - 1))(input)
+
+
+class _Segment:
+    """Some of the functions of :func:`checkpoint_sequential`, as one."""
+
+    __slots__ = ("__qualname__", "steps")
+
+    def __init__(self, steps: list[Callable[[Any], Any]], start: int) -> None:
+        self.steps = steps
+        self.__qualname__ = f"checkpoint_sequential[{start}:{start + len(steps)}]"
+
+    def __call__(self, value: Any) -> Any:
+        for step in self.steps:
+            value = step(value)
+        return value

@@ -1,0 +1,170 @@
+"""Frames and handles: what stands in the graph for a tensor that was not kept.
+
+Who owns whom is the whole of Rule 9. Autograd owns handles, a handle owns its frame, the frame refers to its handles weakly.
+So a frame lives exactly as long as some node of the graph may still ask for one of its tensors, and everything the frame
+holds (saved inputs, ambient state, recomputed values) dies with the last such node, by reference counting alone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection
+
+import torch
+
+from ckpt_hooks._torch import graph_exec_group
+from ckpt_hooks.errors import OverlapError
+
+from .groups import group_scope
+from .passes import Pass, PassTable, graph_task_scope
+
+__all__ = ["Frame", "Handle", "Observer", "RegionPath", "format_path"]
+
+# Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
+# paid by every region and read by hardly any.
+RegionPath = tuple[str, "RegionPath | None"]
+
+
+def format_path(path: RegionPath | None) -> tuple[str, ...]:
+    """Returns the names of a path, outermost first."""
+    names: list[str] = []
+    while path is not None:
+        name, path = path
+        names.append(name)
+    return tuple(reversed(names))
+
+
+class Handle:
+    """Stands in autograd's graph for one saved tensor.
+
+    Attributes:
+        frame: The frame that can bring the tensor back.
+        index: How many tensors the frame had saved before this one.
+        shape: Shape of the tensor in forward; like dtype and device unset where the frame checks nothing.
+        dtype: Its dtype.
+        device: Its device.
+    """
+
+    __slots__ = ("__weakref__", "device", "dtype", "frame", "index", "shape")
+
+    frame: Frame
+    index: int
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Observer:
+    """Who watches frames (:mod:`ckpt_hooks._runtime.observers`); each method does nothing unless overridden.
+
+    Calls come from whatever thread does the thing, with the frame's lock held during a recompute. An observer that keeps a
+    frame or a tensor keeps it alive.
+    """
+
+    def entered(self, frame: Frame) -> None:
+        """Forward of a region begins."""
+
+    def packed(self, frame: Frame, index: int, tensor: torch.Tensor) -> None:
+        """A tensor was dropped for a handle."""
+
+    def exited(self, frame: Frame, error: BaseException | None) -> None:
+        """Forward of a region ended, by an exception or not."""
+
+    def recomputing(self, frame: Frame) -> None:
+        """A recompute begins."""
+
+    def recomputed(self, frame: Frame, error: BaseException | None) -> None:
+        """A recompute ended, by an exception or not."""
+
+    def unpacked(self, frame: Frame, index: int, tensor: torch.Tensor) -> None:
+        """A tensor that was brought back is handed to autograd."""
+
+
+class Frame:
+    """One checkpointed region, of either kind: owns what was packed in it and knows how to bring it back.
+
+    Attributes:
+        handles: What was packed, in order, weakly.
+        passes: Values brought back, by the key of the scope that they were brought back for.
+        path: The region's name and those around it.
+        complete: Whether forward has ended. Backward inside forward meets frames that are not.
+        observer: Who watches this frame, or None.
+    """
+
+    __slots__ = ("__weakref__", "_lock", "complete", "handles", "observer", "parent", "passes", "path")
+
+    def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
+        self.handles: list[weakref.ref[Handle]] = []
+        self.passes = PassTable()
+        self.parent = parent
+        self.path: RegionPath = (name, None if parent is None else parent.path)
+        self.complete = False
+        self.observer = observer
+        # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
+        # a frame towards its parents only, so two threads cannot wait for each other.
+        self._lock = threading.RLock()
+
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
+        """Brings tensors back.
+
+        Called with the frame's lock held. Leaves the frame as it was, whether it returns or raises.
+
+        Args:
+            wanted: Indices of the handles to fill; None for all that are alive.
+
+        Returns:
+            One entry a handle, up to the last one wanted: the tensor, detached, or None where it was not wanted.
+        """
+        raise NotImplementedError
+
+    def open_pass(self, key: int, index: int) -> Pass:
+        """Returns this frame's pass under a key; recomputes if there is none yet (Rule 3).
+
+        Args:
+            key: Key of the scope that is running, or -1 outside of any.
+            index: The handle that is being unpacked. Outside of a backward nobody says when values may go, so that handle
+                alone is brought back, for the caller alone.
+        """
+        with self._lock:
+            if key == -1:
+                return Pass(self.recompute((index,)))
+            opened = self.passes.get(key)  # another engine thread may have been faster (Rule 11)
+            if opened is None:
+                opened = Pass(self.recompute(None))
+                (graph_task_scope(key) if key >= 0 else group_scope(graph_exec_group())).file(self.passes, opened)
+            return opened
+
+    def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
+        """Brings back a value that a pass does not hold: one that was taken before, or packed after the recompute.
+
+        A node that is asked for its tensors twice asks for all of them again, in order. So everything that was taken after
+        this one is brought back with it: one recompute serves the whole node, and nothing lies around that is not about to
+        be asked for.
+
+        Raises:
+            OverlapError: In a group, whose backwards must not share a tensor.
+        """
+        with self._lock:
+            taken = opened.taken
+            wanted = [index]
+            if index in taken:
+                if graph_exec_group() is not None:
+                    raise OverlapError(
+                        f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one "
+                        f"GraphExecGroup is not allowed: tensor {index} of region {'/'.join(format_path(self.path))!r} was "
+                        "already unpacked in this group. Run the two backwards in groups of their own, or without one.",
+                        region=format_path(self.path),
+                    )
+                since = taken.index(index)
+                wanted += taken[since + 1 :]
+                del taken[since:]
+            values = self.recompute(frozenset(wanted))
+            opened.values.extend([None] * (len(values) - len(opened.values)))
+            for position in wanted:
+                opened.values[position] = values[position]
+            value = opened.values[index]
+            opened.values[index] = None
+            taken.append(index)
+            assert value is not None
+            return value

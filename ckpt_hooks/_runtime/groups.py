@@ -1,0 +1,70 @@
+"""Groups of backwards that share one recompute, for schedules that split a backward in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import Self
+
+from ckpt_hooks._torch import graph_exec_group, set_graph_exec_group
+
+from .passes import Scope, new_group_key
+
+__all__ = ["GraphExecGroup", "group_scope"]
+
+
+class GraphExecGroup:
+    """Backwards inside one group recompute each region at most once, however many of them there are.
+
+    Pipeline schedules run the backward of a stage in parts: gradients of the inputs first, those of the weights later. Each
+    part is a graph task of its own and would recompute the stage's regions again; inside one group they share the values.
+    The same instance may be entered again for a later part. Values that no part has asked for are kept until the group is
+    deleted (or the graph is), so keep the object no longer than the schedule needs it.
+
+    The parts must be disjoint: two backwards in one group that need the same saved tensor raise, also under
+    ``retain_graph=True``, since a value goes as soon as it was used. Groups do not nest. ``torch.utils.checkpoint`` knows the
+    same idea under the same name; regions of this package honour its groups, and its regions honour these.
+
+    Raises:
+        RuntimeError: On entering a group inside another one.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import GraphExecGroup, checkpoint
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> first, second = checkpoint(lambda x: (x.sin(), x.cos()), x)
+        >>> with GraphExecGroup():  # one recompute serves both
+        ...     first.sum().backward(retain_graph=True)
+        ...     second.sum().backward()
+    """
+
+    def __enter__(self) -> Self:
+        current = graph_exec_group()
+        if current is not None:
+            raise RuntimeError(
+                f"GraphExecGroup contexts cannot be nested: already inside group {current}. Leave it first, or run this "
+                "backward in the outer group."
+            )
+        set_graph_exec_group(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        set_graph_exec_group(None)
+
+    @classmethod
+    def _get_current_group(cls) -> object | None:
+        # torch's engine asks its own class; code that asks through ours gets the same answer.
+        return graph_exec_group()
+
+
+def group_scope(group: Any) -> Scope:
+    """Returns the scope of a group, ours or torch's, and makes it on first use.
+
+    The scope hangs on the group itself, so it ends when the group is deleted.
+    """
+    try:
+        scope: Scope = group._ckpt_hooks_scope
+    except AttributeError:
+        # Two threads may both come here; ``setdefault`` lets one of them win.
+        scope = vars(group).setdefault("_ckpt_hooks_scope", Scope(new_group_key()))
+    return scope

@@ -1,0 +1,105 @@
+"""What one backward brings back, and until when it is kept.
+
+A *pass* holds the values that one backward brought back for one frame. It belongs to a *scope*: a graph task of autograd,
+or a :class:`ckpt_hooks.GraphExecGroup`. Autograd owns the scope of a graph task through the callbacks that it runs when the
+task ends, and drops it also when the task fails: so what nobody claimed goes when that backward ends, one way or another,
+and neither a frame that outlives the backward (``retain_graph=True``) nor a table on the side keeps it.
+
+The road not taken: one dictionary keyed by graph task for each frame and weak handles as keys, as torch does it. It keeps
+unclaimed values for as long as the graph lives, and costs a weak dictionary a frame.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ckpt_hooks._torch import queue_callback
+
+__all__ = ["Pass", "PassTable", "Scope", "graph_task_scope", "new_group_key"]
+
+
+class Pass:
+    """The values of one frame in one scope.
+
+    Attributes:
+        values: One entry a handle, in the order of saving: the tensor, or None where it was taken (Rule 4) or not wanted.
+        taken: Indices in the order in which they were taken.
+    """
+
+    __slots__ = ("taken", "values")
+
+    def __init__(self, values: list[torch.Tensor | None]) -> None:
+        self.values = values
+        self.taken: list[int] = []
+
+
+class PassTable(dict[int, Pass]):
+    """The passes of one frame, by the key of the scope that each belongs to."""
+
+    __slots__ = ("__weakref__",)
+
+
+class Scope:
+    """One backward, or one group of backwards: when it ends, every pass that was opened in it is dropped.
+
+    Attributes:
+        key: What frames file their passes under: the id of a graph task (0 and up), or a number below -1 for a group.
+    """
+
+    __slots__ = ("__weakref__", "_tables", "key")
+
+    def __init__(self, key: int) -> None:
+        self.key = key
+        self._tables: list[weakref.ref[PassTable]] = []
+
+    def file(self, table: PassTable, opened: Pass) -> None:
+        """Puts a pass into a frame's table, until this scope ends. Thread-safe."""
+        table[self.key] = opened
+        self._tables.append(weakref.ref(table))
+
+    def end(self) -> None:
+        """Drops the passes of all frames that are still alive."""
+        tables = self._tables
+        if not tables:
+            return
+        self._tables = []
+        key = self.key
+        _graph_tasks.pop(key, None)
+        for reference in tables:
+            table = reference()
+            if table is not None:
+                table.pop(key, None)
+
+    # Autograd calls the scope when its graph task ends, and deletes it uncalled when the task fails.
+    __call__: Callable[[Scope], None] = end
+    __del__ = end
+
+
+_graph_tasks: dict[int, weakref.ref[Scope]] = {}
+_group_keys = itertools.count(-2, -1)
+
+
+def new_group_key() -> int:
+    """Returns a key that no graph task and no other group has."""
+    return next(_group_keys)
+
+
+def graph_task_scope(key: int) -> Scope:
+    """Returns the scope of the graph task that is running on this thread.
+
+    Two engine threads that meet here at the same moment may make one each; both end with the task, so both serve.
+
+    Args:
+        key: The id of that graph task.
+    """
+    reference = _graph_tasks.get(key)
+    scope = None if reference is None else reference()
+    if scope is None:
+        scope = Scope(key)
+        queue_callback(scope)
+        _graph_tasks[key] = weakref.ref(scope)
+    return scope

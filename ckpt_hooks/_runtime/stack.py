@@ -1,0 +1,50 @@
+"""The frame stack of each thread, and whether the thread is recomputing.
+
+Autograd's own stack of hooks already gives each saved tensor to the innermost frame (Rule 1). This one says who that frame's
+parent is, and it is what a recompute exchanges for its own, so that it runs as if no frame were active (Rule 3).
+"""
+
+from __future__ import annotations
+
+import threading
+
+from .frame import Frame
+
+__all__ = ["is_recomputing", "stack"]
+
+
+class FrameStack(threading.local):
+    """One thread's frames, linked from the innermost to its parents.
+
+    Attributes:
+        innermost: The frame whose forward or recompute is running, or None.
+        recomputing: How many recomputes are running, one inside the other.
+    """
+
+    innermost: Frame | None = None
+    recomputing: int = 0
+
+
+stack = FrameStack()
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is inside the recompute of a region.
+
+    A function frame runs its function again during backward, with all its side effects. Code that must not happen twice
+    (a log line, a counter, an auxiliary loss) asks here.
+
+    Returns:
+        True inside a recompute, at whatever depth; False in forward and outside of regions.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, is_recomputing
+        >>> def block(x):
+        ...     if not is_recomputing():
+        ...         print("forward")
+        ...     return x.sin().cos()
+        >>> checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
+        forward
+    """
+    return stack.recomputing > 0

@@ -1,0 +1,143 @@
+"""Every private call into torch, in one place: what it does, why the public way does not serve, since which version.
+
+The rest of the package imports these names from here, so that a new release of torch is checked by reading one file and
+running the suite. Timings are for torch 2.13 on one x86-64 core.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+Hook = Callable[[Any], Any]
+
+_autograd: Any = torch._C._autograd
+
+# Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
+# object and enters it, and does nothing else. 2.11 to 2.15.
+push_saved_tensors_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
+
+# The innermost pair of saved-tensor hooks, or None. Its argument tells whether to look past a trace. There is no public way
+# to ask whether hooks are active, and the inputs of a region need not go through ``SavedTensor`` where none are. 2.11 to 2.15.
+_top_hooks: Callable[[bool], tuple[Hook, Hook] | None] = _autograd._top_saved_tensors_default_hooks
+
+
+def saved_tensors_hooks_active() -> bool:
+    """Whether a saved-tensor hook, a parent region's or the user's, would see a tensor that is saved now."""
+    return _top_hooks(False) is not None
+
+
+# Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
+# which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+# The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
+# honours the other's. 2.11 to 2.15.
+graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group
+set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+
+# The number that the next autograd node created on this thread will get. Tensors that one operator saves are packed after
+# its node was made and before the next one's, so equal numbers mean the same operator. 2.11 to 2.15.
+sequence_number: Callable[[], int] = _autograd._get_sequence_nr
+
+# 0.06 us for a question that takes one public call a device type. 2.11 to 2.15.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# How many ``TorchFunctionMode`` objects are active (a default device is one), and each of them, outermost first. 2.11 to 2.15.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
+
+# ``torch.set_grad_enabled`` without its object. 2.11 to 2.15.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+# The name under which a backend outside of torch has registered, ``"privateuseone"`` if none has. 2.11 to 2.15.
+private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
+
+# The innermost ``torch.func`` transform (grad, vjp, vmap, ...) that is running, or None. 2.11 to 2.15.
+innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+
+_pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
+_push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
+
+
+# ``is_grads_batched`` maps with a vmap of its own, whose level can only be read by moving it (0.06 us for both). 2.11 to 2.15.
+_enter_batched_grads: Callable[[], int] = torch._C._vmapmode_increment_nesting
+_leave_batched_grads: Callable[[], int] = torch._C._vmapmode_decrement_nesting
+
+
+def suspend_transforms() -> tuple[list[object], int] | None:
+    """Takes every ``torch.func`` transform, and every map over gradients, off this thread.
+
+    A region whose forward ran outside of them must be rerun outside of them as well, although backward may run under one:
+    ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
+
+    Returns:
+        What to give to :func:`resume_transforms`, or None where there are none.
+    """
+    level = _enter_batched_grads() - 1
+    _leave_batched_grads()
+    if level == 0 and innermost_transform() is None:
+        return None
+    for _ in range(level):
+        _leave_batched_grads()
+    suspended = []
+    while innermost_transform() is not None:
+        suspended.append(_pop_transform())
+    return suspended, level
+
+
+def resume_transforms(suspended: tuple[list[object], int]) -> None:
+    """Puts back what :func:`suspend_transforms` took off, in the same order."""
+    transforms, level = suspended
+    while transforms:
+        _push_transform(transforms.pop())
+    for _ in range(level):
+        _enter_batched_grads()
+
+
+class SavedTensor(Protocol):
+    """A tensor in autograd's keeping, seen by the saved-tensor hooks that were active when it was saved."""
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; runs the unpack hook, where there was a pack hook."""
+
+
+class _SaveInput(torch.autograd.Function):
+    """Saves its second argument for a backward that never runs; the first one only makes autograd build a node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        return torch.empty(0, device=anchor.device)
+
+
+class _NodeSavedTensor:
+    """:class:`SavedTensor` for torch 2.11, whose own cannot be made from Python: an autograd node does the saving."""
+
+    __slots__ = ("_output",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        # The output owns the node; the Python object of a node alone does not keep what it saved.
+        self._output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> torch.Tensor:
+        tensor: torch.Tensor = self._output.grad_fn.saved_tensors[0]
+        return tensor
+
+
+def _make_saved_tensor(tensor: torch.Tensor) -> SavedTensor:
+    saved: SavedTensor = _autograd._make_saved_tensor(tensor, False)
+    return saved
+
+
+# 2.12 added the way to make a ``SavedTensor`` from Python.
+save_tensor: Callable[[torch.Tensor], SavedTensor] = (
+    _make_saved_tensor if hasattr(_autograd, "_make_saved_tensor") else _NodeSavedTensor
+)

@@ -1,0 +1,89 @@
+"""Random state of devices, by the names that ``torch.utils.checkpoint`` has for it.
+
+The engine needs none of these: it captures every generator whatever the arguments (:mod:`ckpt_hooks._ambient.rng`). They
+serve code that manages device state by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["DefaultDeviceType", "get_device_states", "set_device_states"]
+
+
+class DefaultDeviceType:
+    """The device type that :func:`set_device_states` assumes, and :func:`get_device_states` where it finds no tensor.
+
+    Example:
+        >>> from ckpt_hooks import DefaultDeviceType
+        >>> DefaultDeviceType.set_device_type("cuda")
+        >>> DefaultDeviceType.get_device_type()
+        'cuda'
+    """
+
+    _default_device_type: str | None = None
+
+    @staticmethod
+    def set_device_type(device: str = "cuda") -> None:
+        """Sets the default device type of the process.
+
+        Args:
+            device: A device type, without an index.
+        """
+        DefaultDeviceType._default_device_type = device
+
+    @staticmethod
+    def get_device_type() -> str:
+        """Returns the default device type: the one that was set, else the machine's accelerator, else ``"cpu"``."""
+        if DefaultDeviceType._default_device_type is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            DefaultDeviceType._default_device_type = "cpu" if accelerator is None else accelerator.type
+        return DefaultDeviceType._default_device_type
+
+
+def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
+    """Returns the random state of each accelerator device that the arguments' tensors are on.
+
+    Args:
+        *args: Anything; tensors are found in nested lists, tuples and dicts.
+
+    Returns:
+        Indices of the devices, one a tensor as in torch, and their states. Where tensors of several accelerator types are
+        given, those of CUDA count if there are any, else those of the type met first: the result has no room to say of
+        which type an index is.
+    """
+    devices = [
+        leaf.device for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
+    ]
+    if not devices:
+        return [], []
+    device_type = "cuda" if any(device.type == "cuda" for device in devices) else devices[0].type
+    module = getattr(torch, device_type)
+    indices = [0 if device.index is None else device.index for device in devices if device.type == device_type]
+    states = []
+    for index in indices:
+        with module.device(index):
+            states.append(module.get_rng_state())
+    return indices, states
+
+
+def set_device_states(devices: Sequence[int], states: Iterable[torch.Tensor], *, device_type: str | None = None) -> None:
+    """Sets the random state of devices.
+
+    Args:
+        devices: Indices of the devices.
+        states: One state a device, as :func:`get_device_states` gives them.
+        device_type: Type of the devices; :class:`DefaultDeviceType`'s where none is given.
+    """
+    if device_type is None:
+        device_type = DefaultDeviceType.get_device_type()
+    if device_type == "meta":
+        return
+    module = getattr(torch, device_type)
+    for index, state in zip(devices, states, strict=False):
+        with module.device(index):
+            module.set_rng_state(state)

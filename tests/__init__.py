@@ -1,0 +1,1 @@
+"""Tests, by module and by promise."""

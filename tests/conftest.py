@@ -1,0 +1,49 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+import ckpt_hooks
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    """Each test draws the same numbers whatever ran before it, and leaves no hooks, modes or settings behind."""
+    torch.manual_seed(0)
+    yield
+    assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
+    assert torch._C._len_torch_function_stack() == 0
+    assert torch._C._get_graph_exec_group() is None
+    assert not torch._C._is_any_autocast_enabled()
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def no_gc() -> Iterator[None]:
+    """Switches the garbage collector off: what dies in such a test dies by reference counting alone (Rule 9)."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {
+    "ours": ckpt_hooks.checkpoint,
+    "torch": functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+}
+
+
+@pytest.fixture(params=list(IMPLEMENTATIONS))
+def impl(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``checkpoint`` of this package and of torch: for what both promise."""
+    return IMPLEMENTATIONS[request.param]

@@ -1,0 +1,47 @@
+"""Counting what runs and what is alive, for tests."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class CountOps(TorchDispatchMode):
+    """Counts operators below autograd by name, without the ``detach`` calls that any checkpointing runtime makes."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            self.counts[func.__name__.split(".")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+class Calls:
+    """Wraps a function and counts its calls."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        self.count = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.function(*args, **kwargs)
+
+
+class Token:
+    """Something to hang on a frame's lifetime: a weak reference to it dies with whatever holds it."""
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    """Returns a new leaf that requires grad."""
+    return torch.randn(*shape, dtype=torch.float64, requires_grad=True)

@@ -1,0 +1,319 @@
+"""Rule 7 for what is captured so far: generators, autocast, default device; restored for a recompute, and put back after it."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import grad
+
+from ckpt_hooks import checkpoint
+from ckpt_hooks._ambient import autocast, default_device, rng
+from tests.measure import Calls, CountOps, leaf
+
+
+def dropout(x):
+    return F.dropout(x.sin(), 0.5).exp() * torch.rand_like(x)
+
+
+def test_random_numbers_are_those_of_forward(impl):
+    x = leaf(8)
+    torch.manual_seed(1)
+    (g,) = grad(impl(dropout, x).sum(), x)
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    (expected,) = grad(dropout(x).sum(), x)
+    assert torch.equal(g, expected)
+    assert torch.equal(after, torch.get_rng_state())
+
+
+def test_numbers_drawn_between_forward_and_backward_are_left_alone(impl):
+    x = leaf(8)
+    torch.manual_seed(1)
+    y = impl(dropout, x).sum()
+    between = torch.rand(3)
+    (g,) = grad(y, x)
+    after = torch.rand(3)
+    torch.manual_seed(1)
+    z = dropout(x).sum()
+    assert torch.equal(between, torch.rand(3))
+    assert torch.equal(g, grad(z, x)[0])
+    assert torch.equal(after, torch.rand(3))
+
+
+def test_nested_regions_draw_what_they_drew(impl):
+    def nested(x, depth):
+        return dropout(x) if depth == 0 else dropout(impl(nested, dropout(x), depth - 1))
+
+    def plain(x, depth):
+        return dropout(x) if depth == 0 else dropout(plain(dropout(x), depth - 1))
+
+    x = leaf(8)
+    torch.manual_seed(1)
+    (g,) = grad(impl(nested, x, 3).sum(), x)
+    after = torch.rand(1)
+    torch.manual_seed(1)
+    (expected,) = grad(plain(x, 3).sum(), x)
+    assert torch.equal(g, expected)
+    assert torch.equal(after, torch.rand(1))
+
+
+def test_preserve_rng_state_false_draws_anew_and_disturbs_nothing():
+    masks = []
+
+    def function(x):
+        mask = torch.rand_like(x)
+        masks.append(mask)
+        return x.sin() * mask
+
+    x = leaf(8)
+    y = checkpoint(function, x, preserve_rng_state=False).sum()
+    state = torch.get_rng_state()
+    y.backward()
+    assert torch.equal(state, torch.get_rng_state())
+    assert not torch.equal(*masks)
+
+
+def test_a_recompute_that_draws_more_than_forward_disturbs_nothing():
+    calls = Calls(lambda x: (torch.rand(5) if calls.count > 1 else None, x.sin().exp())[1])
+    x = leaf(3)
+    y = checkpoint(calls, x).sum()
+    state = torch.get_rng_state()
+    y.backward()
+    assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("draw", [1, 2, 623, 624, 625, 1248])
+def test_any_number_of_draws_is_noticed(draw):
+    """The state is compared in full: the generator's position repeats every 624 draws, its content does not."""
+    before = rng.capture()
+    assert rng.drawn_from(before) is None
+    torch.empty(draw, dtype=torch.int32).random_()
+    assert rng.drawn_from(before) is not None
+
+
+def test_a_normal_number_left_over_from_before_is_noticed():
+    """``torch.randn`` of one number draws two and keeps one: taking that one moves nothing but a flag."""
+    torch.randn(1)
+    before = rng.capture()
+    torch.randn(1)
+    assert rng.drawn_from(before) is not None
+
+
+def test_comparing_states_fast_is_comparing_them():
+    one = torch.get_rng_state()
+    assert rng._memcmp is not None
+    for position in (0, 7, 8, 100, one.numel() - 1):
+        other = one.clone()
+        assert rng._same_cpu_state(one, other)
+        other[position] += 1
+        assert rng._same_cpu_state(one, other) == torch.equal(one, other) is False
+
+
+class FakeDevice(types.SimpleNamespace):
+    """A device module as backends register them: one generator a device, uninitialised at first."""
+
+    def __init__(self, devices=1, *, generators=True, initialized=True):
+        super().__init__(initialized=initialized)
+        self.reads = 0
+        self.streams = [torch.Generator().manual_seed(i) for i in range(devices)]
+        if generators:
+            self.default_generators = tuple(self.streams)
+
+    def is_initialized(self):
+        return self.initialized
+
+    def device_count(self):
+        return len(self.streams)
+
+    def get_rng_state(self, device=0):
+        self.reads += 1
+        return self.streams[device].get_state()
+
+    def set_rng_state(self, state, device=0):
+        self.streams[device].set_state(state)
+
+    def draw(self, device=0):
+        return torch.rand(8, generator=self.streams[device], dtype=torch.float64)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a fake device module on torch under a name and lets the engine know of the name."""
+
+    def put(name, module):
+        monkeypatch.setattr(torch, name, module, raising=False)
+        monkeypatch.setattr(rng, "_DEVICE_TYPES", [*rng._DEVICE_TYPES, name])
+        monkeypatch.setattr(rng, "_modules_known_for", "")
+        return module
+
+    yield put
+    rng._modules_known_for = ""
+
+
+@pytest.mark.parametrize("generators", [True, False], ids=["default_generators", "get_rng_state"])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_every_device_of_every_type_is_captured_whatever_the_arguments(install, devices, generators):
+    """Two accelerator types with several devices each, none of them among the arguments."""
+    one = install("fake_one", FakeDevice(devices, generators=generators))
+    two = install("fake_two", FakeDevice(devices, generators=generators))
+    masks = []
+
+    def function(x):
+        mask = torch.stack([module.draw(i) for module in (one, two) for i in range(devices)]).sum(0)
+        masks.append(mask)
+        return (x * mask).sin()
+
+    x = leaf(8)
+    y = checkpoint(function, x).sum()
+    one.draw(devices - 1)
+    states = [stream.get_state() for stream in (*one.streams, *two.streams)]
+    y.backward()
+    assert torch.equal(*masks)
+    assert all(torch.equal(s, t.get_state()) for s, t in zip(states, (*one.streams, *two.streams), strict=True))
+
+
+def test_only_streams_that_forward_moved_are_kept(install):
+    fake = install("fake_one", FakeDevice(3))
+    before = rng.capture()
+    fake.draw(1)
+    kept = rng.drawn_from(before)
+    assert kept is not None
+    assert kept[0] is None
+    assert [state is before[1][1][1] for _, state in kept[1]] == [True]
+
+
+def test_an_uninitialised_device_is_not_touched(install):
+    fake = install("fake_one", FakeDevice(1, generators=False, initialized=False))
+    x = leaf(3)
+    checkpoint(torch.sin, x).sum().backward()
+    assert fake.reads == 0
+
+
+def test_a_backend_registered_later_is_found(install, monkeypatch):
+    """Backends outside of torch rename ``privateuseone``, which may happen after this package was imported."""
+    rng.capture()
+    fake = FakeDevice(1)
+    monkeypatch.setattr(torch, "late_backend", fake, raising=False)
+    monkeypatch.setattr(rng, "private_backend_name", lambda: "late_backend")
+    assert len(rng.capture()[1]) == 1
+
+
+def linear(x, w):
+    return (x @ w).tanh() @ w
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_of_forward_is_in_force_in_recompute(impl, dtype):
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=dtype):
+        y = impl(linear, x, w)
+        expected = linear(x, w)
+    assert y.dtype == dtype
+    for a, b in zip(grad(y.sum(), (x, w)), grad(expected.sum(), (x, w)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_around_backward_alone_is_not(impl):
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    y, expected = impl(linear, x, w), linear(x, w)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = grad(y.sum(), (x, w))
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") == torch.bfloat16
+        without = grad(expected.sum(), (x, w))  # the operators of backward itself run under autocast in either case
+    for a, b in zip(got, without, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_autocast_of_several_device_types_at_once():
+    """Settings of every type are seen by the rerun, and afterwards they are what they were."""
+    seen = []
+
+    def function(x):
+        seen.append(autocast.capture())
+        return x.sin()
+
+    x = leaf(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        torch.set_autocast_enabled("mps", True)
+        torch.set_autocast_dtype("mps", torch.bfloat16)
+        y = checkpoint(function, x)
+        torch.set_autocast_enabled("mps", False)
+        torch.set_autocast_dtype("mps", torch.float16)
+    before = autocast.capture()
+    y.sum().backward()
+    assert seen[0] == seen[1] != before
+    assert autocast.capture() == before
+
+
+def test_autocast_leaves_no_cached_casts_behind():
+    """Casts of a recompute live in a level of their own and go with it."""
+    x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = checkpoint(linear, x, w)
+    y.sum().backward()
+    with CountOps() as ops, torch.autocast("cpu", dtype=torch.bfloat16):
+        linear(x, w)
+    assert ops.counts["_to_copy"] == 2
+
+
+def test_autocast_switched_inside_a_region(impl):
+    def function(x, w):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            x = linear(x, w)
+        return x.float() @ w
+
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    for a, b in zip(grad(impl(function, x, w).sum(), (x, w)), grad(function(x, w).sum(), (x, w)), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_default_device_of_forward_is_in_force_in_recompute(impl):
+    def function(x):
+        return (x * torch.ones(3)).sin()
+
+    x = torch.randn(3, device="meta", requires_grad=True)
+    with torch.device("meta"):
+        y = impl(function, x)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.device.type == "meta"
+
+
+def test_default_device_around_backward_alone_is_not():
+    def function(x):
+        return (x * torch.ones(3)).sin()
+
+    x = torch.randn(3, requires_grad=True)
+    y = checkpoint(function, x)
+    with torch.device("meta"):
+        y.sum().backward()
+        assert torch.get_default_device().type == "meta"
+    assert x.grad is not None
+    assert x.grad.device.type == "cpu"
+
+
+def test_set_default_device():
+    x = torch.randn(3, device="meta", requires_grad=True)
+    torch.set_default_device("meta")
+    try:
+        y = checkpoint(lambda x: (x * torch.ones(3)).sin(), x)
+    finally:
+        torch.set_default_device(None)
+    y.sum().backward()
+    assert torch.get_default_device().type == "cpu"
+
+
+def test_capturing_a_default_device_under_other_modes():
+    class Through(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    meta = torch.device("meta")
+    with torch.device("meta"), Through():
+        assert default_device.capture() == meta
+    with Through():
+        assert default_device.capture() is None

@@ -1,0 +1,146 @@
+"""``GraphExecGroup``: split backwards that share one recompute, ours and torch's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.autograd import grad
+
+from ckpt_hooks import CheckpointError, GraphExecGroup, OverlapError, checkpoint
+from tests.measure import Calls, leaf
+
+GROUPS = {"ours": GraphExecGroup, "torch": torch.utils.checkpoint.GraphExecGroup}
+
+
+@pytest.fixture(params=list(GROUPS))
+def group_class(request):
+    return GROUPS[request.param]
+
+
+def two_outputs(x):
+    return x.sin().exp(), x.cos().tanh()
+
+
+def test_disjoint_backwards_share_one_recompute(impl, group_class):
+    """Either engine honours either class."""
+    calls = Calls(two_outputs)
+    x = leaf(3)
+    a, b = impl(calls, x)
+    with group_class():
+        (ga,) = grad(a.sum(), x, retain_graph=True)
+        (gb,) = grad(b.sum(), x)
+    assert calls.count == 2
+    assert torch.equal(ga, grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(gb, grad(x.cos().tanh().sum(), x)[0])
+
+
+def test_one_group_entered_twice_is_one_group(impl, group_class):
+    """A schedule that leaves the group between the parts still recomputes once."""
+    calls = Calls(two_outputs)
+    x = leaf(3)
+    a, b = impl(calls, x)
+    group = group_class()
+    with group:
+        grad(a.sum(), x, retain_graph=True)
+    with group:
+        grad(b.sum(), x)
+    assert calls.count == 2
+
+
+def test_two_groups_recompute_twice(impl, group_class):
+    calls = Calls(two_outputs)
+    x = leaf(3)
+    a, b = impl(calls, x)
+    with group_class():
+        grad(a.sum(), x, retain_graph=True)
+    with group_class():
+        grad(b.sum(), x)
+    assert calls.count == 3
+
+
+def test_overlapping_backwards_raise(impl, group_class):
+    """Two backwards that need the same saved tensor, also under retain_graph."""
+    x = leaf(3)
+    y = impl(lambda x: x.sin().exp(), x).sum()
+    with group_class():
+        grad(y, x, retain_graph=True)
+        with pytest.raises(torch.utils.checkpoint.CheckpointError, match="Performing two backward calls that overlap"):
+            grad(y, x, retain_graph=True)
+
+
+def test_overlap_names_the_region():
+    x = leaf(3)
+    y = checkpoint(name="block")(torch.sin)(x).sum()
+    with GraphExecGroup():
+        grad(y, x, retain_graph=True)
+        with pytest.raises(OverlapError, match="tensor 0 of region 'block'") as caught:
+            grad(y, x, retain_graph=True)
+    assert caught.value.region == ("block",)
+    grad(y, x)  # outside of the group the frame is as it was
+
+
+def test_groups_do_not_nest(group_class):
+    with GraphExecGroup(), pytest.raises(RuntimeError, match="GraphExecGroup contexts cannot be nested"), group_class():
+        pass
+    with group_class(), pytest.raises(RuntimeError, match="GraphExecGroup contexts cannot be nested"), GraphExecGroup():
+        pass
+
+
+def test_nested_regions_in_a_group():
+    """Outer and inner region recompute once each, for both parts."""
+    inner, x = Calls(two_outputs), leaf(3)
+    outer = Calls(lambda x: checkpoint(inner, x))
+    a, b = checkpoint(outer, x)
+    with GraphExecGroup():
+        (ga,) = grad(a.sum(), x, retain_graph=True)
+        (gb,) = grad(b.sum(), x)
+    assert outer.count == 2
+    assert inner.count == 2  # forward, and the inner frame's rerun; the outer rerun stops at the inner frame's input
+    assert torch.equal(ga, grad(two_outputs(x)[0].sum(), x)[0])
+    assert torch.equal(gb, grad(two_outputs(x)[1].sum(), x)[0])
+
+
+def test_a_failed_recompute_in_a_group_leaves_it_usable():
+    """torch marks the region as recomputed and then returns what is not there."""
+    fail = [True]
+
+    def function(x):
+        y = two_outputs(x)
+        if fail[0]:
+            raise KeyError
+        return y
+
+    x = leaf(3)
+    fail[0] = False
+    a, b = checkpoint(function, x, early_stop=False)
+    with GraphExecGroup():
+        fail[0] = True
+        with pytest.raises(KeyError):
+            grad(a.sum(), x, retain_graph=True)
+        fail[0] = False
+        (ga,) = grad(a.sum(), x, retain_graph=True)
+        (gb,) = grad(b.sum(), x)
+    assert torch.equal(ga, grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(gb, grad(x.cos().tanh().sum(), x)[0])
+
+
+def test_backward_in_two_stages(impl, group_class):
+    """From the loss to a tensor in the middle of a region first, from there to the input later."""
+
+    def stages(x):
+        middle = x.sin().tanh()
+        return middle, middle.exp().cos()
+
+    calls = Calls(stages)
+    x = leaf(3)
+    middle, y = impl(calls, x)
+    with group_class():
+        (g,) = grad(y.sum(), middle, retain_graph=True)
+        (gx,) = grad(middle, x, g)
+    assert calls.count == 2
+    assert torch.equal(gx, grad(stages(x)[1].sum(), x)[0])
+
+
+def test_error_class_is_the_engines():
+    assert issubclass(OverlapError, CheckpointError)

@@ -1,0 +1,287 @@
+"""Rule 9: who keeps what alive, and until when. The garbage collector is off in all of these."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ckpt_hooks import GraphExecGroup, checkpoint
+from ckpt_hooks._rerun import FunctionFrame
+from ckpt_hooks._runtime.frame import Observer
+from ckpt_hooks._runtime.observers import observe
+from tests.measure import leaf
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+
+class Frames(Observer):
+    """Weak references to the frames of a block, and to the values that were handed out."""
+
+    def __init__(self):
+        self.frames = []
+        self.values = []
+
+    def entered(self, frame):
+        self.frames.append(weakref.ref(frame))
+
+    def unpacked(self, frame, index, tensor):
+        self.values.append(weakref.ref(tensor))
+
+    def alive(self):
+        return [r() is not None for r in self.frames]
+
+    def values_alive(self):
+        return sum(r() is not None for r in self.values)
+
+
+@pytest.fixture
+def frames():
+    watching = Frames()
+    with observe(watching):
+        yield watching
+
+
+def block(x):
+    return x.sin().exp().cos()
+
+
+def test_a_frame_dies_with_backward(frames):
+    x = leaf(3)
+    y = checkpoint(block, x).sum()
+    assert frames.alive() == [True]
+    y.backward()
+    assert frames.alive() == [False]
+
+
+def test_a_frame_lives_as_long_as_its_graph(frames):
+    x = leaf(3)
+    y = checkpoint(block, x).sum()
+    y.backward(retain_graph=True)
+    assert frames.alive() == [True]
+    assert frames.values_alive() == 0
+    del y
+    assert frames.alive() == [False]
+
+
+def test_a_discarded_output_takes_its_frame_along(frames):
+    x = leaf(3)
+    checkpoint(block, x)
+    assert frames.alive() == [False]
+
+
+def test_a_region_that_saves_nothing_has_no_frame_afterwards(frames):
+    x = leaf(3)
+    y = checkpoint(lambda x: x + 1, x)
+    assert frames.alive() == [False]
+    y.sum().backward()
+
+
+def test_the_input_of_a_region_dies_with_it():
+    x = leaf(3)
+    h = x * 2
+    gone = weakref.ref(h)
+    y = checkpoint(block, h).sum()
+    del h
+    assert gone() is not None
+    y.backward()
+    assert gone() is None
+
+
+@pytest.mark.parametrize("where", ["first", "last"])
+def test_an_exception_in_forward_frees_the_frame(frames, where):
+    x = leaf(3)
+
+    def function(x):
+        if where == "first":
+            raise KeyError
+        y = block(x)
+        raise KeyError(y.shape)
+
+    with contextlib.suppress(KeyError):
+        checkpoint(function, x)
+    assert frames.alive() == [False]
+
+
+def test_an_exception_in_recompute_keeps_nothing(frames):
+    x = leaf(3)
+    fail, made = [False], []
+
+    def function(x):
+        y = x.sin()
+        made.append(weakref.ref(y))
+        if fail[0]:
+            raise KeyError
+        return y.exp()
+
+    y = checkpoint(function, x).sum()
+    fail[0] = True
+    with contextlib.suppress(KeyError):
+        y.backward(retain_graph=True)
+    assert [r() for r in made] == [None, None]
+    assert frames.alive() == [True]
+    assert frames.frames[0]().passes == {}
+    del y
+    assert frames.alive() == [False]
+
+
+def test_the_stop_leaves_no_cycle_behind(frames):
+    """What a function had in its locals when it was stopped is free as soon as the rerun is over."""
+    made = []
+
+    def function(x):
+        local = x.sin()
+        made.append(weakref.ref(local))
+        return local.exp().neg()
+
+    x = leaf(3)
+    checkpoint(function, x).sum().backward()
+    assert [r() for r in made] == [None, None]
+
+
+def test_unclaimed_values_are_dropped_when_backward_ends(frames):
+    """A partial backward under retain_graph, repeated, piles nothing up."""
+    x = leaf(3)
+    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().tanh()), x)
+    for _ in range(3):
+        grad(a.sum(), x, retain_graph=True)
+        assert frames.frames[0]().passes == {}
+    del a, b
+    assert frames.alive() == [False]
+
+
+def test_unclaimed_values_are_dropped_when_backward_fails(frames):
+    """The same where the backward does not reach its end."""
+    x = leaf(3)
+    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().tanh()), x)
+    held = []
+
+    def fail(g):
+        held.append(len(frames.frames[0]().passes))
+        raise KeyError
+
+    x.register_hook(fail)
+    with contextlib.suppress(KeyError):
+        a.sum().backward(retain_graph=True)
+    assert held == [1]
+    assert frames.frames[0]().passes == {}
+    assert frames.values_alive() == 0
+    del b
+
+
+def test_unclaimed_values_of_a_group_die_with_the_group(frames):
+    """A group keeps what its later backwards may need, and no longer than itself."""
+    x = leaf(3)
+    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().tanh()), x)
+    group = GraphExecGroup()
+    with group:
+        grad(a.sum(), x, retain_graph=True)
+    assert len(frames.frames[0]().passes) == 1
+    del group
+    assert frames.frames[0]().passes == {}
+    del a, b
+    assert frames.alive() == [False]
+
+
+def test_nested_frames_die(frames):
+    x = leaf(3)
+    y = checkpoint(lambda x: checkpoint(lambda x: checkpoint(block, x.sin()).sin(), x).exp(), x).sum()
+    y.backward(retain_graph=True)
+    # Three of forward; the outer rerun makes two more, the middle one another.
+    assert frames.alive() == [True] * 3 + [False] * 3
+    del y
+    assert not any(frames.alive())
+
+
+def test_higher_derivatives_free_everything(frames):
+    x = leaf(3)
+    y = checkpoint(lambda x: checkpoint(block, x).sin(), x).sum()
+    (g,) = grad(y, x, create_graph=True)
+    (h,) = grad(g.sum(), x, create_graph=True)
+    del y, g, h
+    assert not any(frames.alive())
+
+
+def test_a_cycle_through_python_does_not_keep_the_frame(frames):
+    """A function that refers to itself, as bound methods of modules do, is no part of the graph."""
+
+    class Module(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.me = [self]
+
+        def forward(self, x):
+            return block(x)
+
+    x = leaf(3)
+    y = checkpoint(Module(), x).sum()
+    y.backward()
+    assert frames.alive() == [False]
+
+
+def test_memory_of_2000_regions_comes_back():
+    """2,000 regions in a row, one backward: no recursion limit is met, and every Python object and tensor is gone."""
+
+    def run(steps):
+        x = torch.ones(4, 4, requires_grad=True)
+        y = x
+        for _ in range(steps):
+            y = checkpoint(torch.sin, y)
+        y.sum().backward()
+        return x.grad
+
+    run(2000)  # fills the interpreter's free lists
+    before = sys.getallocatedblocks()
+    gradient = run(2000)
+    assert abs(sys.getallocatedblocks() - before) < 50
+    x = torch.ones(4, 4, requires_grad=True)
+    y = x
+    for _ in range(2000):
+        y = y.sin()
+    y.sum().backward()
+    assert torch.equal(gradient, x.grad)
+
+
+def test_a_chain_of_regions_is_discarded_without_recursion():
+    """Dropping the output of 20,000 regions in a row without a backward is no deep recursion either."""
+    x = torch.ones(1, requires_grad=True)
+    frames = Frames()
+    with observe(frames):
+        y = x
+        for _ in range(20_000):
+            y = checkpoint(torch.sin, y)
+    del y
+    assert not any(frames.alive())
+
+
+def test_a_frame_whose_forward_failed_in_a_context_of_its_own_is_closed(frames):
+    """A context_fn whose first context fails to enter leaves no hooks behind."""
+
+    class Broken(contextlib.AbstractContextManager):
+        def __enter__(self):
+            raise KeyError
+
+        def __exit__(self, *exc_info):
+            raise AssertionError
+
+    x = leaf(3)
+    with pytest.raises(KeyError):
+        checkpoint(block, x, context_fn=lambda: (Broken(), contextlib.nullcontext()))
+    assert frames.alive() == [False]
+    y = x.sin()
+    assert torch.equal(y.grad_fn._saved_self, x)
+
+
+def test_frames_hold_no_rng_state_unless_forward_drew(frames):
+    x = leaf(3)
+    y = checkpoint(block, x)
+    z = checkpoint(torch.nn.functional.dropout, x)
+    plain, random = (r() for r in frames.frames)
+    assert isinstance(plain, FunctionFrame)
+    assert plain._ambient._rng is None
+    assert random._ambient._rng is not None
+    del y, z

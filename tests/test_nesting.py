@@ -1,0 +1,300 @@
+"""Rules 1 to 6 of nested regions, by number, against plain autograd and counted."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import grad
+
+from ckpt_hooks import checkpoint, set_checkpoint_early_stop
+from tests.measure import Calls, CountOps, leaf
+
+
+def chain(x):
+    return x.sin().exp().cos()
+
+
+def nested(x, depth, impl):
+    """A region in a region, and operators around each."""
+    if depth == 0:
+        return chain(x)
+    return impl(nested, x.sin(), depth - 1, impl).cos() * x
+
+
+def plain(function, *args):
+    return function(*args)
+
+
+def test_rule_1_inner_saves_are_hidden_from_outer_frames():
+    """A user's hook around an outer region sees the region's input and nothing else."""
+    seen = []
+    x = leaf(3)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.shape) or t, lambda t: t):
+        y = checkpoint(nested, x, 2, checkpoint)
+    assert len(seen) == 1
+    (g,) = grad(y.sum(), x)
+    assert torch.equal(g, grad(nested(x, 2, plain).sum(), x)[0])
+
+
+def test_rule_2_inputs_are_saved_with_the_parent():
+    """Inner input and outer saves are handles of the outer frame; bringing back the inner one reruns the outer once."""
+    outer_calls, inner_calls = Calls(lambda x: checkpoint(inner_calls, x.sin())), Calls(chain)
+    x = leaf(3)
+    y = checkpoint(outer_calls, x)
+    assert (outer_calls.count, inner_calls.count) == (1, 1)
+    (g,) = grad(y.sum(), x)
+    # The outer rerun meets the inner region and runs it forward; the inner frame of the first forward then reruns.
+    assert (outer_calls.count, inner_calls.count) == (2, 2)
+    assert torch.equal(g, grad(chain(x.sin()).sum(), x)[0])
+
+
+def test_rule_2_inputs_go_through_the_users_hooks():
+    """Each tensor among the arguments is packed once by the hooks around the region, and unpacked once a recompute."""
+    packed, unpacked = [], []
+
+    def pack(t):
+        packed.append(t)
+        return len(packed) - 1
+
+    def unpack(i):
+        unpacked.append(i)
+        return packed[i]
+
+    x, w, b = leaf(3), leaf(3), torch.ones(3, dtype=torch.float64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        y = checkpoint(lambda x, scale, *, extra: (x * scale[0]).sin() * extra["b"], x, [w], extra={"b": b})
+    assert [t is s for t, s in zip(packed, (x, w, b), strict=True)] == [True] * 3
+    grad(y.sum(), (x, w))
+    assert sorted(unpacked) == [0, 1, 2]
+
+
+def test_rule_3_recomputes_once_a_backward(impl):
+    """However many saved tensors a region has, one backward reruns it once, and a second backward once more."""
+    calls = Calls(lambda x: chain(chain(chain(x))))
+    x = leaf(3)
+    y = impl(calls, x).sum()
+    y.backward(retain_graph=True)
+    assert calls.count == 2
+    y.backward()
+    assert calls.count == 3
+
+
+def test_rule_3_recompute_is_not_inside_the_frame_that_triggers_it():
+    """Backward inside the forward of another region leaves that region's handles alone."""
+    x = leaf(3)
+
+    def outer(x):
+        inner = checkpoint(chain, x)
+        (g,) = grad(inner.sum(), x, create_graph=True)
+        return g * x.exp()
+
+    def outer_plain(x):
+        (g,) = grad(chain(x).sum(), x, create_graph=True)
+        return g * x.exp()
+
+    (g,) = grad(checkpoint(outer, x).sum(), x)
+    assert torch.equal(g, grad(outer_plain(x).sum(), x)[0])
+
+
+def test_rule_4_values_go_as_they_are_unpacked():
+    """Under retain_graph nothing recomputed stays alive after backward, and the next backward recomputes."""
+    import weakref
+
+    alive = []
+
+    class Watch(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            y = x.clone()
+            ctx.save_for_backward(y)
+            alive.append(weakref.ref(y))
+            return y * 1
+
+        @staticmethod
+        def backward(ctx, g):
+            (y,) = ctx.saved_tensors
+            return g * y
+
+    x = leaf(3)
+    y = checkpoint(lambda x: Watch.apply(x.sin()), x).sum()
+    y.backward(retain_graph=True)
+    assert [r() for r in alive] == [None, None]
+    first = x.grad.clone()
+    y.backward()
+    assert torch.equal(x.grad, first * 2)
+
+
+def test_rule_5_stops_at_the_last_saved_tensor(impl):
+    """Operators after the last save, and the kernel of the operator that saves it, do not run again."""
+    x = leaf(3)
+    y = impl(lambda x: x.sin().cos().neg().neg().neg(), x)
+    with CountOps() as ops:
+        y.sum().backward()
+    # ``cos`` saves its input before it runs, and is the last to save; the backward of ``cos`` calls ``sin``, that of ``sin``
+    # calls ``cos``: one each.
+    assert ops.counts["neg"] == 3 + 1
+    assert ops.counts["sin"] == 1 + 1
+    assert ops.counts["cos"] == 0 + 1
+
+
+def test_rule_5_dead_handles_do_not_count():
+    """What only a dropped output needed is not recomputed for."""
+    x = leaf(3)
+    a, b = checkpoint(lambda x: (x.sin(), x.exp().tanh()), x)
+    del b
+    with CountOps() as ops:
+        a.sum().backward()
+    assert ops.counts["exp"] == ops.counts["tanh"] == 0
+    assert ops.counts["sin"] == 0  # its input is the region's input; the stop comes before the kernel
+
+
+def test_rule_5_without_early_stop_runs_to_the_end(impl):
+    """With early stop off, every operator of the region runs again."""
+    x = leaf(3)
+    y = impl(lambda x: x.sin().neg().neg(), x, early_stop=False)
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops.counts["neg"] == 4
+    assert ops.counts["sin"] == 1
+
+
+def test_rule_6_backward_inside_forward_retaining(impl):
+    """``autograd.grad`` with retain_graph inside a region."""
+
+    def function(x):
+        z = x.sin().cos()
+        (g,) = grad(z.sum(), x, retain_graph=True)
+        return g * z * x
+
+    x = leaf(3)
+    for early_stop in (True, False):
+        (g,) = grad(impl(function, x, early_stop=early_stop).sum(), x)
+        assert torch.equal(g, grad(function(x).sum(), x)[0])
+
+
+def test_rule_6_backward_inside_forward_releasing(impl):
+    """``autograd.grad`` that frees its graph inside a region, and operators after it."""
+
+    def function(x):
+        z = x.sin().cos()
+        (g,) = grad(z.sum(), x)
+        return x.cos() * g
+
+    x = leaf(3)
+    for early_stop in (True, False):
+        (g,) = grad(impl(function, x, early_stop=early_stop).sum(), x)
+        assert torch.equal(g, grad(function(x).sum(), x)[0])
+
+
+def test_rule_6_third_order_through_nested_regions(impl):
+    """Third derivatives through four levels of nesting are bitwise those of plain autograd."""
+    x = leaf(4)
+
+    def third(run):
+        y = run()
+        for _ in range(3):
+            (y,) = grad(y.sum(), x, create_graph=True)
+        return y
+
+    assert torch.equal(third(lambda: nested(x, 4, impl)), third(lambda: nested(x, 4, plain)))
+
+
+def test_rule_6_two_losses_and_partial_backward(impl):
+    """Two losses over one region, and backward over a part of it, repeatedly."""
+    x = leaf(3)
+    calls = Calls(lambda x: (x.sin().exp(), x.cos().tanh()))
+    a, b = impl(calls, x)
+    for _ in range(3):
+        (ga,) = grad(a.sum(), x, retain_graph=True)
+    assert calls.count == 4
+    (gb,) = grad(b.sum(), x)
+    assert torch.equal(ga, grad(x.sin().exp().sum(), x)[0])
+    assert torch.equal(gb, grad(x.cos().tanh().sum(), x)[0])
+
+
+def test_rule_6_saved_attributes_outside_of_backward(impl):
+    """``grad_fn._saved_*`` brings a value back at any time, and leaves the graph usable."""
+    x = leaf(3)
+    y = impl(chain, x)
+    assert torch.equal(y.grad_fn._saved_self, x.sin().exp())
+    assert torch.equal(y.grad_fn._saved_self, x.sin().exp())
+    assert torch.equal(y.grad_fn.next_functions[0][0]._saved_result, x.sin().exp())
+    assert torch.equal(grad(y.sum(), x)[0], grad(chain(x).sum(), x)[0])
+
+
+def test_rule_6_access_outside_of_backward_stops_at_what_was_asked_for():
+    """One saved tensor outside of backward costs the operators up to it."""
+    x = leaf(3)
+    y = checkpoint(lambda x: x.sin().exp().tanh().cos(), x)
+    node = y.grad_fn.next_functions[0][0].next_functions[0][0]  # exp's
+    with CountOps() as ops:
+        node._saved_result  # noqa: B018
+    assert ops.counts == {"sin": 1, "exp": 1}
+
+
+def test_a_saved_tensor_may_be_unpacked_twice_in_one_backward():
+    """A custom function that reads ``ctx.saved_tensors`` twice costs one more recompute, not an error."""
+
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, y):
+            ctx.save_for_backward(x, y)
+            return x * y
+
+        @staticmethod
+        def backward(ctx, g):
+            first, second = ctx.saved_tensors, ctx.saved_tensors
+            assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+            return g * second[1], g * second[0]
+
+    calls = Calls(lambda x: Twice.apply(x.sin(), x.exp()).cos())
+    x = leaf(3)
+    (g,) = grad(checkpoint(calls, x).sum(), x)
+    assert calls.count == 3
+    assert torch.equal(g, grad((x.sin() * x.exp()).cos().sum(), x)[0])
+
+
+def test_early_stop_setting_reaches_nested_regions():
+    """The setting is read when each forward runs, nested regions included."""
+    x = leaf(3)
+    tail = Calls(torch.neg)
+    with set_checkpoint_early_stop(False):
+        y = checkpoint(lambda x: checkpoint(lambda x: tail(x.sin()), x), x)
+    grad(y.sum(), x)
+    # Forward; the outer rerun; the inner rerun.
+    assert tail.count == 3
+
+
+def test_is_grads_batched_reruns_outside_of_the_map():
+    """A backward that maps over gradients reruns the region once, unmapped, with the dropout of its forward."""
+    x = leaf(3)
+    calls = Calls(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp())
+    torch.manual_seed(1)
+    y = checkpoint(calls, x)
+    (g,) = grad(y, x, torch.eye(3, dtype=torch.float64), is_grads_batched=True)
+    assert calls.count == 2
+    torch.manual_seed(1)
+    expected = grad(calls(x), x, torch.eye(3, dtype=torch.float64), is_grads_batched=True)[0]
+    assert torch.equal(g, expected)
+
+
+def test_regions_inside_backward_of_a_region():
+    """A custom function whose backward runs a region of its own, inside a region."""
+
+    class Own(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx, g):
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                y = checkpoint(lambda x: x.sin().sin().asin(), x)
+                return g * grad(y.sum(), x)[0]
+
+    x = leaf(3)
+    (g,) = grad(checkpoint(lambda x: Own.apply(x.exp()), x).sum(), x)
+    e = x.exp().detach().requires_grad_()
+    assert torch.equal(g, grad(e.sin().sin().asin().sum(), e)[0] * x.exp())

@@ -1,0 +1,207 @@
+"""The function frame as a context manager, its contexts, names, and what a transform does to a region."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.autograd import grad
+
+import ckpt_hooks._checkpoint
+from ckpt_hooks import checkpoint, is_recomputing
+from ckpt_hooks._rerun import FunctionFrame
+from ckpt_hooks._runtime.frame import Observer, format_path
+from ckpt_hooks._runtime.observers import observe
+from ckpt_hooks._runtime.stack import stack
+from tests.measure import Calls, leaf
+
+
+def test_a_frame_around_a_forward_in_module_hooks():
+    """A pre-forward hook enters a frame and a forward hook leaves it: the module becomes a region."""
+    module = torch.nn.Sequential(torch.nn.Linear(3, 3, dtype=torch.float64), torch.nn.Tanh(), torch.nn.Tanh())
+    forward = Calls(module.forward)
+    module.forward = forward
+    frames = []
+
+    def before(module, args, kwargs):
+        frame = FunctionFrame(module.forward, args, kwargs)
+        frame.__enter__()
+        frames.append(frame)
+
+    def after(module, args, kwargs, output):
+        frames.pop().__exit__(None, None, None)
+
+    handles = [
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after, with_kwargs=True),
+    ]
+    x = leaf(2, 3)
+    (g,) = grad(module(x).sum(), x)
+    for handle in handles:
+        handle.remove()
+    assert forward.count == 2
+    assert torch.equal(g, grad(module(x).sum(), x)[0])
+
+
+def test_regions_are_named_by_their_path():
+    """A path has the names of the regions around, in forward and in a rerun."""
+    paths = []
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            paths.append(format_path(stack.innermost.path))
+            return checkpoint(name="inner")(self.inner)(x)
+
+        def inner(self, x):
+            paths.append(format_path(stack.innermost.path))
+            return x.sin().cos()
+
+    x = leaf(3)
+    y = checkpoint(Module(), x)
+    module, inner = (type(y).__name__ and f"{Module.__qualname__}",), (Module.__qualname__, "inner")
+    assert paths == [module, inner]
+    paths.clear()
+    y.sum().backward()
+    assert paths == [inner]  # the inner frame's rerun; its input is the outer one's, so the outer need not rerun
+    assert stack.innermost is None
+
+
+def test_is_recomputing():
+    seen = []
+    x = leaf(3)
+    y = checkpoint(lambda x: seen.append(is_recomputing()) or x.sin().cos(), x)
+    y.sum().backward()
+    assert seen == [False, True]
+    assert not is_recomputing()
+
+
+def test_events_in_order():
+    """What an observer sees of one region in forward and backward."""
+
+    class Log(Observer):
+        def __init__(self):
+            self.events = []
+
+        def entered(self, frame):
+            self.events.append("entered")
+
+        def packed(self, frame, index, tensor):
+            self.events.append(f"packed {index}")
+
+        def exited(self, frame, error):
+            self.events.append(f"exited {error!r}")
+
+        def recomputing(self, frame):
+            self.events.append("recomputing")
+
+        def recomputed(self, frame, error):
+            self.events.append(f"recomputed {error!r}")
+
+        def unpacked(self, frame, index, tensor):
+            self.events.append(f"unpacked {index}")
+
+    x, inner, outer = leaf(3), Log(), Log()
+    with observe(outer):
+        with observe(inner):
+            y = checkpoint(lambda x: x.sin().exp(), x)
+        checkpoint(torch.neg, x)
+        with pytest.raises(KeyError):
+            checkpoint(lambda x: {}[0], x)
+    y.sum().backward()
+    expected = [
+        *["entered", "packed 0", "packed 1", "exited None"],
+        *["recomputing", "recomputed None", "unpacked 1", "unpacked 0"],
+    ]
+    assert inner.events == expected
+    assert outer.events == expected[:4] + ["entered", "exited None", "entered", "exited KeyError(0)"] + expected[4:]
+
+
+def test_observers_see_a_failed_recompute():
+    class Log(Observer):
+        def recomputed(self, frame, error):
+            self.error = repr(error)
+
+    calls = Calls(lambda x: x.sin() if calls.count == 1 else {}[0])
+    x, log = leaf(3), Log()
+    with observe(log):
+        y = checkpoint(calls, x)
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    assert log.error == "KeyError(0)"
+
+
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
+def test_under_a_transform_a_region_runs_unchecked(monkeypatch, transform):
+    """Results are right, the function runs once, and one warning says what happened."""
+    monkeypatch.setattr(ckpt_hooks._checkpoint, "_warned_of_transform", False)
+    calls = Calls(lambda x: x.sin().exp().sum())
+    x = torch.randn(4, 3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"torch\.func transform"):
+        if transform == "grad":
+            got = torch.func.grad(lambda x: checkpoint(calls, x))(x)
+        elif transform == "vjp":
+            got = torch.func.vjp(lambda x: checkpoint(calls, x), x)[1](torch.ones((), dtype=torch.float64))[0]
+        elif transform == "jacrev":
+            got = torch.func.jacrev(lambda x: checkpoint(calls, x))(x)
+        else:
+            leaf_x = x.requires_grad_()
+            (got,) = grad(torch.vmap(lambda x: checkpoint(calls, x))(leaf_x).sum(), leaf_x)
+    assert calls.count == 1
+    y = x.detach().requires_grad_()
+    assert torch.equal(got, grad(y.sin().exp().sum(), y)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.func.grad(lambda x: checkpoint(calls, x))(x.detach())
+
+
+def test_where_hooks_are_disabled_the_users_message_is_raised():
+    x = leaf(3)
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"), pytest.raises(RuntimeError, match="no hooks here"):
+        checkpoint(torch.sin, x)
+    assert stack.innermost is None
+
+
+def test_where_hooks_are_disabled_around_backward_the_users_message_is_raised():
+    x = leaf(3)
+    y = checkpoint(torch.sin, x).sum()
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"), pytest.raises(RuntimeError, match="no hooks here"):
+        y.backward()
+    y.backward()
+    assert torch.equal(x.grad, x.cos())
+
+
+def test_a_recompute_context_is_entered_anew_each_time():
+    """Also one made by ``contextlib.contextmanager``, which works once."""
+    entered = []
+
+    @contextlib.contextmanager
+    def recompute_context():
+        entered.append(is_recomputing())
+        yield
+
+    x = leaf(3)
+    y = checkpoint(torch.sin, x, context_fn=lambda: (contextlib.nullcontext(), recompute_context())).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert entered == [True, True]
+
+
+def test_importing_and_a_first_step_leave_dynamo_alone():
+    """Importing ``torch._dynamo`` costs more than a second; neither import nor a checkpointed step needs it."""
+    program = (
+        "import sys, torch, ckpt_hooks\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+        "x = torch.ones(2, requires_grad=True)\n"
+        "f = lambda x: ckpt_hooks.checkpoint(torch.sin, x.exp())\n"
+        "with torch.autocast('cpu'):\n"
+        "    ckpt_hooks.checkpoint(f, x).sum().backward()\n"
+        "with ckpt_hooks.set_checkpoint_debug_enabled(True):\n"
+        "    ckpt_hooks.checkpoint(f, x).sum().backward()\n"
+        "ckpt_hooks.checkpoint_sequential([torch.sin] * 4, 2, x).sum().backward()\n"
+        "assert 'torch._dynamo' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -1,0 +1,161 @@
+"""Rule 11, and settings that belong to one thread."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch.autograd import grad
+
+from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
+from tests.measure import Calls, leaf
+
+
+def in_threads(*targets):
+    """Runs functions at once, each in a thread, and raises what any of them raised."""
+    errors = []
+
+    def run(target):
+        try:
+            target()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(target,)) for target in targets]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_rule_11_two_backwards_over_one_frame_at_once():
+    """Two threads in backward over one graph: one recompute each, one at a time, both right."""
+    inside, most = [0], [0]
+
+    def function(x):
+        inside[0] += 1
+        most[0] = max(most[0], inside[0])
+        barrier.wait() if is_recomputing() and not barrier.broken else None
+        y = x.sin().exp().cos().tanh()
+        inside[0] -= 1
+        return y.neg()
+
+    class Never:
+        broken = True
+
+    barrier = Never()
+    x = leaf(50)
+    calls = Calls(function)
+    y = checkpoint(calls, x, early_stop=False).sum()
+    results = [None] * 4
+
+    def backward(i):
+        results[i] = grad(y, x, retain_graph=True)[0]
+
+    for _ in range(20):
+        in_threads(*(lambda i=i: backward(i) for i in range(4)))
+        assert all(torch.equal(g, results[0]) for g in results)
+    assert calls.count == 1 + 20 * 4
+    assert most[0] == 1
+    assert torch.equal(results[0], grad(x.sin().exp().cos().tanh().neg().sum(), x)[0])
+
+
+def test_rule_11_one_recompute_for_two_threads_of_one_backward():
+    """Two threads that unpack under one key, as two engine threads do: the second one waits and finds the values there."""
+    from ckpt_hooks._runtime.frame import Frame, Handle
+    from ckpt_hooks._runtime.groups import GraphExecGroup, group_scope
+    from ckpt_hooks._runtime.hooks import unpack
+    from ckpt_hooks._torch import set_graph_exec_group
+
+    recomputing, both_here = threading.Event(), threading.Event()
+
+    class Slow(Frame):
+        count = 0
+
+        def recompute(self, wanted):
+            Slow.count += 1
+            recomputing.set()
+            assert both_here.wait(10)
+            return [torch.zeros(()), torch.ones(())]
+
+    frame = Slow("slow", None, None)
+    handles = [Handle(), Handle()]
+    for index, handle in enumerate(handles):
+        handle.frame, handle.index = frame, index
+    group = GraphExecGroup()
+    group_scope(group)
+    found = [None, None]
+
+    def take(index):
+        set_graph_exec_group(group)
+        if index == 1:
+            assert recomputing.wait(10)
+            both_here.set()
+        found[index] = unpack(handles[index])
+        set_graph_exec_group(None)
+
+    in_threads(lambda: take(0), lambda: take(1))
+    assert Slow.count == 1
+    assert [f.item() for f in found] == [0, 1]
+
+
+def test_threads_have_stacks_of_their_own():
+    """Regions that are open on several threads at once do not see each other."""
+    barrier = threading.Barrier(4)
+
+    def work():
+        def function(x):
+            barrier.wait(10)
+            y = x.sin()
+            barrier.wait(10)
+            return y.exp()
+
+        x = leaf(3)
+        with torch.random.fork_rng():
+            y = checkpoint(function, x, early_stop=False)
+        (g,) = grad(y.sum(), x)
+        assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
+
+    in_threads(*[work] * 4)
+
+
+def test_is_recomputing_is_of_this_thread():
+    """A thread is not recomputing because another one is."""
+    seen = {}
+
+    def function(x):
+        seen.setdefault(is_recomputing(), []).append(1)
+        if is_recomputing():
+            in_threads(lambda: seen.setdefault("other", is_recomputing()))
+        return x.sin().exp()
+
+    x = leaf(3)
+    checkpoint(function, x).sum().backward()
+    assert seen == {False: [1], True: [1], "other": False}
+    assert not is_recomputing()
+
+
+def test_settings_are_of_this_thread():
+    """A setting made on one thread does not reach regions of another."""
+    tail = Calls(torch.neg)
+
+    def work():
+        x = leaf(3)
+        checkpoint(lambda x: tail(x.sin()), x).sum().backward()
+
+    with set_checkpoint_early_stop(False):
+        in_threads(work)
+    assert tail.count == 1
+
+
+def test_backward_on_another_thread():
+    """A graph made on one thread is run backward on another, with the ambient state of its forward."""
+    x = leaf(8)
+    torch.manual_seed(5)
+    y = checkpoint(lambda x: torch.nn.functional.dropout(x.sin(), 0.5).exp(), x).sum()
+    in_threads(y.backward)
+    torch.manual_seed(5)
+    expected = grad(torch.nn.functional.dropout(x.sin(), 0.5).exp().sum(), x)[0]
+    assert torch.equal(x.grad, expected)
