@@ -1,11 +1,12 @@
 """Activation checkpointing for PyTorch: exact, lean, and a drop-in for ``torch.utils.checkpoint``."""
 
-from ._checkpoint import checkpoint, checkpoint_sequential, noop_context_fn, set_checkpoint_early_stop
+from ._checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from ._contexts import noop_context_fn
 from ._runtime.groups import GraphExecGroup
 from ._runtime.stack import is_recomputing
 from .debug import set_checkpoint_debug_enabled
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
-from .errors import CheckpointError, DeterminismError, InputMutationError, InternalError, OverlapError
+from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 
 __version__ = "0.1.0"
 
@@ -14,8 +15,8 @@ __all__ = [
     "DefaultDeviceType",
     "DeterminismError",
     "GraphExecGroup",
-    "InputMutationError",
     "InternalError",
+    "MutationError",
     "OverlapError",
     "checkpoint",
     "checkpoint_sequential",

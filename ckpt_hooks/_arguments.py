@@ -14,15 +14,16 @@ costs a sixth.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+import operator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ._torch import SavedTensor, save_tensor, saved_tensors_hooks_active
-from .errors import InputMutationError
+from .errors import MutationError
 
 __all__ = ["Arguments"]
 
@@ -33,8 +34,15 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Siz
 _NO_KWARGS: dict[str, Any] = {}
 
 
-def _is_tensor(value: object) -> bool:
-    return isinstance(value, torch.Tensor)
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+_version_of = operator.attrgetter("_version")
+
+
+def _versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    try:
+        return tuple(map(_version_of, tensors))
+    except RuntimeError:  # inference tensors have none
+        return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 class _TensorAt:
@@ -47,48 +55,48 @@ class _TensorAt:
 
 
 class _Container:
-    """Stands for a list, tuple, dict or dataclass.
+    """Stands for a list, tuple, dict or dataclass, or an instance of a subclass of theirs.
 
     Attributes:
-        template: An empty container to copy and fill; for a tuple, which cannot be filled, its type.
-        entries: Captured entries with the index, key or field that each stood at.
+        original: What was captured; let go of when the walk is over.
+        kind: Its type.
+        entries: Captured entries of a list or tuple, captured values of a dict with their keys.
+        attributes: Captured attributes by name: fields of a dataclass, ``__dict__`` of an instance of a subclass.
     """
 
-    __slots__ = ("entries", "template")
+    __slots__ = ("attributes", "entries", "kind", "original")
 
-    def __init__(self, template: Any) -> None:
-        self.template = template
-        self.entries: list[tuple[Any, Any]] = []
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.kind = type(original)
+        self.entries: list[Any] = []
+        self.attributes: list[tuple[str, Any]] = []
 
-    def build(self, tensors: list[torch.Tensor], built: dict[int, Any]) -> Any:
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
         """Returns a new container of the captured entries; ``built`` has those made so far in this rerun, by id."""
         if id(self) in built:
             return built[id(self)]
-        template = self.template
-        if isinstance(template, type):
-            made = _new_tuple(template, [_build(entry, tensors, built) for _, entry in self.entries])
+        kind = self.kind
+        made: Any
+        if issubclass(kind, tuple):
+            items = [_build(entry, tensors, built) for entry in self.entries]
+            # torch's named results take one sequence; tuples of other kinds may have constructors of their own.
+            made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
             built[id(self)] = made
-            return made
-        made = built[id(self)] = copy.copy(template)
-        for key, entry in self.entries:
-            value = _build(entry, tensors, built)
-            if isinstance(made, list):
-                made.append(value)
-            elif isinstance(made, dict):
-                made[key] = value
-            else:
-                object.__setattr__(made, key, value)
+        else:
+            made = built[id(self)] = kind.__new__(kind)  # type: ignore[call-overload]
+            if issubclass(kind, list):
+                list.extend(made, (_build(entry, tensors, built) for entry in self.entries))
+            elif issubclass(kind, dict):
+                set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+                for key, entry in self.entries:
+                    set_item(made, key, _build(entry, tensors, built))
+        for name, captured in self.attributes:
+            object.__setattr__(made, name, _build(captured, tensors, built))
         return made
 
 
-def _new_tuple(kind: type[Any], items: list[Any]) -> Any:
-    if kind is tuple:
-        return tuple(items)
-    make = getattr(kind, "_make", None)  # a named tuple takes its fields one by one, torch's return types one sequence
-    return kind(items) if make is None else make(items)
-
-
-def _build(captured: Any, tensors: list[torch.Tensor], built: dict[int, Any]) -> Any:
+def _build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
     kind = type(captured)
     if kind is _TensorAt:
         return tensors[captured.position]
@@ -97,46 +105,47 @@ def _build(captured: Any, tensors: list[torch.Tensor], built: dict[int, Any]) ->
     return captured
 
 
+def _stands_for_something(captured: Any) -> bool:
+    return type(captured) in (_TensorAt, _Container)
+
+
 class _Capture:
     """One walk over the arguments of one call."""
 
-    __slots__ = ("_containers", "_positions", "tensors")
+    __slots__ = ("_containers", "_positions", "_seen", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self._positions: dict[int, _TensorAt] = {}
-        self._containers: dict[int, _Container] = {}
+        self._seen: dict[int, Any] = {}
+        self._containers: list[_Container] = []
 
-    def tensor(self, value: torch.Tensor) -> _TensorAt:
-        """Returns what stands for a tensor, the same for each occurrence."""
-        captured = self._positions.get(id(value))
-        if captured is None:
-            captured = self._positions[id(value)] = _TensorAt(len(self.tensors))
-            self.tensors.append(value)
-        return captured
+    def finish(self) -> None:
+        """Lets go of the containers that were walked; until then they keep their ids."""
+        for container in self._containers:
+            container.original = None
 
     def value(self, value: Any, path: str) -> Any:
-        """Returns what stands for any value.
+        """Returns what stands for a value.
 
         Args:
             value: The value.
             path: Where it stands, as a user would write it.
         """
         if isinstance(value, torch.Tensor):
-            return self.tensor(value)
+            return self._tensor(value)
         if type(value) in _ATOMS:
             return value
-        if id(value) in self._containers:
-            return self._containers[id(value)]
+        if id(value) in self._seen:
+            return self._seen[id(value)]
         if isinstance(value, list):
-            return self._fill(value, _emptied(value), ((i, entry, f"{path}[{i}]") for i, entry in enumerate(value)))
+            return self._sequence(value, list.__iter__(value), path)
         if isinstance(value, dict):
-            return self._fill(value, _emptied(value), ((key, entry, f"{path}[{key!r}]") for key, entry in value.items()))
+            return self._dict(value, path)
         if isinstance(value, tuple):
-            container = self._fill(value, type(value), ((i, entry, f"{path}[{i}]") for i, entry in enumerate(value)))
-            return container if _holds_any(container) else value
+            return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
         if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
-            return self._dataclass(value, path)
+            return self._unless_empty(self._with_attributes(self._container(value), path))
         if isinstance(value, Iterator):
             raise TypeError(
                 f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
@@ -144,44 +153,59 @@ class _Capture:
             )
         return value
 
-    def _dataclass(self, value: Any, path: str) -> Any:
-        names = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
-        container = self._fill(value, None, ((name, getattr(value, name), f"{path}.{name}") for name in names))
-        container.entries = [(name, entry) for name, entry in container.entries if type(entry) in (_TensorAt, _Container)]
-        if not container.entries:
-            return value
-        container.template = template = copy.copy(value)
-        for name, _ in container.entries:
-            object.__setattr__(template, name, None)
+    def _tensor(self, value: torch.Tensor) -> _TensorAt:
+        captured = self._positions.get(id(value))
+        if captured is None:
+            captured = self._positions[id(value)] = _TensorAt(len(self.tensors))
+            self.tensors.append(value)
+        return captured
+
+    def _container(self, value: Any) -> _Container:
+        container = self._seen[id(value)] = _Container(value)
+        self._containers.append(container)
         return container
 
-    def _fill(self, value: Any, template: Any, entries: Iterator[tuple[Any, Any, str]]) -> _Container:
-        container = self._containers[id(value)] = _Container(template)
-        append = container.entries.append
-        for key, entry, path in entries:
-            append((key, self.value(entry, path)))
+    def _sequence(self, value: Any, entries: Iterator[Any], path: str) -> _Container:
+        container = self._container(value)
+        for index, entry in enumerate(entries):
+            container.entries.append(self.value(entry, f"{path}[{index}]"))
+        return self._with_attributes(container, path)
+
+    def _dict(self, value: dict[Any, Any], path: str) -> _Container:
+        container = self._container(value)
+        for key, entry in dict.items(value):
+            container.entries.append((key, self.value(entry, f"{path}[{key!r}]")))
+        if isinstance(value, defaultdict):
+            container.attributes.append(("default_factory", value.default_factory))
+        return self._with_attributes(container, path)
+
+    def _with_attributes(self, container: _Container, path: str) -> _Container:
+        value = container.original
+        names = dict.fromkeys(getattr(value, "__dict__", ()))
+        if dataclasses.is_dataclass(value):
+            names.update((field.name, None) for field in dataclasses.fields(value) if hasattr(value, field.name))
+        for name in names:
+            container.attributes.append((name, self.value(getattr(value, name), f"{path}.{name}")))
         return container
 
-
-def _emptied(value: Any) -> Any:
-    if type(value) in (list, dict):
-        return type(value)()
-    template = copy.copy(value)  # keeps the type and what an instance of it carries, as a default factory
-    template.clear()
-    return template
-
-
-def _holds_any(container: _Container) -> bool:
-    return any(type(entry) in (_TensorAt, _Container) for _, entry in container.entries)
+    def _unless_empty(self, container: _Container) -> Any:
+        """Hands the original on where it cannot change and nothing in it is captured."""
+        if any(map(_stands_for_something, container.entries)) or any(
+            _stands_for_something(captured) for _, captured in container.attributes
+        ):
+            return container
+        self._seen[id(container.original)] = container.original
+        return container.original
 
 
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_args", "_kwargs", "_saved", "_versions")
+    __slots__ = ("_captured", "_saved", "_versions")
 
-    _saved: list[torch.Tensor] | list[SavedTensor]
-    _versions: list[int] | None
+    _captured: tuple[list[Any], dict[str, Any]] | None
+    _saved: Sequence[torch.Tensor] | Sequence[SavedTensor]
+    _versions: tuple[int, ...] | None
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Captures arguments and saves their tensors, by way of the saved-tensor hooks that are active on this thread.
@@ -194,67 +218,77 @@ class Arguments:
             TypeError: If there is an iterator among them: it can be read once, and a rerun reads it again.
         """
         hooked = saved_tensors_hooks_active()
-        tensors = list(args)
-        # The common case, a few tensors and nothing else. Where hooks are active, a tensor that occurs twice needs the walk.
-        if kwargs or not all(map(_is_tensor, args)) or (hooked and len(set(map(id, args))) != len(args)):
-            capture = _Capture()
-            self._args: list[Any] | None = [capture.value(value, f"args[{index}]") for index, value in enumerate(args)]
-            self._kwargs = {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()}
-            tensors = capture.tensors
+        # The common case, tensors and nothing else. One that occurs twice must be found where it goes through hooks.
+        if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)) and not (hooked and len(set(map(id, args))) < len(args)):
+            self._captured = None
+            tensors: Sequence[torch.Tensor] = args
         else:
-            self._args = None
-            self._kwargs = _NO_KWARGS
+            capture = _Capture()
+            self._captured = (
+                [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
+                {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()},
+            )
+            tensors = capture.tensors
+            capture.finish()
         if hooked:
             self._saved = [save_tensor(tensor) for tensor in tensors]
             self._versions = None
         else:
             self._saved = tensors
-            self._versions = [tensor._version for tensor in tensors]
+            self._versions = _versions_of(tensors)
 
-    def restore(self, region: Callable[[], tuple[str, ...]]) -> tuple[list[Any], dict[str, Any]]:
+    def restore(self, region: Callable[[], tuple[str, ...]]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
 
         Args:
             region: Names the region, for an error.
 
         Raises:
-            InputMutationError: If a tensor was modified in place since.
+            MutationError: If a tensor was modified in place since.
         """
         if self._versions is None:
-            tensors = [saved.unpack() for saved in self._saved]  # type: ignore[union-attr]
+            tensors: Sequence[torch.Tensor] = [saved.unpack() for saved in self._saved]  # type: ignore[union-attr]
         else:
             tensors = self._saved  # type: ignore[assignment]
-            for position, tensor in enumerate(tensors):
-                if tensor._version != self._versions[position]:
-                    self._raise_mutated(position, tensor._version, region())
-        if self._args is None:
+            versions = _versions_of(tensors)
+            if versions != self._versions:
+                self._raise_mutated(versions, region())
+        if self._captured is None:
             return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
-        args = [_build(captured, tensors, built) for captured in self._args]
-        return args, {key: _build(captured, tensors, built) for key, captured in self._kwargs.items()}
+        args, kwargs = self._captured
+        return (
+            [_build(captured, tensors, built) for captured in args],
+            {key: _build(captured, tensors, built) for key, captured in kwargs.items()},
+        )
 
-    def _raise_mutated(self, position: int, found: int, region: tuple[str, ...]) -> None:
+    def _raise_mutated(self, versions: tuple[int, ...], region: tuple[str, ...]) -> None:
         assert self._versions is not None
+        position, expected, found = next(
+            (position, before, now)
+            for position, (before, now) in enumerate(zip(self._versions, versions, strict=True))
+            if before != now
+        )
         tensor = self._saved[position]
-        expected = self._versions[position]
         argument = self._path_of(position)
         assert isinstance(tensor, torch.Tensor)
-        raise InputMutationError(
+        raise MutationError(
             f"{argument} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} "
-            f"tensor, has been modified by an inplace operation after the region's forward: it is at version {found}; "
+            f"tensor, has been modified by an inplace operation since the region's forward began: it is at version {found}; "
             f"expected version {expected} instead. Backward reruns the region and needs the values that forward saw. Modify "
             "a clone, or use the out-of-place form of the operation.",
             region=region,
-            argument=argument,
+            tensor=argument,
             expected=expected,
             found=found,
         )
 
     def _path_of(self, position: int) -> str:
-        if self._args is None:
+        if self._captured is None:
             return f"args[{position}]"
-        todo: list[tuple[str, Any]] = [(f"args[{index}]", captured) for index, captured in enumerate(self._args)]
-        todo += [(f"kwargs[{key!r}]", captured) for key, captured in self._kwargs.items()]
+        args, kwargs = self._captured
+        todo: list[tuple[str, Any]] = [(f"args[{index}]", captured) for index, captured in enumerate(args)]
+        todo += [(f"kwargs[{key!r}]", captured) for key, captured in kwargs.items()]
         seen = set()
         while todo:
             path, captured = todo.pop(0)
@@ -262,6 +296,7 @@ class Arguments:
                 return path
             if isinstance(captured, _Container) and id(captured) not in seen:
                 seen.add(id(captured))
-                fields = dataclasses.is_dataclass(captured.template)
-                todo += [(f"{path}.{key}" if fields else f"{path}[{key!r}]", entry) for key, entry in captured.entries]
+                entries = captured.entries if issubclass(captured.kind, dict) else enumerate(captured.entries)
+                todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
+                todo += [(f"{path}.{name}", entry) for name, entry in captured.attributes]
         return "an argument"

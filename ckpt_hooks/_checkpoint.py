@@ -3,31 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, overload
+from typing import Any, Generic, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec
 
-from ._rerun import ContextPair, FunctionFrame
+from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
+from ._runtime.settings import current_settings, override
 from ._torch import innermost_transform
-from .debug import OperatorLogs, debug_enabled
+from .debug import OperatorLogs
 from .determinism import DETERMINISM_CHECKS, unknown_determinism_check
 
 __all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-_early_stop: contextvars.ContextVar[bool | None] = contextvars.ContextVar("ckpt_hooks.early_stop", default=None)
-
-
-def noop_context_fn() -> ContextPair:
-    """Returns two context managers that do nothing: the default ``context_fn`` of :func:`checkpoint`."""
-    return contextlib.nullcontext(), contextlib.nullcontext()
 
 
 @contextlib.contextmanager
@@ -48,14 +43,8 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x)
         >>> y.sum().backward()  # runs torch.sin to its end once more
     """
-    token = _early_stop.set(enable)
-    try:
+    with override(early_stop=enable):
         yield
-    finally:
-        _early_stop.reset(token)
-
-
-_MISSING: Any = object()
 
 
 @overload
@@ -75,6 +64,7 @@ def checkpoint(
 
 @overload
 def checkpoint(
+    function: None = None,
     *,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
@@ -88,7 +78,7 @@ def checkpoint(
 
 
 def checkpoint(
-    function: Callable[..., Any] = _MISSING,
+    function: Callable[..., Any] | None = None,
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
@@ -133,7 +123,7 @@ def checkpoint(
         **kwargs: Keyword arguments of ``function``. In the curried form ``name`` is an option: the region's name in errors.
 
     Returns:
-        What ``function`` returns; in the curried form a decorator for functions.
+        What ``function`` returns; in the curried form, which is that of ``function=None``, a decorator for functions.
 
     Raises:
         ValueError: If an option is unknown or has a value that is not to be had.
@@ -151,113 +141,94 @@ def checkpoint(
         torch.Size([2, 4])
     """
     if use_reentrant:
-        raise ValueError(
-            "use_reentrant=True, but this engine is non-reentrant. It records the graph in forward and recomputes when "
-            "backward asks for a saved tensor, so autograd.grad, keyword arguments, nested structures and inputs without "
-            "gradients all work, and a recompute stops early. Leave the flag out, or pass use_reentrant=False."
-        )
+        raise _reentrant_error()
     check_metadata = DETERMINISM_CHECKS.get(determinism_check)
     if check_metadata is None:
         raise unknown_determinism_check(determinism_check)
-    if function is _MISSING:
-        return _curried(
-            kwargs,
-            context_fn=context_fn,
-            check_metadata=check_metadata,
-            debug=debug,
-            early_stop=early_stop,
-            preserve_rng_state=preserve_rng_state,
-        )
-    return _run(function, args, kwargs, context_fn, check_metadata, debug, early_stop, preserve_rng_state, None)
+    options = DEFAULT_OPTIONS
+    if not (preserve_rng_state and early_stop and check_metadata):
+        options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check_metadata)
+    if function is None:
+        if args:
+            raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")
+        return _curried(options, context_fn, debug, kwargs)
+    return _run(function, args, kwargs, options, context_fn, debug)
+
+
+def _reentrant_error() -> ValueError:
+    return ValueError(
+        "use_reentrant=True, but this engine is non-reentrant. It records the graph in forward and recomputes when backward "
+        "asks for a saved tensor, so autograd.grad, keyword arguments, nested structures and inputs without gradients all "
+        "work, and a recompute stops early. Leave the flag out, or pass use_reentrant=False."
+    )
 
 
 def _run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    options: RegionOptions,
     context_fn: Callable[[], ContextPair],
-    check_metadata: bool,
     debug: bool,
-    early_stop: bool,
-    preserve_rng_state: bool,
-    name: str | None,
 ) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if innermost_transform() is not None:
         _warn_of_transform()
         return function(*args, **kwargs)
-    contexts = None if context_fn is noop_context_fn else _contexts_of(context_fn)
-    explain = None
-    if debug_enabled(debug):
+    contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
+    debug_setting = current_settings().debug
+    if debug if debug_setting is None else debug_setting:
         logs = OperatorLogs()
-        explain = logs.explain
-        contexts = (logs.forward, logs.recompute) if contexts is None else _Both.pairs((logs.forward, logs.recompute), contexts)
-    override = _early_stop.get()
-    frame = FunctionFrame(
-        function,
-        args,
-        kwargs,
-        preserve_rng_state=preserve_rng_state,
-        early_stop=early_stop if override is None else override,
-        check_metadata=check_metadata,
-        contexts=contexts,
-        explain=explain,
-        name=name,
-    )
+        own = logs.forward, logs.recompute
+        frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(own, contexts))
+        frame.explain = logs.explain
+    else:
+        frame = FunctionFrame(function, args, kwargs, options, contexts)
     with frame:
         return function(*args, **kwargs)
 
 
-def _contexts_of(context_fn: Callable[[], ContextPair]) -> ContextPair:
-    contexts = context_fn()
-    if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
-        raise TypeError(
-            f"context_fn should return two context managers, one for forward and one for recomputes, but returned {contexts!r}."
-        )
-    return contexts[0], contexts[1]
+class CheckpointedFunction(Generic[P, R]):
+    """A function that is a region in each call: what :func:`checkpoint` returns in its curried form.
+
+    It binds to instances as its function does, and copies with its function (``copy.deepcopy`` of a model that has one).
+
+    Attributes:
+        function: What it calls.
+    """
+
+    def __init__(
+        self, function: Callable[P, R], options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool
+    ) -> None:
+        self.function = function
+        self._options = (options, context_fn, debug)
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function as a region."""
+        result: R = _run(self.function, args, kwargs, *self._options)
+        return result
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
+        bind = getattr(type(self.function), "__get__", None)
+        if bind is None:
+            return self
+        bound = bind(self.function, instance, owner)
+        return self if bound is self.function else CheckpointedFunction(bound, *self._options)
 
 
-class _Both(contextlib.AbstractContextManager[None]):
-    """Two context managers as one, which can be entered again if they can."""
-
-    def __init__(self, outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]) -> None:
-        self.outer, self.inner = outer, inner
-
-    @classmethod
-    def pairs(cls, outer: ContextPair, inner: ContextPair) -> ContextPair:
-        return cls(outer[0], inner[0]), cls(outer[1], inner[1])
-
-    def __enter__(self) -> None:
-        self.stack = contextlib.ExitStack()
-        self.stack.enter_context(self.outer)
-        self.stack.enter_context(self.inner)
-
-    def __exit__(self, *exc_info: Any) -> bool | None:
-        return self.stack.__exit__(*exc_info)
-
-
-def _curried(unknown: dict[str, Any], **options: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    name = unknown.pop("name", None)
-    if unknown:
+def _curried(
+    options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool, own_options: dict[str, Any]
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    options = dataclasses.replace(options, name=own_options.pop("name", None))
+    if own_options:
         raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(unknown)}. Without a function, checkpoint takes its options only: "
+            f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
             "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, use_reentrant, "
             "name. Arguments of the function go to what it returns: checkpoint(...)(function)(*args, **kwargs)."
         )
-
-    def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        # A module's attributes are not for a wrapper to have copies of.
-        updated = functools.WRAPPER_UPDATES if not isinstance(function, torch.nn.Module) else ()
-
-        @functools.wraps(function, updated=updated)
-        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-            result: R = _run(function, args, kwargs, name=name, **options)
-            return result
-
-        return checkpointed
-
-    return decorate
+    return lambda function: CheckpointedFunction(function, options, context_fn, debug)
 
 
 _warned_of_transform = False
@@ -319,17 +290,18 @@ def checkpoint_sequential(
             "checkpoint_sequential takes one input, but got another positional argument of type "
             f"{type(use_reentrant).__name__}. Pack several tensors into a tuple that the first function unpacks."
         )
+    if use_reentrant:
+        raise _reentrant_error()
     steps: list[Callable[[Any], Any]] = list(functions)
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
         raise ValueError(
             f"segments should be an integer between 1 and the number of functions ({len(steps)}), but got {segments!r}."
         )
     size = len(steps) // segments
-    for start in range(0, size * (segments - 1), size):
+    for start in range(0, size * (segments - 1), max(size, 1)):
         input = checkpoint(
             _Segment(steps[start : start + size], start),
             input,
-            use_reentrant=use_reentrant,
             preserve_rng_state=preserve_rng_state,
         )
     return _Segment(steps[size * (segments - 1) :], size * (segments - 1))(input)

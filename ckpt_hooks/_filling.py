@@ -8,10 +8,12 @@ yet. Two things follow from that.
 same meets it again at the next tensor it saves; however it ends, every value is there already.
 
 *The value must be complete*. Operators save their inputs before they run, and one of them, ``rrelu_with_noise``, saves a
-fresh tensor that it fills only then (https://github.com/pytorch/pytorch/issues/193671); nothing in its schema or in version
-counters tells. So where the operator that saves the last value has also saved a floating-point tensor that needs no gradient
-and is no parameter, the stop waits until that operator is through: until the next tensor saved by another one, or the end of
-the function. Tensors that one operator saves share autograd's sequence number.
+fresh tensor that it fills only then (https://github.com/pytorch/pytorch/issues/193671); version counters do not tell. So
+where the operator that saves the last value has saved another tensor before it, one that needs no gradient, the stop waits
+until that operator is through: until the next tensor saved by another one, or the end of the function. (The tensor saved last
+needs no such care, unless something else was saved after it in forward: rrelu saves its noise first. Dropout saves its mask
+last, and a whole tensor of memory hangs on stopping there.) Tensors that one operator saves share autograd's sequence number.
+A test goes through the schemas of all operators for more of the kind.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from collections.abc import Callable, Collection
 
 import torch
 
-from ._runtime.frame import Frame, Handle, format_path
+from ._runtime.frame import Frame, format_path
 from ._torch import sequence_number
 from .determinism import describe
 from .errors import DeterminismError
@@ -45,45 +47,44 @@ class Filling:
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
 
-    __slots__ = ("_check_metadata", "_differing", "_early_stop", "_frame", "_last", "_surplus", "_values", "_wanted", "stopped")
+    __slots__ = ("_early_stop", "_frame", "_last", "_surplus", "_values", "stopped")
 
-    def __init__(self, frame: Frame, wanted: Collection[int] | None, *, early_stop: bool, check_metadata: bool) -> None:
+    def __init__(self, frame: Frame, *, early_stop: bool) -> None:
         """Prepares to fill handles.
 
         Args:
             frame: Whose handles.
-            wanted: Which ones; None for all that are alive.
-            early_stop: Whether to end the rerun with the last of them.
-            check_metadata: Whether values must have the shape, dtype and device noted in their handles.
+            early_stop: Whether to end the rerun when everything wanted is there.
         """
-        handles = frame.handles
-        if wanted is None:
-            last = len(handles) - 1
-            while last >= 0 and handles[last]() is None:
-                last -= 1
-        else:
-            last = max(wanted)
         self._frame = frame
-        self._wanted = wanted
-        self._last = last
         self._early_stop = early_stop
-        self._check_metadata = check_metadata
         self._values: list[torch.Tensor | None] = []
-        self._differing: list[tuple[int, str, str]] = []
+        self._last = -1
         self._surplus = 0
         self.stopped = False
 
-    def hook(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def hook(self, wanted: Collection[int] | None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the pack hook of the rerun.
 
         What it hands to autograd for the graph of the rerun is what it keeps as the value, so that user code may run backward
-        on that graph: the tensor without its history. Also where it needs no gradient, since a framework that frees a
-        parameter's storage by giving it another one would leave the value empty.
+        on that graph: the tensor without its history. Parameters are taken by an alias of their own also where they need no
+        gradient, since a framework that frees one by giving it another storage would leave the value empty.
+
+        Args:
+            wanted: Which handles to fill; None for all that are alive.
         """
-        handles, wanted, values, last = self._frame.handles, self._wanted, self._values, self._last
-        check_metadata = self._check_metadata
+        handles = self._frame.handles
+        values = self._values
+        if wanted is None:
+            last = final = len(handles) - 1
+            while last >= 0 and handles[last]() is None:
+                last -= 1
+        else:
+            last, final = max(wanted), -1
+        self._last = last
         stop_at = last if self._early_stop else -1
         append = values.append
+        plain = torch.Tensor
         unfinished = -1  # sequence number of the operator that saved what it may yet write to
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,18 +92,21 @@ class Filling:
             index = len(values)
             if index > last:
                 return self._past_last(tensor, unfinished)
-            if not tensor.requires_grad and _may_be_unfinished(tensor):
-                unfinished = sequence_number()
-            tensor = tensor.detach()
-            handle = handles[index]()
-            if handle is None or (wanted is not None and index not in wanted):
+            if handles[index]() is None or (wanted is not None and index not in wanted):
                 append(None)
+                if tensor.requires_grad:
+                    return tensor if tensor.is_leaf else tensor.detach()
+                if index != final:
+                    unfinished = sequence_number()
+                return tensor
+            if tensor.requires_grad:
+                tensor = tensor.detach()
             else:
-                if check_metadata and (
-                    tensor.shape != handle.shape or tensor.dtype is not handle.dtype or tensor.device != handle.device
-                ):
-                    self._note_difference(index, handle, tensor)
-                append(tensor)
+                if index != final:
+                    unfinished = sequence_number()
+                if type(tensor) is not plain:
+                    tensor = tensor.detach()
+            append(tensor)
             if index == stop_at and unfinished != sequence_number():
                 self.stopped = True
                 raise StopRecompute
@@ -120,48 +124,59 @@ class Filling:
             raise StopRecompute
         return tensor.detach()
 
-    def _note_difference(self, index: int, handle: Handle, found: torch.Tensor) -> None:
-        expected = describe(handle.shape, handle.dtype, handle.device)
-        self._differing.append((index, expected, describe(found.shape, found.dtype, found.device)))
+    def result(self, *, check_metadata: bool) -> list[torch.Tensor | None]:
+        """Returns the values when the rerun has ended: one entry a handle up to the last wanted, None for those not wanted.
 
-    def result(self) -> list[torch.Tensor | None]:
-        """Returns the values when the rerun has ended.
+        Args:
+            check_metadata: Whether values must have the shape, dtype and device that forward noted.
 
         Raises:
             DeterminismError: If the rerun saved other tensors than forward.
         """
-        num_expected, num_found = len(self._frame.handles), len(self._values) + self._surplus
-        must_match = self._frame.complete and not self._early_stop
-        if must_match and num_found > num_expected:
+        values, frame = self._values, self._frame
+        if not self._early_stop and frame.complete and len(values) + self._surplus != len(frame.handles):
+            self._raise_miscounted()
+        if len(values) <= self._last:
+            self._raise_miscounted()
+        if check_metadata:
+            found = [None if value is None else (value.shape, value.dtype, value.device) for value in values]
+            if found != frame.metadata[: len(found)]:
+                differences = self._differences()
+                if differences:
+                    raise self._error(
+                        "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+                        f"{_in_words(differences)}",
+                        *differences[0],
+                    )
+        return values
+
+    def _raise_miscounted(self) -> None:
+        expected, found = len(self._frame.handles), len(self._values) + self._surplus
+        differences = _in_words(self._differences())
+        if found > expected:
             raise self._error(
                 "The function is trying to save more tensors during recomputation than during the original forward pass.\n"
-                f"Number of tensors saved during forward: {num_expected}\n{self._differences()}",
-                num_expected,
-                f"{num_expected} tensors",
-                f"{num_found} tensors or more",
+                f"Number of tensors saved during forward: {expected}\n{differences}",
+                expected,
+                f"{expected} tensors",
+                f"{found} tensors or more",
             )
-        if len(self._values) <= self._last or (must_match and num_found < num_expected):
-            raise self._error(
-                "A different number of tensors was saved during the original forward and recomputation.\n"
-                f"Number of tensors saved during forward: {num_expected}\n"
-                f"Number of tensors saved during recomputation: {num_found}\n{self._differences()}",
-                num_found,
-                f"{num_expected} tensors",
-                f"{num_found} tensors",
-            )
-        if self._differing:
-            raise self._error(
-                "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-                f"{self._differences()}",
-                *self._differing[0],
-            )
-        return self._values
-
-    def _differences(self) -> str:
-        return "".join(
-            f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
-            for index, expected, found in self._differing
+        raise self._error(
+            "A different number of tensors was saved during the original forward and recomputation.\n"
+            f"Number of tensors saved during forward: {expected}\n"
+            f"Number of tensors saved during recomputation: {found}\n{differences}",
+            found,
+            f"{expected} tensors",
+            f"{found} tensors",
         )
+
+    def _differences(self) -> list[tuple[int, str, str]]:
+        """Returns position, saved and recomputed metadata of each value that differs; what was not wanted does not."""
+        return [
+            (index, describe(*expected), describe(value.shape, value.dtype, value.device))
+            for index, (value, expected) in enumerate(zip(self._values, self._frame.metadata, strict=False))
+            if value is not None and expected is not None and (value.shape, value.dtype, value.device) != expected
+        ]
 
     def _error(self, message: str, index: int, expected: str, found: str) -> DeterminismError:
         region = format_path(self._frame.path)
@@ -170,10 +185,8 @@ class Filling:
         )
 
 
-def _may_be_unfinished(tensor: torch.Tensor) -> bool:
-    """Whether the operator that saves a tensor, which needs no gradient, may be going to fill it."""
-    if not (tensor.is_floating_point() or tensor.is_complex()):
-        return False
-    base = tensor._base
-    # A frozen weight and views of it were there before the region ran.
-    return not isinstance(tensor if base is None else base, torch.nn.Parameter)
+def _in_words(differences: list[tuple[int, str, str]]) -> str:
+    return "".join(
+        f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
+        for index, expected, found in differences
+    )

@@ -6,37 +6,56 @@ What it does with the tensors that autograd saves meanwhile, and when it ends, i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
-from ._ambient import Ambient
+from . import _ambient
 from ._arguments import Arguments
+from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, open_frame
-from ._runtime.observers import current_observer
+from ._runtime.settings import DEFAULTS, current_settings
 from ._runtime.stack import stack
 from ._torch import (
+    innermost_transform,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     resume_transforms,
     set_grad_enabled,
     suspend_transforms,
 )
-from .errors import CheckpointError
+from .errors import DeterminismError
 
-__all__ = ["ContextPair", "FunctionFrame"]
-
-#: Wraps a forward, and each of its recomputes.
-ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+__all__ = ["DEFAULT_OPTIONS", "FunctionFrame", "RegionOptions"]
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionOptions:
+    """How a function frame is brought back.
+
+    Attributes:
+        preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
+        early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
+        check_metadata: Whether shape, dtype and device are compared.
+        name: The region's name in errors and reports; the function's own if None.
+    """
+
+    preserve_rng_state: bool = True
+    early_stop: bool = True
+    check_metadata: bool = True
+    name: str | None = None
+
+
+DEFAULT_OPTIONS = RegionOptions()
 
 
 class FunctionFrame(Frame):
@@ -53,29 +72,15 @@ class FunctionFrame(Frame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = (
-        "_ambient",
-        "_arguments",
-        "_check_metadata",
-        "_contexts",
-        "_early_stop",
-        "_explain",
-        "_function",
-        "_preserve_rng_state",
-    )
+    __slots__ = ("_ambient", "_arguments", "_contexts", "_function", "_options", "explain")
 
     def __init__(
         self,
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        *,
-        preserve_rng_state: bool = True,
-        early_stop: bool = True,
-        check_metadata: bool = True,
+        options: RegionOptions = DEFAULT_OPTIONS,
         contexts: ContextPair | None = None,
-        explain: Callable[[CheckpointError], CheckpointError] | None = None,
-        name: str | None = None,
     ) -> None:
         """Captures a call and saves its tensors.
 
@@ -83,31 +88,28 @@ class FunctionFrame(Frame):
             function: What the region calls.
             args: Its positional arguments.
             kwargs: Its keyword arguments.
-            preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
-            early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
-            check_metadata: Whether shape, dtype and device are compared.
+            options: How it is brought back.
             contexts: Entered around forward, and around each rerun.
-            explain: Turns an error of a rerun into one that says more.
-            name: The region's name in errors and reports; the function's own if None.
         """
-        if name is None:
-            name = getattr(function, "__qualname__", None) or type(function).__qualname__
-        Frame.__init__(self, name, stack.innermost, current_observer())
         # What a partial holds are arguments as well: taken out of it, they are saved as such, and not kept alive twice.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
+        name = options.name or getattr(function, "__qualname__", None) or type(function).__qualname__
+        settings = current_settings()
+        if settings is not DEFAULTS and settings.early_stop is not None:
+            options = dataclasses.replace(options, early_stop=settings.early_stop)
+        Frame.__init__(self, name, stack.innermost, settings.observer)
         self._function = function
         self._arguments = Arguments(args, kwargs)
-        self._preserve_rng_state = preserve_rng_state
-        self._early_stop = early_stop
-        self._check_metadata = check_metadata
+        self._options = options
         self._contexts = contexts
-        self._explain = explain
+        #: Turns an error of a rerun into one that says more.
+        self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
     def __enter__(self) -> FunctionFrame:
-        self._ambient = Ambient(preserve_rng_state=self._preserve_rng_state)
-        open_frame(self, metadata=self._check_metadata)
+        self._ambient = _ambient.capture(preserve_rng_state=self._options.preserve_rng_state)
+        open_frame(self, metadata=self._options.check_metadata)
         if self.observer is not None:
             self.observer.entered(self)
         if self._contexts is not None:
@@ -128,7 +130,7 @@ class FunctionFrame(Frame):
                 raise
         self._close(error)
         if error is None:
-            self._ambient.forward_ended()
+            self._ambient = _ambient.settle(self._ambient)
             self.complete = True
         elif suppressed:
             raise RuntimeError(
@@ -145,15 +147,15 @@ class FunctionFrame(Frame):
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         observer = self.observer
-        if observer is None and self._explain is None:
+        if observer is None and self.explain is None:
             return self._rerun(wanted)
         if observer is not None:
             observer.recomputing(self)
         error: BaseException | None = None
         try:
             return self._rerun(wanted)
-        except CheckpointError as found:
-            error = found if self._explain is None else self._explain(found)
+        except DeterminismError as found:
+            error = found if self.explain is None else self.explain(found)
             if error is found:
                 raise
             raise error from found
@@ -166,20 +168,26 @@ class FunctionFrame(Frame):
             del error  # its traceback has this call, which would keep it alive in turn
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
-        filling = Filling(self, wanted, early_stop=self._early_stop, check_metadata=self._check_metadata)
-        transforms = suspend_transforms()
-        undo = None
+        ambient, options = self._ambient, self._options
+        transforms = undo = None
+        filling = Filling(self, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
         stack.recomputing += 1
         grad_enabled = torch.is_grad_enabled()
         try:
+            if _ambient.draws(ambient) or innermost_transform() is not None:
+                transforms = suspend_transforms(random=_ambient.draws(ambient))
             args, kwargs = self._arguments.restore(self._region)
-            undo = self._ambient.enter()
-            push_saved_tensors_hooks(filling.hook(), _identity)
+            undo = _ambient.enter(ambient)
+            push_saved_tensors_hooks(filling.hook(wanted), _identity)
             try:
                 set_grad_enabled(True)
-                self._call_again(args, kwargs)
+                if self._contexts is None:
+                    self._function(*args, **kwargs)
+                else:
+                    with reusable(self._contexts[1]):
+                        self._function(*args, **kwargs)
             finally:
                 pop_saved_tensors_hooks()
         except StopRecompute:
@@ -191,28 +199,12 @@ class FunctionFrame(Frame):
         finally:
             set_grad_enabled(grad_enabled)
             if undo is not None:
-                Ambient.leave(undo)
+                _ambient.leave(undo)
             stack.recomputing -= 1
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
-        return filling.result()
-
-    def _call_again(self, args: list[Any], kwargs: dict[str, Any]) -> None:
-        if self._contexts is None:
-            self._function(*args, **kwargs)
-        else:
-            with _reusable(self._contexts[1]):
-                self._function(*args, **kwargs)
+        return filling.result(check_metadata=options.check_metadata)
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)
-
-
-def _reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager that can be entered although this one may have been entered before.
-
-    One made by ``contextlib.contextmanager`` works once; like every ``ContextDecorator`` it knows how to make another.
-    """
-    recreate = getattr(context, "_recreate_cm", None)
-    return context if recreate is None else recreate()

@@ -66,30 +66,34 @@ _pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_sta
 _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
 
 
-# ``is_grads_batched`` maps with a vmap of its own, whose level can only be read by moving it (0.06 us for both). 2.11 to 2.15.
+# ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
+# nothing is batched. Its level can only be read by moving it. 2.11 to 2.15.
 _enter_batched_grads: Callable[[], int] = torch._C._vmapmode_increment_nesting
 _leave_batched_grads: Callable[[], int] = torch._C._vmapmode_decrement_nesting
 
 
-def suspend_transforms() -> tuple[list[object], int] | None:
+def suspend_transforms(*, random: bool) -> tuple[list[object], int] | None:
     """Takes every ``torch.func`` transform, and every map over gradients, off this thread.
 
     A region whose forward ran outside of them must be rerun outside of them as well, although backward may run under one:
     ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
 
+    Args:
+        random: Whether the region draws random numbers.
+
     Returns:
-        What to give to :func:`resume_transforms`, or None where there are none.
+        What to give to :func:`resume_transforms`, or None where there is nothing in the way.
     """
-    level = _enter_batched_grads() - 1
-    _leave_batched_grads()
-    if level == 0 and innermost_transform() is None:
-        return None
-    for _ in range(level):
+    level = 0
+    if random:
+        level = _enter_batched_grads() - 1
         _leave_batched_grads()
+        for _ in range(level):
+            _leave_batched_grads()
     suspended = []
     while innermost_transform() is not None:
         suspended.append(_pop_transform())
-    return suspended, level
+    return (suspended, level) if suspended or level else None
 
 
 def resume_transforms(suspended: tuple[list[object], int]) -> None:

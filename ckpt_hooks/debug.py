@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +10,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ._runtime.settings import override
 from .determinism import describe
-from .errors import CheckpointError, rebuild_error
+from .errors import DeterminismError, rebuild_error
 
-__all__ = ["OperatorLogs", "debug_enabled", "set_checkpoint_debug_enabled"]
-
-_debug_enabled: contextvars.ContextVar[bool | None] = contextvars.ContextVar("ckpt_hooks.debug_enabled", default=None)
+__all__ = ["OperatorLogs", "set_checkpoint_debug_enabled"]
 
 
 @contextlib.contextmanager
@@ -35,17 +33,8 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         >>> with set_checkpoint_debug_enabled(True):
         ...     y = checkpoint(torch.sin, x)
     """
-    token = _debug_enabled.set(enabled)
-    try:
+    with override(debug=enabled):
         yield
-    finally:
-        _debug_enabled.reset(token)
-
-
-def debug_enabled(debug: bool) -> bool:
-    """Returns whether a region runs in debug mode, by its own ``debug`` and the setting around it."""
-    setting = _debug_enabled.get()
-    return debug if setting is None else setting
 
 
 def _in_words(value: Any) -> str:
@@ -95,7 +84,7 @@ class OperatorLogs:
         self.forward = _OperatorLog()
         self.recompute = _OperatorLog()
 
-    def explain(self, error: CheckpointError) -> CheckpointError:
+    def explain(self, error: DeterminismError) -> DeterminismError:
         """Returns an error of the same kind and fields that lists both logs.
 
         Args:

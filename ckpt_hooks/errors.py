@@ -6,7 +6,7 @@
     └── torch.utils.checkpoint.CheckpointError
         └── CheckpointError            a region could not be brought back
             ├── DeterminismError       the rerun saved something else than the forward did
-            ├── InputMutationError     an input of a region changed between forward and backward
+            ├── MutationError          a tensor that backward needs changed since forward
             ├── OverlapError           two backwards of one GraphExecGroup asked for the same tensor
             └── InternalError          a bug in this package
 
@@ -18,11 +18,11 @@ activation alive.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.utils.checkpoint
 
-__all__ = ["CheckpointError", "DeterminismError", "InputMutationError", "InternalError", "OverlapError"]
+__all__ = ["CheckpointError", "DeterminismError", "InternalError", "MutationError", "OverlapError"]
 
 
 class CheckpointError(torch.utils.checkpoint.CheckpointError):
@@ -41,7 +41,10 @@ class CheckpointError(torch.utils.checkpoint.CheckpointError):
         return rebuild_error, (type(self), str(self), dict(self.__dict__))
 
 
-def rebuild_error(kind: type[CheckpointError], message: str, fields: dict[str, Any]) -> CheckpointError:
+E = TypeVar("E", bound=CheckpointError)
+
+
+def rebuild_error(kind: type[E], message: str, fields: dict[str, Any]) -> E:
     """Returns an error of a kind with a message and the fields (``vars``) of another one of that kind."""
     error = kind.__new__(kind, message)
     error.__dict__.update(fields)
@@ -53,8 +56,8 @@ class DeterminismError(CheckpointError):
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        index: Position, in the order of saving, of the first tensor that differs; the number of tensors that the rerun
-            saved where it saved too few or too many.
+        index: Position, in the order of saving, of the first tensor that differs: the first one missing where the rerun saved
+            too few, the first one that forward did not have where it saved too many.
         expected: What forward saved: ``"float32[4, 8] on cpu"``, or a number of tensors.
         found: What the recompute saved instead, in the same form.
     """
@@ -66,19 +69,19 @@ class DeterminismError(CheckpointError):
         self.found = found
 
 
-class InputMutationError(CheckpointError):
-    """An input of a region was modified in place after the region's forward, so that a rerun would see other values.
+class MutationError(CheckpointError):
+    """A tensor that backward needs was modified in place since forward saw it.
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        argument: Where the tensor stands among the arguments, as in ``args[1]["mask"]``.
-        expected: Version of the tensor when forward ran.
+        tensor: Which one: where it stands among the arguments, as in ``args[1]['mask']``, or what it is and when it was saved.
+        expected: Version of the tensor when forward saw it.
         found: Version of the tensor now.
     """
 
-    def __init__(self, message: str, *, region: tuple[str, ...], argument: str, expected: int, found: int) -> None:
+    def __init__(self, message: str, *, region: tuple[str, ...], tensor: str, expected: int, found: int) -> None:
         super().__init__(message, region=region)
-        self.argument = argument
+        self.tensor = tensor
         self.expected = expected
         self.found = found
 

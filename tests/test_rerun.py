@@ -104,17 +104,17 @@ def test_events_in_order():
         def unpacked(self, frame, index, tensor):
             self.events.append(f"unpacked {index}")
 
-    x, inner, outer = leaf(3), Log(), Log()
+    x, w, inner, outer = leaf(3), leaf(3), Log(), Log()
     with observe(outer):
         with observe(inner):
-            y = checkpoint(lambda x: x.sin().exp(), x)
+            y = checkpoint(lambda x, w: x.sin().exp() * w, x * 1, w)
         checkpoint(torch.neg, x)
         with pytest.raises(KeyError):
             checkpoint(lambda x: {}[0], x)
     y.sum().backward()
     expected = [
-        *["entered", "packed 0", "packed 1", "exited None"],
-        *["recomputing", "recomputed None", "unpacked 1", "unpacked 0"],
+        *["entered", "packed 0", "packed 2", "exited None"],
+        *["recomputing", "recomputed None", "unpacked 2", "unpacked 0"],
     ]
     assert inner.events == expected
     assert outer.events == expected[:4] + ["entered", "exited None", "entered", "exited KeyError(0)"] + expected[4:]

@@ -8,51 +8,66 @@ here, in the cheapest way there is, before any of them is called.
 
 from __future__ import annotations
 
+import torch
+
 from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
 from . import autocast, default_device, rng
 
-__all__ = ["Ambient"]
+__all__ = ["Ambient", "Undo", "capture", "draws", "enter", "leave", "settle"]
 
-
-class Ambient:
-    """The state around one forward."""
-
-    __slots__ = ("_autocast", "_default_device", "_rng")
-
-    def __init__(self, *, preserve_rng_state: bool) -> None:
-        """Captures the state of this thread.
-
-        Args:
-            preserve_rng_state: Whether random generators are part of it. If not, a recompute draws what comes next, but
-                still leaves the streams outside where it found them.
-        """
-        self._autocast = autocast.capture() if is_any_autocast_enabled() else None
-        self._default_device = default_device.capture() if num_function_modes() else None
-        self._rng = rng.capture() if preserve_rng_state else None
-
-    def forward_ended(self) -> None:
-        """Lets go of what forward turned out not to need: the state of generators that it did not draw from."""
-        if self._rng is not None:
-            self._rng = rng.drawn_from(self._rng)
-
-    def enter(self) -> Undo:
-        """Makes this thread's state equal to the captured one; the answer goes to :meth:`leave`."""
-        return (
-            rng.enter(self._rng),
-            autocast.enter(self._autocast) if self._autocast is not None or is_any_autocast_enabled() else None,
-            default_device.enter(self._default_device) if self._default_device is not None or num_function_modes() else None,
-        )
-
-    @staticmethod
-    def leave(undo: Undo) -> None:
-        """Makes this thread's state what it was before :meth:`enter`, whatever happened since."""
-        rng_undo, autocast_undo, device_undo = undo
-        if device_undo is not None:
-            default_device.leave(device_undo)
-        if autocast_undo is not None:
-            autocast.leave(autocast_undo)
-        rng.leave(rng_undo)
-
-
+#: Random generators, autocast, default device: what each module's ``capture`` answered.
+Ambient = tuple["rng.Snapshot | None", "autocast.Snapshot | None", "torch.device | None"]
+#: What each module's ``enter`` answered.
 Undo = tuple[rng.Snapshot, "autocast.Snapshot | None", "default_device.Undo | None"]
+
+_ORDINARY: Ambient = (None, None, None)
+
+
+def capture(*, preserve_rng_state: bool) -> Ambient:
+    """Returns the state of this thread.
+
+    Args:
+        preserve_rng_state: Whether random generators are part of it. If not, a recompute draws what comes next, but still
+            leaves the streams outside where it found them.
+    """
+    return (
+        rng.capture() if preserve_rng_state else None,
+        autocast.capture() if is_any_autocast_enabled() else None,
+        default_device.capture() if num_function_modes() else None,
+    )
+
+
+def settle(ambient: Ambient) -> Ambient:
+    """Returns that part of a state which a recompute needs, now that forward is over: no generator it did not draw from."""
+    generators, casts, device = ambient
+    if generators is not None:
+        generators = rng.drawn_from(generators)
+    if generators is None and casts is None and device is None:
+        return _ORDINARY
+    return generators, casts, device
+
+
+def draws(ambient: Ambient) -> bool:
+    """Whether a recompute draws the random numbers of forward again."""
+    return ambient[0] is not None
+
+
+def enter(ambient: Ambient) -> Undo:
+    """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`."""
+    generators, casts, device = ambient
+    return (
+        rng.enter(generators),
+        autocast.enter(casts) if casts is not None or is_any_autocast_enabled() else None,
+        default_device.enter(device) if device is not None or num_function_modes() else None,
+    )
+
+
+def leave(undo: Undo) -> None:
+    """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
+    generators, casts, device = undo
+    if device is not None:
+        default_device.leave(device)
+    if casts is not None:
+        autocast.leave(casts)
+    rng.leave(generators)

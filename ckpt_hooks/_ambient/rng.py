@@ -78,9 +78,6 @@ def _write_device(module: Any, index: int, state: torch.Tensor) -> None:
 
 
 def _read_devices() -> tuple[tuple[_Stream, torch.Tensor], ...]:
-    private_backend = private_backend_name()
-    if private_backend != _modules_known_for:
-        _find_modules(private_backend)
     states = _NO_DEVICES
     for initialised, module in _device_modules:
         if initialised():
@@ -112,17 +109,19 @@ def _same_cpu_state(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def capture() -> Snapshot:
     """Returns the state of every stream."""
-    return _read_cpu(), _read_devices()
+    private_backend = private_backend_name()
+    if private_backend != _modules_known_for:
+        _find_modules(private_backend)
+    return _read_cpu(), _read_devices() if _device_modules else _NO_DEVICES
 
 
 def drawn_from(before: Snapshot) -> Snapshot | None:
     """Returns that part of a snapshot whose streams have moved since, or None where none has."""
     cpu, devices = before
-    if cpu is not None and _same_cpu_state(cpu, _read_cpu()):
-        cpu = None
+    moved = cpu is not None and not _same_cpu_state(cpu, _read_cpu())
     if devices:
         devices = tuple((stream, state) for stream, state in devices if not torch.equal(state, stream[0]()))
-    return None if cpu is None and not devices else (cpu, devices)
+    return (cpu if moved else None, devices) if moved or devices else None
 
 
 def enter(captured: Snapshot | None) -> Snapshot:

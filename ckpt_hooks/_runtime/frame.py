@@ -14,12 +14,12 @@ from collections.abc import Collection
 import torch
 
 from ckpt_hooks._torch import graph_exec_group
-from ckpt_hooks.errors import OverlapError
+from ckpt_hooks.errors import MutationError, OverlapError
 
 from .groups import group_scope
 from .passes import Pass, PassTable, graph_task_scope
 
-__all__ = ["Frame", "Handle", "Observer", "RegionPath", "format_path"]
+__all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Metadata", "Observer", "RegionPath", "format_path"]
 
 # Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
 # paid by every region and read by hardly any.
@@ -35,24 +35,66 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
+# Shape, dtype and device of a tensor. A tuple, and a list of them a frame, since comparing two such lists is one operation.
+Metadata = tuple[torch.Size, torch.dtype, torch.device]
+
+
 class Handle:
     """Stands in autograd's graph for one saved tensor.
 
     Attributes:
         frame: The frame that can bring the tensor back.
         index: How many tensors the frame had saved before this one.
-        shape: Shape of the tensor in forward; like dtype and device unset where the frame checks nothing.
-        dtype: Its dtype.
-        device: Its device.
     """
 
-    __slots__ = ("__weakref__", "device", "dtype", "frame", "index", "shape")
+    __slots__ = ("__weakref__", "frame", "index")
 
     frame: Frame
     index: int
-    shape: torch.Size
-    dtype: torch.dtype
-    device: torch.device
+
+
+class Kept:
+    """Stands in autograd's graph for a saved tensor that costs nothing to keep.
+
+    That is a leaf that requires grad: a parameter, mostly. The graph's accumulator of its gradient holds it in any case.
+
+    Attributes:
+        tensor: The leaf itself.
+        version: Its version when it was saved.
+        path: Of the region that saved it.
+    """
+
+    __slots__ = ("path", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, path: RegionPath) -> None:
+        self.tensor = tensor
+        self.version = tensor._version
+        self.path = path
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the leaf.
+
+        Raises:
+            MutationError: If it was modified in place since, as plain autograd does.
+        """
+        tensor = self.tensor
+        if tensor._version != self.version:
+            region = format_path(self.path)
+            what = f"a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} leaf"
+            raise MutationError(
+                f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
+                f"{tensor._version}; expected version {self.version} instead. Backward needs the values that forward saw: "
+                "modify the tensor after backward (is an optimizer's step too early?), or let forward use a clone.",
+                region=region,
+                tensor=what,
+                expected=self.version,
+                found=tensor._version,
+            )
+        return tensor
+
+
+#: What a frame has in its list of handles for a tensor that was kept: like a handle that is dead already.
+DEAD_HANDLE: weakref.ref[Handle] = weakref.ref(Handle())
 
 
 class Observer:
@@ -86,16 +128,18 @@ class Frame:
 
     Attributes:
         handles: What was packed, in order, weakly.
+        metadata: Of each tensor packed in forward, None where it was kept; empty where the frame checks nothing.
         passes: Values brought back, by the key of the scope that they were brought back for.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
         observer: Who watches this frame, or None.
     """
 
-    __slots__ = ("__weakref__", "_lock", "complete", "handles", "observer", "parent", "passes", "path")
+    __slots__ = ("__weakref__", "_lock", "complete", "handles", "metadata", "observer", "parent", "passes", "path")
 
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
         self.handles: list[weakref.ref[Handle]] = []
+        self.metadata: list[Metadata | None] = []
         self.passes = PassTable()
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)

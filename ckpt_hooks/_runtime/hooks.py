@@ -2,6 +2,11 @@
 
 The unpack hook is one function of the module: autograd keeps it in the graph, where a closure or a bound method over a frame
 would be a cycle that no garbage collector sees. The pack hook is a closure, which autograd holds only while it is pushed.
+
+A leaf that requires grad is kept instead of dropped: that costs no memory, since the graph holds it as well, and spares it a
+handle, a comparison and a place in the recompute. It also is what plain autograd does, down to the object. A *view* of a leaf
+does not qualify: where a framework gives a parameter another storage after forward (``param.data = ...``), the view would hold
+on to the one that was to be freed.
 """
 
 from __future__ import annotations
@@ -13,17 +18,19 @@ import torch
 
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
-from .frame import Frame, Handle
+from .frame import DEAD_HANDLE, Frame, Handle, Kept, Observer
 from .groups import group_scope
 from .stack import stack
 
 __all__ = ["close_frame", "open_frame", "unpack"]
 
 
-def unpack(handle: Handle) -> torch.Tensor:
+def unpack(packed: Handle | Kept) -> torch.Tensor:
     """Returns the tensor that a handle stands for, and lets go of it (Rule 4)."""
-    frame = handle.frame
-    index = handle.index
+    if isinstance(packed, Kept):
+        return packed.unpack()
+    frame = packed.frame
+    index = packed.index
     group = graph_exec_group()
     key = graph_task_id() if group is None else group_scope(group).key
     opened = frame.passes.get(key)
@@ -41,46 +48,50 @@ def unpack(handle: Handle) -> torch.Tensor:
     return value
 
 
-def _pack_with_metadata(frame: Frame) -> Callable[[torch.Tensor], Handle]:
+def _pack_with_metadata(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
+    handles = frame.handles
+    append, note, reference = handles.append, frame.metadata.append, weakref.ref
+
+    def pack(tensor: torch.Tensor) -> Handle | Kept:
+        if tensor.requires_grad and tensor.is_leaf:
+            append(DEAD_HANDLE)
+            note(None)
+            return Kept(tensor, frame.path)
+        handle = Handle()  # attributes one by one: half the cost of an ``__init__``
+        handle.frame = frame
+        handle.index = len(handles)
+        append(reference(handle))
+        note((tensor.shape, tensor.dtype, tensor.device))
+        return handle
+
+    return pack
+
+
+def _pack_bare(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
     append, reference = handles.append, weakref.ref
 
-    def pack(tensor: torch.Tensor) -> Handle:
-        # Attributes one by one: half the cost of an ``__init__``, and 64 bytes less a tensor than a tuple of metadata.
+    def pack(tensor: torch.Tensor) -> Handle | Kept:
+        if tensor.requires_grad and tensor.is_leaf:
+            append(DEAD_HANDLE)
+            return Kept(tensor, frame.path)
         handle = Handle()
         handle.frame = frame
         handle.index = len(handles)
-        handle.shape = tensor.shape
-        handle.dtype = tensor.dtype
-        handle.device = tensor.device
         append(reference(handle))
         return handle
 
     return pack
 
 
-def _pack_bare(frame: Frame) -> Callable[[torch.Tensor], Handle]:
-    handles = frame.handles
-    append, reference = handles.append, weakref.ref
-
-    def pack(tensor: torch.Tensor) -> Handle:
-        handle = Handle()
-        handle.frame = frame
-        handle.index = len(handles)
-        append(reference(handle))
-        return handle
-
-    return pack
-
-
-def _pack_observed(frame: Frame, pack: Callable[[torch.Tensor], Handle]) -> Callable[[torch.Tensor], Handle]:
-    observer = frame.observer
-    assert observer is not None
-
-    def pack_observed(tensor: torch.Tensor) -> Handle:
-        handle = pack(tensor)
-        observer.packed(frame, handle.index, tensor)
-        return handle
+def _pack_observed(
+    frame: Frame, observer: Observer, pack: Callable[[torch.Tensor], Handle | Kept]
+) -> Callable[[torch.Tensor], Handle | Kept]:
+    def pack_observed(tensor: torch.Tensor) -> Handle | Kept:
+        packed = pack(tensor)
+        if type(packed) is Handle:
+            observer.packed(frame, packed.index, tensor)
+        return packed
 
     return pack_observed
 
@@ -98,7 +109,7 @@ def open_frame(frame: Frame, *, metadata: bool) -> None:
     """
     pack = _pack_with_metadata(frame) if metadata else _pack_bare(frame)
     if frame.observer is not None:
-        pack = _pack_observed(frame, pack)
+        pack = _pack_observed(frame, frame.observer, pack)
     push_saved_tensors_hooks(pack, unpack)
     stack.innermost = frame
 

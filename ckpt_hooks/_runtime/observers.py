@@ -7,14 +7,14 @@ attribute test an unpacked tensor, and packing uses a hook that knows nothing of
 from __future__ import annotations
 
 import contextlib
-import contextvars
 from collections.abc import Iterator
 
 import torch
 
 from .frame import Frame, Observer
+from .settings import current_settings, override
 
-__all__ = ["current_observer", "observe"]
+__all__ = ["observe"]
 
 
 class _Several(Observer):
@@ -48,21 +48,14 @@ class _Several(Observer):
             observer.unpacked(frame, index, tensor)
 
 
-_current: contextvars.ContextVar[Observer | None] = contextvars.ContextVar("ckpt_hooks.observer", default=None)
-
-current_observer = _current.get
-
-
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Lets an observer watch every region whose forward begins in this block, its backward included, on this thread.
 
     Blocks nest; the outer observers go on watching.
     """
-    outer = _current.get()
-    both = observer if outer is None else _Several((*(outer.observers if isinstance(outer, _Several) else (outer,)), observer))
-    token = _current.set(both)
-    try:
+    outer = current_settings().observer
+    if outer is not None:
+        observer = _Several((*(outer.observers if isinstance(outer, _Several) else (outer,)), observer))
+    with override(observer=observer):
         yield
-    finally:
-        _current.reset(token)

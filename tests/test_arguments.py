@@ -1,0 +1,974 @@
+"""What happens to the arguments of a region between forward and recompute."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from ckpt_hooks import CheckpointError, MutationError, checkpoint
+from ckpt_hooks._arguments import Arguments
+
+
+class Point(collections.namedtuple("Point", ["x", "y"])):
+    """A named tuple."""
+
+    __slots__ = ()
+
+
+@dataclasses.dataclass
+class Plain:
+    """A dataclass."""
+
+    x: Any
+    y: Any = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """A dataclass that cannot be assigned to."""
+
+    x: Any
+    y: Any = 2.0
+
+
+@dataclasses.dataclass(slots=True)
+class Slotted:
+    """A dataclass without a ``__dict__``."""
+
+    x: Any
+    y: Any = 2.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FrozenSlotted:
+    """A dataclass that cannot be assigned to, without a ``__dict__``."""
+
+    x: Any
+    y: Any = 2.0
+
+
+@dataclasses.dataclass
+class Unset:
+    """A dataclass with a field that is not there yet, and one that is not for ``__init__``."""
+
+    x: Any
+    y: Any = dataclasses.field(default=2.0, init=False)
+    later: Any = dataclasses.field(init=False, repr=False, compare=False)
+
+
+class Items(list):  # type: ignore[type-arg]
+    """A list with an attribute."""
+
+    def __init__(self, *items: Any) -> None:
+        super().__init__(items)
+        self.label = "items"
+
+
+class Record(dict):  # type: ignore[type-arg]
+    """A dict with an attribute."""
+
+    def __init__(self, label: str, **entries: Any) -> None:
+        super().__init__(entries)
+        self.label = label
+
+
+class Couple(tuple):  # type: ignore[type-arg]
+    """A tuple that is made of two values, not of a sequence, and has an attribute."""
+
+    label: str
+
+    def __new__(cls, first: Any, second: Any) -> Couple:
+        couple = super().__new__(cls, (first, second))
+        couple.label = "couple"
+        return couple
+
+
+class ReadOnly(collections.OrderedDict):  # type: ignore[type-arg]
+    """A mapping that refuses changes once it is made, as configurations of model libraries do."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        self.closed = True
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        if getattr(self, "closed", False):
+            raise TypeError("read-only")
+        super().__setitem__(key, value)
+
+    def clear(self) -> None:
+        raise TypeError("read-only")
+
+
+class Doubled(list):  # type: ignore[type-arg]
+    """A list that does not answer what it holds when it is read."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((index, value) for index, value in enumerate(super().__iter__()))
+
+
+class Outputs(collections.OrderedDict):  # type: ignore[type-arg]
+    """Entries that are attributes as well, as in the outputs of Transformers' models."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__()
+        for key, value in entries.items():
+            self[key] = value
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        self.__dict__[key] = value
+
+
+def _factory() -> float:
+    return 0.5
+
+
+# How to hold two values, and how to read the first and the second.
+CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda a, b: [a, b], lambda c: c[0], lambda c: c[1]),
+    "tuple": (lambda a, b: (a, b), lambda c: c[0], lambda c: c[1]),
+    "namedtuple": (Point, lambda c: c.x, lambda c: c.y),
+    "dict": (lambda a, b: {"x": a, 1: b}, lambda c: c["x"], lambda c: c[1]),
+    "OrderedDict": (lambda a, b: collections.OrderedDict(x=a, y=b), lambda c: c["x"], lambda c: c["y"]),
+    "defaultdict": (
+        lambda a, b: collections.defaultdict(_factory, x=a, y=b),
+        lambda c: c["x"] * (2 * c["absent"]),
+        lambda c: c["y"],
+    ),
+    "dataclass": (Plain, lambda c: c.x, lambda c: c.y),
+    "frozen dataclass": (Frozen, lambda c: c.x, lambda c: c.y),
+    "slotted dataclass": (Slotted, lambda c: c.x, lambda c: c.y),
+    "frozen slotted dataclass": (FrozenSlotted, lambda c: c.x, lambda c: c.y),
+    "list subclass": (Items, lambda c: c[0] if c.label == "items" else None, lambda c: c[1]),
+    "dict subclass": (lambda a, b: Record("r", x=a, y=b), lambda c: c["x"] if c.label == "r" else None, lambda c: c["y"]),
+    "tuple subclass": (Couple, lambda c: c[0] if c.label == "couple" else None, lambda c: c[1]),
+    "read-only dict": (lambda a, b: ReadOnly(x=a, y=b), lambda c: c["x"], lambda c: c["y"]),
+    "model outputs": (lambda a, b: Outputs(x=a, y=b), lambda c: c.x, lambda c: c["y"]),
+    "nested": (
+        lambda a, b: {"deep": [Point(Frozen((a,)), Plain([b]))]},
+        lambda c: c["deep"][0].x.x[0],
+        lambda c: c["deep"][0].y.x[0],
+    ),
+}
+
+
+@pytest.fixture(params=list(CONTAINERS))
+def container(request: pytest.FixtureRequest) -> Any:
+    """How to make a container of two values, and how to read each."""
+    return CONTAINERS[request.param]
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.rand(*(shape or (3,)), requires_grad=True)
+
+
+def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
+    """Hooks that note what is packed, and bring back another object each time."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor.detach().clone()
+
+    return saved_tensors_hooks(pack, torch.clone)
+
+
+def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    return arguments.restore(lambda: ("region",))
+
+
+# Capturing and rebuilding
+
+
+def test_tensors_alone_come_back_as_they_are() -> None:
+    """Without hooks around, tensors come back as the same objects, in order."""
+    tensors = [leaf(), leaf(), torch.ones(2, dtype=torch.int64)]
+    args, kwargs = restored(Arguments(tuple(tensors), {}))
+    assert list(map(id, args)) == list(map(id, tensors))
+    assert kwargs == {}
+
+
+def test_no_arguments() -> None:
+    """No arguments come back as none."""
+    args, kwargs = restored(Arguments((), {}))
+    assert list(args) == []
+    assert kwargs == {}
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_the_short_way_for_tensors_gives_what_the_long_way_gives(hooked: bool) -> None:
+    """Positional tensors alone are not walked over; the walk brings back the same."""
+    tensors = [leaf(), leaf(), leaf()]
+    with copying_hooks([]) if hooked else torch.enable_grad():
+        short, long = Arguments(tuple(tensors), {}), Arguments(tuple(tensors), {"extra": None})
+    for one, other in zip(restored(short)[0], restored(long)[0], strict=True):
+        assert torch.equal(one, other)
+        assert (one is other) is not hooked
+
+
+def test_containers_come_back_with_type_and_values(container: Any) -> None:
+    """A container of tensors comes back as another one of its type that holds the same."""
+    make, first, second = container
+    a, b = leaf(), leaf()
+    given = make(a, b)
+    (back,), kwargs = restored(Arguments((given,), {"given": given}))
+    assert type(back) is type(given)
+    assert back is not given
+    assert torch.equal(first(back), a)
+    assert second(back) is b
+    assert kwargs["given"] is back
+    assert first(given) is not None
+    assert second(given) is b
+
+
+def test_containers_through_a_region(container: Any) -> None:
+    """A region over a container has the gradients of eager."""
+    make, first, second = container
+
+    def fn(given: Any) -> torch.Tensor:
+        return (first(given).sin() * second(given)).cos()
+
+    a, b = leaf(), leaf()
+    checkpoint(fn, make(a, b)).sum().backward()
+    expected = torch.autograd.grad((a.sin() * b).cos().sum(), [a, b])
+    assert torch.equal(a.grad, expected[0])
+    assert torch.equal(b.grad, expected[1])
+
+
+def test_each_restore_makes_new_containers() -> None:
+    """What one rerun does to its containers, the next one does not see."""
+    arguments = Arguments(([leaf()], {"x": [1]}), {})
+    (items, record), _ = restored(arguments)
+    items.append("junk")
+    record["x"].append("junk")
+    (items, record), _ = restored(arguments)
+    assert len(items) == 1
+    assert record == {"x": [1]}
+
+
+def test_order_of_dict_entries_is_kept() -> None:
+    """Dicts come back in their order, with keys of any kind."""
+    given = {"z": 1, 3: leaf(), (1, 2): None, "a": 4}
+    (back,), _ = restored(Arguments((given,), {}))
+    assert list(back) == list(given)
+
+
+def test_defaultdict_keeps_its_factory() -> None:
+    """A rerun's defaultdict makes entries as the original does, and leaves the original alone."""
+    given = collections.defaultdict(list, x=leaf())
+    (back,), _ = restored(Arguments((given,), {}))
+    back["new"].append(1)
+    assert back["new"] == [1]
+    assert list(given) == ["x"]
+
+
+def test_fields_that_are_not_set_stay_so() -> None:
+    """A dataclass with a field that has no value yet is rebuilt without it."""
+    (back,), _ = restored(Arguments((Unset(leaf()),), {}))
+    assert back.y == 2.0
+    assert not hasattr(back, "later")
+
+
+def test_dataclass_without_tensors_is_handed_on() -> None:
+    """What holds no tensor and no list or dict is the same object."""
+    given = Plain(1, (2, "a"))
+    (back,), _ = restored(Arguments((given,), {}))
+    assert back is given
+
+
+def test_tuple_without_tensors_is_handed_on() -> None:
+    """A tuple of other things is the same object."""
+    given = (1, (2, None))
+    (back, _), _ = restored(Arguments((given, leaf()), {}))
+    assert back is given
+
+
+def test_return_types_of_torch_come_back_as_such() -> None:
+    """What ``torch.max`` returns is a tuple that takes one sequence."""
+    given = torch.max(leaf(3, 3), 0)
+    (back,), _ = restored(Arguments((given,), {}))
+    assert type(back) is torch.return_types.max
+    assert back.indices is given.indices
+
+
+def test_packed_sequences_come_back_as_such() -> None:
+    """``PackedSequence`` is a named tuple with a constructor of its own, and optional parts."""
+    lstm = nn.LSTM(2, 2)
+    sequence = nn.utils.rnn.pack_sequence([leaf(3, 2), leaf(2, 2)])
+    output, _ = checkpoint(lstm, sequence)
+    output.data.sum().backward()
+    found = [parameter.grad for parameter in lstm.parameters()]
+    expected = torch.autograd.grad(lstm(sequence)[0].data.sum(), list(lstm.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_list_that_reads_otherwise_than_it_holds() -> None:
+    """What a subclass of list answers when it is read is what it answers in the rerun, too."""
+    (back,), _ = restored(Arguments((Doubled([1.0, 2.0, 3.0]),), {}))
+    assert list(back) == [(0, 1.0), (1, 2.0), (2, 3.0)]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [object(), nn.Linear(1, 1), len, torch.sin, {1, 2}, frozenset({3}), "text", b"bytes", range(3), 1.5, None, Plain, type],
+    ids=lambda value: type(value).__name__,
+)
+def test_other_values_are_handed_on_as_they_are(value: Any) -> None:
+    """Anything that is no tensor and no container is the same object in forward and in the rerun, at any depth."""
+    seen: list[Any] = []
+
+    def fn(x: torch.Tensor, direct: Any, items: list[Any], *, record: dict[str, Any]) -> torch.Tensor:
+        seen.extend([direct, items[0], record["value"]])
+        return x.sin().cos()
+
+    checkpoint(fn, leaf(), value, [value], record={"value": value}).sum().backward()
+    assert len(seen) == 6
+    assert all(entry is value for entry in seen)
+
+
+def test_custom_objects_are_not_looked_into(impl: Callable[..., Any]) -> None:
+    """Tensors in an object of some class stay where they are."""
+
+    class Holder:
+        def __init__(self) -> None:
+            self.tensors = [leaf()]
+
+    holder = Holder()
+    seen: list[Any] = []
+
+    def fn(holder: Holder) -> torch.Tensor:
+        seen.append(holder)
+        return holder.tensors[0].sin().cos()
+
+    impl(fn, holder).sum().backward()
+    assert seen[0] is seen[1] is holder
+    assert holder.tensors[0].grad is not None
+
+
+def test_arguments_of_the_function_keep_their_gradients_and_history(impl: Callable[..., Any]) -> None:
+    """A rerun sees tensors that need gradients where forward did, and others where it did not."""
+    needing: list[tuple[bool, bool]] = []
+
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        needing.append((x.requires_grad, y.requires_grad))
+        return (x.sin() * y).cos()
+
+    impl(fn, leaf() * 2, torch.rand(3)).sum().backward()
+    assert needing == [(True, False)] * 2
+
+
+# The same thing twice
+
+
+def twice(make: Callable[[], Any]) -> list[bool]:
+    """Whether a function that is given one thing in five places sees one thing, in forward and recompute."""
+    same: list[bool] = []
+
+    def fn(x: torch.Tensor, a: Any, items: list[Any], *, c: Any, record: dict[str, Any]) -> torch.Tensor:
+        same.append(a is items[0] is items[1] is c is record["d"])
+        return x.sin().cos()
+
+    thing = make()
+    checkpoint(fn, leaf(), thing, [thing, thing], c=thing, record={"d": thing}).sum().backward()
+    return same
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(leaf, id="tensor"),
+        pytest.param(lambda: leaf() * 2, id="tensor with history"),
+        pytest.param(lambda: [leaf()], id="list"),
+        pytest.param(lambda: [1], id="list without tensors"),
+        pytest.param(lambda: {"x": leaf()}, id="dict"),
+        pytest.param(dict, id="dict without tensors"),
+        pytest.param(lambda: (leaf(),), id="tuple"),
+        pytest.param(lambda: (1, object()), id="tuple without tensors"),
+        pytest.param(lambda: Plain(leaf()), id="dataclass"),
+        pytest.param(lambda: Frozen(leaf()), id="frozen dataclass"),
+        pytest.param(lambda: Plain(1), id="dataclass without tensors"),
+        pytest.param(lambda: Frozen(1), id="frozen dataclass without tensors"),
+        pytest.param(lambda: Point(1, 2), id="namedtuple without tensors"),
+        pytest.param(object, id="object"),
+    ],
+)
+@pytest.mark.parametrize("around", ["nothing", "save_on_cpu", "a region"])
+def test_one_thing_in_several_places_is_one_thing_in_the_rerun(make: Callable[[], Any], around: str) -> None:
+    """Functions ask whether two arguments are the same object: the answer is that of forward, whatever is around."""
+    if around == "nothing":
+        same = twice(make)
+    elif around == "save_on_cpu":
+        with save_on_cpu():
+            same = twice(make)
+    else:
+        same = []
+
+        def outer(x: torch.Tensor) -> torch.Tensor:
+            thing = make()
+
+            def fn(x: torch.Tensor, a: Any, items: list[Any], *, c: Any) -> torch.Tensor:
+                same.append(a is items[0] is c)
+                return x.sin().cos()
+
+            return checkpoint(fn, x * 2, thing, [thing], c=thing).tan()
+
+        checkpoint(outer, leaf()).sum().backward()
+    assert len(same) >= 2
+    assert all(same)
+
+
+def test_query_that_is_key_under_an_outer_region() -> None:
+    """``MultiheadAttention`` takes another path where query, key and value are one tensor."""
+    attention = nn.MultiheadAttention(4, 2)
+    x = leaf(3, 1, 4)
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attention(q, k, v, need_weights=False)[0]
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        h = x.sin()
+        return checkpoint(attend, h, h, h).cos()
+
+    checkpoint(outer, x).sum().backward()
+    expected = torch.autograd.grad(attend(*[x.sin()] * 3).cos().sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+def test_different_tensors_stay_different() -> None:
+    """Equal values, or one storage, do not make two tensors one."""
+    x = leaf(4)
+    view = x.view(4)
+    same: list[bool] = []
+
+    def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        same.append(a is b or b is c or a is c)
+        return (a * b * c).sin()
+
+    with save_on_cpu():
+        y = checkpoint(fn, x, view, x.detach().clone())
+    y.sum().backward()
+    assert same == [False, False]
+
+
+# Containers are captured
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda items, record: items.append(1), id="append"),
+        pytest.param(lambda items, record: items.pop(), id="pop"),
+        pytest.param(lambda items, record: items.clear(), id="clear"),
+        pytest.param(lambda items, record: items.__setitem__(0, torch.zeros(3)), id="rebind an item"),
+        pytest.param(lambda items, record: items.reverse(), id="reverse"),
+        pytest.param(lambda items, record: record.__setitem__("w", torch.zeros(3)), id="rebind an entry"),
+        pytest.param(lambda items, record: record.pop("w"), id="pop an entry"),
+        pytest.param(lambda items, record: record.update(scale=0.0), id="rebind a number"),
+        pytest.param(lambda items, record: record["deep"][0].update(shift=9.0), id="rebind in the depth"),
+        pytest.param(lambda items, record: setattr(record["plain"], "x", torch.zeros(3)), id="assign to a dataclass"),
+        pytest.param(lambda items, record: setattr(record["plain"], "y", 0.0), id="assign a number to a dataclass"),
+    ],
+)
+@pytest.mark.parametrize("around", ["nothing", "save_on_cpu"])
+def test_what_the_caller_does_to_containers_is_not_seen(change: Callable[..., Any], around: str) -> None:
+    """Lists, dicts and dataclasses are those of forward, whatever happened to the originals since."""
+
+    def fn(items: list[Any], *, record: dict[str, Any]) -> torch.Tensor:
+        total = sum(item * (index + 1) for index, item in enumerate(items))
+        plain = record["plain"].x * record["plain"].y
+        return (total * record["w"] * record["scale"] + record["deep"][0]["shift"]).sin() * plain
+
+    def arguments() -> tuple[list[Any], dict[str, Any]]:
+        record = {"w": w, "scale": 2.0, "deep": ({"shift": 0.5},), "plain": Plain(v, 3.0)}
+        return [x, x * 2], record
+
+    x, w, v = leaf(), leaf(), leaf()
+    items, record = arguments()
+    with save_on_cpu() if around == "save_on_cpu" else torch.enable_grad():
+        y = checkpoint(fn, items, record=record)
+    change(items, record)
+    y.sum().backward()
+    items, record = arguments()
+    expected = torch.autograd.grad(fn(items, record=record).sum(), [x, w, v])
+    assert torch.equal(x.grad, expected[0])
+    assert torch.equal(w.grad, expected[1])
+    assert torch.equal(v.grad, expected[2])
+
+
+def test_forward_gets_the_callers_own_containers() -> None:
+    """Capturing is for the rerun: forward sees, and may change, what the caller gave."""
+    cache: list[torch.Tensor] = []
+    seen: list[Any] = []
+
+    def fn(x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
+        seen.append(cache)
+        cache.append(x.sin())
+        return torch.stack(cache).cos().sum()
+
+    x = leaf()
+    y = checkpoint(fn, x, cache)
+    assert seen[0] is cache
+    assert len(cache) == 1
+    y.backward()
+    assert len(cache) == 1
+    assert len(seen) == 2
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().cos().sum(), x)[0])
+
+
+def test_a_list_that_contains_itself() -> None:
+    """Containers may contain themselves."""
+    items: list[Any] = [leaf()]
+    items.append(items)
+    record: dict[str, Any] = {"items": items}
+    record["self"] = record
+    items.append(record)
+    plain = Plain(leaf())
+    plain.y = [plain]
+    (back, other), _ = restored(Arguments((items, plain), {}))
+    assert back is not items
+    assert back[1] is back
+    assert back[2]["self"] is back[2]
+    assert back[2]["items"] is back
+    assert other is not plain
+    assert other.y[0] is other
+
+
+# Iterators
+
+
+@dataclasses.dataclass
+class Stream:
+    """A dataclass that holds something to be read once."""
+
+    items: Any
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "named"),
+    [
+        pytest.param((iter([1]),), {}, r"args\[1\] is an iterator \(list_iterator\)", id="list iterator"),
+        pytest.param(((i for i in [1]),), {}, r"args\[1\] is an iterator \(generator\)", id="generator"),
+        pytest.param((map(abs, [1]),), {}, r"args\[1\] is an iterator \(map\)", id="map"),
+        pytest.param((zip([1], [2]),), {}, r"args\[1\] is an iterator \(zip\)", id="zip"),  # noqa: B905
+        pytest.param((enumerate([1]),), {}, r"args\[1\] is an iterator \(enumerate\)", id="enumerate"),
+        pytest.param((1, [2, iter("a")]), {}, r"args\[2\]\[1\] is an iterator", id="in a list"),
+        pytest.param(({"k": (iter("a"),)},), {}, r"args\[1\]\['k'\]\[0\] is an iterator", id="in a tuple in a dict"),
+        pytest.param((Stream(iter("a")),), {}, r"args\[1\]\.items is an iterator", id="in a dataclass"),
+        pytest.param((), {"items": iter("a")}, r"kwargs\['items'\] is an iterator", id="keyword"),
+        pytest.param((), {"d": {"k": [iter("a")]}}, r"kwargs\['d'\]\['k'\]\[0\] is an iterator", id="in a keyword"),
+    ],
+)
+def test_iterators_are_refused_by_name(arguments: tuple[Any, ...], keywords: dict[str, Any], named: str) -> None:
+    """What can be read once is refused in forward, before the function runs, with its place and the way out."""
+    calls: list[int] = []
+    with pytest.raises(TypeError, match=named + ".*Pass a list or a tuple"):
+        checkpoint(lambda *args, **kwargs: calls.append(1), leaf(), *arguments, **keywords)
+    assert calls == []
+
+
+# Partials
+
+
+def test_partial_is_called_as_it_is() -> None:
+    """Positional and keyword arguments of partials, nested and overridden ones too, arrive as they do in a call."""
+    seen: list[Any] = []
+
+    def fn(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(([float(arg.detach().sum()) for arg in args], {key: kwargs[key] for key in sorted(kwargs)}))
+        return (args[0] * args[1] * args[2]).sin()
+
+    one, two, three = (torch.full((2,), value, requires_grad=True) for value in (1.0, 2.0, 3.0))
+    inner = functools.partial(fn, one, a=1, b=1, c=1)
+    checkpoint(functools.partial(inner, two, b=2, c=2), three, c=3).sum().backward()
+    assert seen == [([2.0, 4.0, 6.0], {"a": 1, "b": 2, "c": 3})] * 2
+    expected = torch.autograd.grad((one * two * three).sin().sum(), [one, two, three])
+    assert all(torch.equal(x.grad, gradient) for x, gradient in zip((one, two, three), expected, strict=True))
+
+
+def test_tensors_in_partials_go_through_the_hooks_around() -> None:
+    """What a partial holds is input of the region, once for each tensor."""
+    packed: list[torch.Tensor] = []
+    x, mask, position = leaf(), leaf(), leaf()
+    fn = functools.partial(functools.partial(lambda m, x, *, p: (x * m + p["p"][0]).sin(), mask), p={"p": [position]})
+    with copying_hooks(packed):
+        y = checkpoint(fn, x)
+    assert len(packed) == 3
+    assert {id(tensor) for tensor in packed} == {id(x), id(mask), id(position)}
+    y.sum().backward()
+    expected = torch.autograd.grad((x * mask + position).sin().sum(), [x, mask, position])
+    assert all(torch.equal(t.grad, gradient) for t, gradient in zip((x, mask, position), expected, strict=True))
+
+
+def test_mutation_of_a_tensor_in_a_partial_is_noticed() -> None:
+    """A mask that rides in a partial is an input like any other."""
+    mask = torch.ones(3)
+    y = checkpoint(functools.partial(lambda x, mask: (x * mask).sin().cos(), mask=mask), leaf())
+    mask.zero_()
+    with pytest.raises(MutationError) as caught:
+        y.sum().backward()
+    assert caught.value.tensor == "kwargs['mask']"
+
+
+def test_a_partials_containers_are_captured() -> None:
+    """Changing a partial's list, or its keywords, after forward changes nothing."""
+    items = [torch.ones(3)]
+    fn = functools.partial(lambda x, items, scale: (x * items[0] * scale).sin(), items=items, scale=2.0)
+    x = leaf()
+    y = checkpoint(fn, x)
+    items[0] = torch.zeros(3)
+    fn.keywords["scale"] = 0.0
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().sum(), x)[0])
+
+
+def test_iterators_in_partials_are_refused() -> None:
+    """A partial does not hide an iterator."""
+    with pytest.raises(TypeError, match=r"kwargs\['items'\] is an iterator"):
+        checkpoint(functools.partial(lambda x, items: x.sin(), items=iter([1])), leaf())
+
+
+# Parameters and modules
+
+
+def test_parameters_and_modules_as_arguments(impl: Callable[..., Any]) -> None:
+    """Both come back as the same objects, and their gradients are those of eager."""
+    linear, weight, x = nn.Linear(3, 3), nn.Parameter(torch.rand(3)), leaf(2, 3)
+    seen: list[Any] = []
+
+    def fn(module: nn.Module, x: torch.Tensor, *, weight: nn.Parameter) -> torch.Tensor:
+        seen.append((module is linear, weight is not None and isinstance(weight, nn.Parameter)))
+        return (module(x) * weight).sin().cos()
+
+    impl(fn, linear, x, weight=weight).sum().backward()
+    assert seen == [(True, True)] * 2
+    inputs = [x, weight, *linear.parameters()]
+    expected = torch.autograd.grad((linear(x) * weight).sin().cos().sum(), inputs)
+    assert all(torch.equal(t.grad, gradient) for t, gradient in zip(inputs, expected, strict=True))
+
+
+def test_state_dict_as_an_argument() -> None:
+    """``functional_call`` over a dictionary of parameters is a region like any other."""
+    linear, x = nn.Linear(3, 3), leaf(2, 3)
+    parameters = dict(linear.named_parameters())
+
+    def fn(parameters: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(linear, parameters, (x,)).sin().cos()
+
+    checkpoint(fn, parameters, x).sum().backward()
+    expected = torch.autograd.grad(linear(x).sin().cos().sum(), list(linear.parameters()))
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(linear.parameters(), expected, strict=True))
+
+
+def test_inference_tensor_as_an_argument() -> None:
+    """A constant made in inference mode, which autograd need not save, is as good an argument as in eager."""
+    with torch.inference_mode():
+        shift = torch.full((3,), 2.0)
+    x = leaf()
+
+    def fn(x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+        return (x.sin() + shift).cos()
+
+    expected = torch.autograd.grad(fn(x, shift).sum(), x)[0]
+    checkpoint(fn, x, shift).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+# Mutation after forward
+
+
+def _multiply(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x * 2 * mask).sin().cos()
+
+
+@pytest.mark.parametrize(
+    ("call", "argument"),
+    [
+        pytest.param(lambda x, m: checkpoint(_multiply, x, m), "args[1]", id="positional"),
+        pytest.param(lambda x, m: checkpoint(_multiply, x, mask=m), "kwargs['mask']", id="keyword"),
+        pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c[1]), x, [0, m]), "args[1][1]", id="list"),
+        pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c[1]), x, (0, m)), "args[1][1]", id="tuple"),
+        pytest.param(
+            lambda x, m: checkpoint(lambda x, c: _multiply(x, c["mask"]), x, {"mask": m}), "args[1]['mask']", id="dict"
+        ),
+        pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c[3]), x, {3: m}), "args[1][3]", id="dict by number"),
+        pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c.x), x, Plain(m)), "args[1].x", id="dataclass"),
+        pytest.param(lambda x, m: checkpoint(lambda x, c: _multiply(x, c.x), x, FrozenSlotted(m)), "args[1].x", id="frozen"),
+        pytest.param(
+            lambda x, m: checkpoint(lambda x, *, c: _multiply(x, c["a"][0].x), x, c={"a": [Plain(m)]}),
+            "kwargs['c']['a'][0].x",
+            id="nested keyword",
+        ),
+    ],
+)
+def test_mutation_after_forward_names_the_argument(call: Callable[..., torch.Tensor], argument: str) -> None:
+    """An input that was modified in place raises, with its place as one would write it and both versions."""
+    mask = torch.ones(3)
+    mask.mul_(1)
+    y = call(leaf(), mask)
+    mask.zero_()
+    mask.add_(1)
+    with pytest.raises(MutationError, match="modified by an inplace operation") as caught:
+        y.sum().backward()
+    error = caught.value
+    assert error.tensor == argument
+    assert (error.expected, error.found) == (1, 3)
+    assert str(error).startswith(f"{argument} of region ")
+    assert "a float32[3] tensor" in str(error)
+    assert "is at version 3; expected version 1" in str(error)
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        pytest.param(lambda h: h.add_(1), id="itself"),
+        pytest.param(lambda h: h[0].zero_(), id="through a view"),
+        pytest.param(lambda h: h.view(-1).copy_(torch.zeros(3)), id="through another shape"),
+    ],
+)
+def test_mutation_of_a_positional_input_raises_as_eager_does(impl: Callable[..., Any], mutate: Callable[..., Any]) -> None:
+    """Both libraries notice a positional tensor that was written to."""
+    h = leaf() * 1
+    y = impl(lambda h: h.sin().cos(), h)
+    with torch.no_grad():
+        mutate(h)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_mutation_of_a_leaf_that_the_region_saves(impl: Callable[..., Any]) -> None:
+    """An optimizer step between forward and backward raises, where the leaf is all that the region saves too."""
+    x = leaf()
+    y = impl(torch.sin, x)
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["closure", "parameter", "buffer"])
+def test_mutation_of_a_tensor_that_is_no_argument(kind: str) -> None:
+    """A tensor from the closure, a parameter or a buffer that the function saved raises as in eager when it was written to."""
+    held = nn.Module()
+    if kind == "parameter":
+        held.w = nn.Parameter(torch.rand(3))
+    elif kind == "buffer":
+        held.register_buffer("w", torch.rand(3))
+    else:
+        held.w = torch.rand(3)
+    y = checkpoint(lambda x: (x * 2 * held.w).sin(), leaf())
+    with torch.no_grad():
+        held.w.add_(1)
+    with pytest.raises(CheckpointError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("kind", ["argument", "parameter"])
+def test_freezing_before_backward_is_named(kind: str) -> None:
+    """Freezing a parameter, or an input, before backward is an error that says that this is what happened."""
+    w = nn.Parameter(torch.rand(3))
+    fn = (lambda x, w: (x * 2 * w).sin()) if kind == "argument" else (lambda x: (x * 2 * w).sin())
+    y = checkpoint(fn, leaf(), *([w] if kind == "argument" else []))
+    w.requires_grad_(False)
+    with pytest.raises(CheckpointError, match="requires_grad"):
+        y.sum().backward()
+
+
+def test_mutation_before_forward_is_no_matter(impl: Callable[..., Any]) -> None:
+    """What counts is the version that forward saw."""
+    h = leaf() * 1
+    h.mul_(2)
+    impl(lambda h: h.sin().cos(), h).sum().backward()
+
+
+def test_mutation_without_a_recompute_is_no_matter(impl: Callable[..., Any]) -> None:
+    """A region that saves nothing needs its inputs no more."""
+    x, shift = leaf(), torch.ones(3)
+    y = impl(torch.add, x, shift)
+    shift.zero_()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.ones(3))
+
+
+@pytest.mark.parametrize("place", ["positional", "nested"])
+def test_function_that_mutates_its_own_input(place: str) -> None:
+    """Such a function cannot be rerun as it was: a clear error, where torch is silent for nested inputs."""
+
+    def fn(x: torch.Tensor, given: Any) -> torch.Tensor:
+        buffer = given if place == "positional" else given["buffer"]
+        buffer.add_(1)
+        return (x * 2 * buffer).sin()
+
+    buffer = torch.zeros(3)
+    y = checkpoint(fn, leaf(), buffer if place == "positional" else {"buffer": buffer})
+    with pytest.raises(MutationError) as caught:
+        y.sum().backward()
+    assert caught.value.tensor == ("args[1]" if place == "positional" else "args[1]['buffer']")
+
+
+def test_mutation_under_save_on_cpu_is_not_seen() -> None:
+    """Hooks that copy what is saved keep the value of forward, for nested inputs too."""
+    x, mask = leaf(), torch.ones(3)
+
+    def fn(x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor:
+        return (x * 2 * given["mask"]).sin()
+
+    with copying_hooks([]):
+        y = checkpoint(fn, x, {"mask": mask})
+    mask.zero_()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2).sin().sum(), x)[0])
+
+
+def test_failed_backward_leaves_the_region_as_it_was() -> None:
+    """Where the input can be put right, a later backward succeeds."""
+    h = leaf() * 1
+    y = checkpoint(lambda h: h.sin().cos(), h).sum()
+    version = h._version
+    with torch.no_grad():
+        h.add_(0)
+    for _ in range(2):
+        with pytest.raises(MutationError) as caught:
+            torch.autograd.grad(y, h, retain_graph=True)
+        assert (caught.value.expected, caught.value.found) == (version, version + 1)
+    assert torch.equal(y, h.sin().cos().sum())
+
+
+# What is around a region
+
+
+def test_inputs_at_any_depth_go_through_the_hooks_around(container: Any) -> None:
+    """Each tensor of a container is packed once by the hooks around the region, and unpacked once a recompute."""
+    make, first, second = container
+    packed: list[torch.Tensor] = []
+    unpacked: list[torch.Tensor] = []
+    a, b = leaf(), leaf()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        y = checkpoint(lambda c: (first(c).sin() * second(c)).cos(), make(a, b))
+    assert {id(tensor) for tensor in packed} == {id(a), id(b)}
+    assert len(packed) == 2
+    assert unpacked == []
+    torch.autograd.grad(y.sum(), a, retain_graph=True)
+    assert len(unpacked) == 2
+    torch.autograd.grad(y.sum(), a)
+    assert len(unpacked) == 4
+
+
+def test_a_tensor_that_occurs_often_is_packed_once() -> None:
+    """The hooks around a region see each input once."""
+    packed: list[torch.Tensor] = []
+    x = leaf()
+    with copying_hooks(packed):
+        y = checkpoint(lambda a, b, c, *, d: (a * b * c[0] * d["x"]).sin(), x, x, [x, x], d={"x": x})
+    assert len(packed) == 1
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * x * x * x).sin().sum(), x)[0])
+
+
+def test_save_on_cpu_around_a_region_is_as_eager(container: Any) -> None:
+    """Offloading hooks around a region change no value."""
+    make, first, second = container
+    a, b = leaf(), leaf()
+    with save_on_cpu():
+        y = checkpoint(lambda c: (first(c).sin() * second(c)).cos(), make(a, b))
+    y.sum().backward()
+    expected = torch.autograd.grad((a.sin() * b).cos().sum(), [a, b])
+    assert torch.equal(a.grad, expected[0])
+    assert torch.equal(b.grad, expected[1])
+
+
+def test_nested_tensors_are_not_kept_alive_by_an_inner_region(container: Any, no_gc: None) -> None:
+    """An inner region's inputs, in whatever container, are the outer region's saved tensors: not kept (Rule 2)."""
+    make, first, second = container
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.sin(), x.cos()
+        alive.extend([weakref.ref(a), weakref.ref(b)])
+        return checkpoint(lambda c: (first(c).sin() * second(c)).cos(), make(a, b)).tan()
+
+    x = leaf()
+    y = checkpoint(outer, x)
+    assert [reference() is None for reference in alive] == [True, True]
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x.sin().sin() * x.cos()).cos().tan().sum(), x)[0])
+    assert [reference() is None for reference in alive] == [True] * len(alive)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda fn, h: checkpoint(fn, h), id="positional"),
+        pytest.param(lambda fn, h: checkpoint(lambda *, h: fn(h), h=h), id="keyword"),
+        pytest.param(lambda fn, h: checkpoint(functools.partial(fn, h)), id="partial"),
+        pytest.param(lambda fn, h: checkpoint(functools.partial(lambda *, h: fn(h), h=h)), id="partial's keyword"),
+        pytest.param(lambda fn, h: checkpoint(lambda a, b, c: fn(a), h, h, [h]), id="several times"),
+        pytest.param(lambda fn, h: checkpoint()(fn)(h), id="curried"),
+    ],
+)
+@pytest.mark.parametrize("around", ["a region", "save_on_cpu"])
+def test_inputs_are_not_kept_alive_however_they_are_given(call: Callable[..., Any], around: str, no_gc: None) -> None:
+    """Positional, by keyword or in a partial: what the hooks around have taken care of, the region lets go of."""
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        # By a factor, which saves nothing, so that only the region could keep it.
+        h = x * 2.0
+        alive.append(weakref.ref(h))
+        return call(lambda h: h.sin().cos(), h).tan()
+
+    x = leaf()
+    if around == "a region":
+        y = checkpoint(outer, x)
+    else:
+        with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+            y = outer(x)
+    assert alive[0]() is None
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().tan().sum(), x)[0])
+
+
+def test_inputs_die_with_the_region(no_gc: None) -> None:
+    """Without hooks around, inputs live as long as the graph and no longer, by reference counting alone (Rule 9)."""
+    items: list[Any] = [leaf() * 1.0, {"x": Plain(leaf() * 1.0)}]
+    alive = [weakref.ref(items[0]), weakref.ref(items[1]["x"].x)]
+    y = checkpoint(lambda c: (c[0].sin() * c[1]["x"].x).cos(), items)
+    del items
+    assert [reference() is None for reference in alive] == [False, False]
+    y.sum().backward()
+    assert [reference() is None for reference in alive] == [True, True]
+
+
+def test_copy_of_arguments_is_not_asked_of_tensors() -> None:
+    """Tensors among the arguments are neither copied nor cloned."""
+
+    class Uncopyable(torch.Tensor):
+        def __copy__(self) -> Any:
+            raise AssertionError
+
+        def __deepcopy__(self, memo: Any) -> Any:
+            raise AssertionError
+
+    tensor = torch.rand(3).as_subclass(Uncopyable)
+    (back, items), _ = restored(Arguments((tensor, [tensor, Plain(tensor)]), {}))
+    assert back is items[0] is items[1].x is tensor
+    with pytest.raises(AssertionError):
+        copy.copy(tensor)

@@ -1,0 +1,1455 @@
+"""Calling ``checkpoint`` and ``checkpoint_sequential``: what code written for ``torch.utils.checkpoint`` counts on."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import inspect
+import pickle
+import threading
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
+
+import ckpt_hooks
+import ckpt_hooks._checkpoint
+from ckpt_hooks import checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+
+# The reserved keywords of a direct call, with their defaults, as torch 2.14 has them.
+RESERVED = {
+    "use_reentrant": None,
+    "preserve_rng_state": True,
+    "context_fn": "noop_context_fn",
+    "determinism_check": "default",
+    "debug": False,
+    "early_stop": True,
+    "respect_saved_tensors_hooks": None,
+}
+
+TORCH = types.SimpleNamespace(
+    checkpoint=functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+    checkpoint_sequential=functools.partial(torch.utils.checkpoint.checkpoint_sequential, use_reentrant=False),
+    set_checkpoint_early_stop=torch.utils.checkpoint.set_checkpoint_early_stop,
+    set_checkpoint_debug_enabled=torch.utils.checkpoint.set_checkpoint_debug_enabled,
+)
+
+# torch itself has the curried form since 2.14.
+CURRIED = {"ours": checkpoint}
+if inspect.signature(torch.utils.checkpoint.checkpoint).parameters["function"].default is None:
+    CURRIED["torch"] = TORCH.checkpoint
+
+
+@pytest.fixture(params=["ours", "torch"])
+def api(request: pytest.FixtureRequest) -> Any:
+    """This package and torch's, by the names that they share."""
+    return ckpt_hooks if request.param == "ours" else TORCH
+
+
+@pytest.fixture(params=list(CURRIED))
+def curry(request: pytest.FixtureRequest) -> Callable[..., Any]:
+    """``checkpoint`` of each library that has the curried form."""
+    return CURRIED[request.param]
+
+
+class Counted:
+    """A function that knows how often it began, and how often it came to its end."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.begun = 0
+        self.ended = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.begun += 1
+        result = self.function(*args, **kwargs)
+        self.ended += 1
+        return result
+
+
+class Noted:
+    """A context manager that notes its entering and leaving, and may refuse either or swallow what passes."""
+
+    def __init__(self, name: str, events: list[Any], *, swallow: bool = False, fail_in: str = "") -> None:
+        self.name, self.events, self.swallow, self.fail_in = name, events, swallow, fail_in
+
+    def __enter__(self) -> None:
+        self.events.append(f"enter {self.name}")
+        if self.fail_in == "enter":
+            raise OSError(f"no {self.name} today")
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> bool:
+        self.events.append(f"exit {self.name}" + (f" with {error!r}" if isinstance(error, KeyError) else ""))
+        if self.fail_in == "exit":
+            raise OSError(f"{self.name} does not end")
+        return self.swallow
+
+
+class Switch:
+    """A function that does one thing first and another thing whenever it is called again."""
+
+    def __init__(self, first: Callable[..., Any], then: Callable[..., Any]) -> None:
+        self.first, self.then = first, then
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return (self.first if self.calls == 1 else self.then)(*args, **kwargs)
+
+
+def leaf(*shape: int) -> torch.Tensor:
+    return torch.rand(*(shape or (3,)), requires_grad=True)
+
+
+def sin_cos(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().cos()
+
+
+def sin_cos_exp(x: torch.Tensor) -> torch.Tensor:
+    return x.sin().cos().exp()
+
+
+@checkpoint(name="module level")
+def module_level(x: torch.Tensor) -> torch.Tensor:
+    """Has a docstring."""
+    return x.sin().cos()
+
+
+def in_a_thread(function: Callable[[], Any]) -> Any:
+    answers: list[Any] = []
+    thread = threading.Thread(target=lambda: answers.append(function()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
+# Signatures
+
+
+def test_a_direct_call_reserves_torchs_keywords_and_no_others() -> None:
+    """Every keyword that torch does not reserve is free for the function."""
+    parameters = inspect.signature(checkpoint).parameters.values()
+    defaults = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert defaults.pop("context_fn") is ckpt_hooks.noop_context_fn
+    assert defaults == {name: default for name, default in RESERVED.items() if name != "context_fn"}
+
+
+def test_the_installed_torch_reserves_nothing_else() -> None:
+    """The keywords and defaults of the torch that is installed are among ours."""
+    parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters.values()
+    theirs = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert theirs.pop("context_fn") is torch.utils.checkpoint.noop_context_fn
+    assert theirs.items() <= RESERVED.items()
+
+
+def test_checkpoint_sequential_has_torchs_parameters() -> None:
+    """The parameters that may be given by position have torch's names, order and defaults."""
+    ours, theirs = (
+        [(p.name, p.default) for p in inspect.signature(f).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        for f in (checkpoint_sequential, torch.utils.checkpoint.checkpoint_sequential)
+    )
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("keyword", ["name", "policy", "memory_budget", "group", "preserve_buffers"])
+def test_other_keywords_reach_the_function(impl: Callable[..., Any], keyword: str) -> None:
+    """A keyword that is not reserved is the function's, in forward and in the recompute."""
+    seen: list[dict[str, Any]] = []
+
+    def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        seen.append(kwargs)
+        return x.sin().cos()
+
+    impl(fn, leaf(), **{keyword: "mine"}).sum().backward()
+    assert seen == [{keyword: "mine"}, {keyword: "mine"}]
+
+
+@pytest.mark.parametrize("keyword", ["fn", "args", "kwargs", "self", "contexts", "explain", "options", "check_metadata"])
+def test_names_that_the_engine_uses_inside_reach_the_function_too(keyword: str) -> None:
+    """No parameter name of a layer below gets in the way, in a direct call or a curried one."""
+    seen: list[dict[str, Any]] = []
+
+    def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        seen.append(kwargs)
+        return x.sin().cos()
+
+    checkpoint(fn, leaf(), **{keyword: 1}).sum().backward()
+    checkpoint()(fn)(leaf(), **{keyword: 1}).sum().backward()
+    assert seen == [{keyword: 1}] * 4
+
+
+def test_reserved_keywords_do_not_reach_the_function(impl: Callable[..., Any]) -> None:
+    """What ``checkpoint`` takes for itself, the function does not see."""
+    seen: list[dict[str, Any]] = []
+
+    def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        seen.append(kwargs)
+        return x.sin().cos()
+
+    impl(fn, leaf(), preserve_rng_state=False, determinism_check="none", early_stop=False, debug=False).sum().backward()
+    assert seen == [{}, {}]
+
+
+def test_function_may_be_given_by_keyword(impl: Callable[..., Any]) -> None:
+    """``checkpoint(function=fn, ...)`` is a direct call."""
+    x = leaf()
+    assert torch.equal(impl(function=sin_cos, x=x), sin_cos(x))
+
+
+def test_a_function_without_arguments(impl: Callable[..., Any]) -> None:
+    """A region may take everything from its closure."""
+    x = leaf()
+    fn = Counted(lambda: x.sin().cos())
+    impl(fn).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+    assert fn.begun == 2
+
+
+# Options
+
+
+@pytest.mark.parametrize("use_reentrant", [None, False])
+def test_use_reentrant_none_and_false_say_nothing(use_reentrant: bool | None) -> None:
+    """Neither value warns, and both are the same engine."""
+    fn = Counted(sin_cos)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint(fn, leaf(), use_reentrant=use_reentrant).sum().backward()
+        checkpoint_sequential([fn, sin_cos], 2, leaf(), use_reentrant=use_reentrant).sum().backward()
+    assert (fn.begun, fn.ended) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda fn: checkpoint(fn, leaf(), use_reentrant=True), id="direct"),
+        pytest.param(lambda fn: checkpoint(use_reentrant=True), id="curried"),
+        pytest.param(lambda fn: checkpoint_sequential([fn, fn], 2, leaf(), use_reentrant=True), id="sequential"),
+        pytest.param(lambda fn: checkpoint_sequential([fn, fn], 1, leaf(), use_reentrant=True), id="sequential, one segment"),
+    ],
+)
+def test_use_reentrant_true_is_refused_with_the_way_out(call: Callable[..., Any]) -> None:
+    """The error says that the engine is non-reentrant, and that the flag can go; the function has not run."""
+    fn = Counted(sin_cos)
+    with pytest.raises(ValueError, match="non-reentrant") as caught:
+        call(fn)
+    assert "Leave the flag out" in str(caught.value)
+    assert fn.begun == 0
+
+
+def test_unknown_determinism_check_names_the_choices(impl: Callable[..., Any]) -> None:
+    """A misspelt check is refused before anything runs."""
+    fn = Counted(sin_cos)
+    with pytest.raises(ValueError, match="determinism_check should be one of") as caught:
+        impl(fn, leaf(), determinism_check="defualt")
+    assert all(choice in str(caught.value) for choice in ("'default'", "'none'", "defualt"))
+    assert fn.begun == 0
+
+
+def test_unknown_determinism_check_is_refused_when_currying() -> None:
+    """The curried form looks at its options at once, not in the first call."""
+    with pytest.raises(ValueError, match="determinism_check should be one of 'default', 'none', but got 'x'"):
+        checkpoint(determinism_check="x")
+
+
+def test_determinism_check_none_accepts_other_metadata(impl: Callable[..., Any]) -> None:
+    """Without the check a rerun may save a tensor of another shape."""
+    x = leaf()
+    fn = Switch(lambda x: x * torch.full((3,), 2.0), lambda x: x * torch.full((1,), 2.0))
+    impl(fn, x, determinism_check="none").sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+    assert fn.calls == 2
+
+
+@pytest.mark.parametrize("respect", [None, True, False])
+def test_respect_saved_tensors_hooks_is_accepted(respect: bool | None) -> None:
+    """The flag of torch 2.14 concerns selective policies: without one it changes nothing."""
+    packed: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor)
+        return tensor
+
+    x = leaf()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = checkpoint(sin_cos, x, respect_saved_tensors_hooks=respect)
+    y.sum().backward()
+    assert len(packed) == 1
+    assert packed[0] is x
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_early_stop_option(impl: Callable[..., Any], early_stop: bool) -> None:
+    """A recompute ends with the last tensor needed, or with the function."""
+    fn = Counted(sin_cos)
+    impl(fn, leaf(), early_stop=early_stop).sum().backward()
+    assert (fn.begun, fn.ended) == (2, 1 if early_stop else 2)
+
+
+def test_preserve_rng_state_draws_the_same_numbers(impl: Callable[..., Any]) -> None:
+    """Dropout drops the same elements in forward and recompute."""
+    x = leaf(64)
+    torch.manual_seed(1)
+    (expected,) = torch.autograd.grad(nn.functional.dropout(x.sin(), 0.5).cos().sum(), x)
+    torch.manual_seed(1)
+    impl(lambda x: nn.functional.dropout(x.sin(), 0.5).cos(), x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_noop_context_fn_of_either_library_may_be_passed() -> None:
+    """``noop_context_fn`` answers two contexts that do nothing, torch's as well as ours."""
+    first, second = ckpt_hooks.noop_context_fn()
+    with first, second:
+        pass
+    for context_fn in (ckpt_hooks.noop_context_fn, torch.utils.checkpoint.noop_context_fn):
+        fn = Counted(sin_cos)
+        checkpoint(fn, leaf(), context_fn=context_fn).sum().backward()
+        assert fn.begun == 2
+
+
+# The curried form
+
+
+def test_curried_form_makes_a_region_of_each_call(curry: Callable[..., Any]) -> None:
+    """``checkpoint(...)(fn)`` is a function whose every call is recomputed in its backward."""
+    fn = Counted(sin_cos)
+    wrapped = curry(use_reentrant=False, preserve_rng_state=False)(fn)
+    for _ in range(2):
+        x = leaf()
+        y = wrapped(x)
+        assert torch.equal(y, sin_cos(x))
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+    assert (fn.begun, fn.ended) == (4, 2)
+
+
+def test_curried_options_hold_for_each_call() -> None:
+    """Options that are given first are those of every later call."""
+    events: list[str] = []
+    fn = Counted(sin_cos)
+    wrapped = checkpoint(early_stop=False, context_fn=lambda: (Noted("f", events), Noted("r", events)))(fn)
+    wrapped(leaf()).sum().backward()
+    wrapped(leaf()).sum().backward()
+    assert (fn.begun, fn.ended) == (4, 4)
+    assert events == ["enter f", "exit f", "enter r", "exit r"] * 2
+
+
+def test_name_is_the_regions_name_in_errors() -> None:
+    """``name`` in the curried form names the region."""
+    wrapped = checkpoint(name="block 7")(Switch(sin_cos, torch.sin))
+    y = wrapped(leaf())
+    with pytest.raises(ckpt_hooks.DeterminismError, match="region 'block 7'") as caught:
+        y.sum().backward()
+    assert caught.value.region == ("block 7",)
+
+
+def test_name_is_free_for_the_curried_functions_arguments() -> None:
+    """The option does not take the keyword from the function."""
+    seen: list[str] = []
+    checkpoint(name="region")(lambda x, name: (seen.append(name), x.sin())[1])(leaf(), name="tensor")
+    assert seen == ["tensor"]
+
+
+def test_unknown_keywords_of_the_curried_form_are_named(curry: Callable[..., Any]) -> None:
+    """Options that do not exist are refused at once, all of them named."""
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: polcy, ?nam"):
+        curry(polcy=1, nam=2)
+
+
+def test_none_for_a_function_is_the_curried_form(curry: Callable[..., Any]) -> None:
+    """``function=None`` is torch's default, and code may pass it on."""
+    fn = Counted(sin_cos)
+    curry(None, use_reentrant=False)(fn)(leaf()).sum().backward()
+    curry(function=None, use_reentrant=False)(fn)(leaf()).sum().backward()
+    assert fn.begun == 4
+
+
+def test_decorated_function_keeps_its_attributes() -> None:
+    """A decorated function looks like the one it wraps."""
+    assert module_level.__name__ == "module_level"
+    assert module_level.__qualname__ == "module_level"
+    assert module_level.__module__ == __name__
+    assert module_level.__doc__ == "Has a docstring."
+    assert module_level.__wrapped__(torch.zeros(1)) == 1  # type: ignore[attr-defined]
+    assert list(inspect.signature(module_level).parameters) == ["x"]
+    assert pickle.loads(pickle.dumps(module_level)) is module_level
+
+
+def test_decorator_on_a_method_of_a_plain_class(curry: Callable[..., Any]) -> None:
+    """A decorated method is bound like any other, to each instance."""
+
+    class Scaler:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+            self.calls = 0
+
+        @curry(use_reentrant=False)
+        def scaled(self, x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
+            self.calls += 1
+            return (x * self.factor + shift).sin().cos()
+
+    one, two = Scaler(2.0), Scaler(3.0)
+    x = leaf()
+    y = one.scaled(x, shift=1.0) + two.scaled(x)
+    y.sum().backward()
+    assert torch.equal(y, (x * 2.0 + 1.0).sin().cos() + (x * 3.0).sin().cos())
+    assert (one.calls, two.calls) == (2, 2)
+    assert Scaler.scaled.__name__ == "scaled"
+
+
+def test_decorator_on_forward_of_a_module(curry: Callable[..., Any]) -> None:
+    """A module whose ``forward`` is decorated is a region, with gradients as eager; so is one that inherits it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.calls = 0
+
+        @curry(use_reentrant=False)
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return self.linear(x).sin().cos()
+
+    class Deeper(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).tanh()
+
+    for kind, after in ((Block, torch.Tensor.clone), (Deeper, torch.tanh)):
+        block = kind()
+        x = torch.rand(2, 4)
+        y = block(x)
+        y.sum().backward()
+        expected = after(block.linear(x).sin().cos())
+        assert torch.equal(y, expected)
+        assert torch.equal(block.linear.weight.grad, torch.autograd.grad(expected.sum(), block.linear.weight)[0])
+        assert block.calls == 2
+
+
+def test_decorator_under_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
+    """``@staticmethod`` and ``@classmethod`` may stand above the decorator."""
+
+    class Functions:
+        @staticmethod
+        @curry(use_reentrant=False)
+        def static(x: torch.Tensor) -> torch.Tensor:
+            return x.sin().cos()
+
+        @classmethod
+        @curry(use_reentrant=False)
+        def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+            assert cls is Functions
+            return x.sin().cos()
+
+    x = leaf()
+    for fn in (Functions.static, Functions().static, Functions.of_class, Functions().of_class):
+        assert torch.equal(fn(x), sin_cos(x))
+
+
+def test_decorator_above_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
+    """``@staticmethod`` and ``@classmethod`` may stand below the decorator, which then keeps their binding."""
+
+    class Functions:
+        @curry(use_reentrant=False)
+        @staticmethod
+        def static(x: torch.Tensor) -> torch.Tensor:
+            return x.sin().cos()
+
+        @curry(use_reentrant=False)
+        @classmethod
+        def of_class(cls, x: torch.Tensor) -> torch.Tensor:
+            assert cls is Functions
+            return x.sin().cos()
+
+    x = leaf()
+    for name in ("static", "of_class"):
+        assert torch.equal(getattr(Functions(), name)(x), sin_cos(x))
+
+
+@pytest.mark.parametrize("function", [torch.sin, nn.Tanh(), Counted(sin_cos)], ids=["builtin", "module", "object"])
+def test_a_class_attribute_that_does_not_bind_does_not_bind_when_wrapped(curry: Callable[..., Any], function: Any) -> None:
+    """A builtin, a module or a callable object is not given ``self``, wrapped or not."""
+
+    class Holder:
+        plain = function
+        wrapped = curry(use_reentrant=False)(function)
+
+    x = leaf()
+    assert torch.equal(Holder().wrapped(x), Holder().plain(x))
+
+
+def test_a_wrapped_module_is_called_with_its_hooks_and_shares_nothing_else(curry: Callable[..., Any]) -> None:
+    """Currying over a module calls the module, and copies none of its attributes."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    ran: list[str] = []
+    block.register_forward_hook(lambda *_: ran.append("hook"))
+    wrapped = curry(use_reentrant=False)(block)
+    x = leaf(2, 3)
+    assert torch.equal(wrapped(x), block(x))
+    assert ran == ["hook", "hook"]
+    assert wrapped.__wrapped__ is block
+    assert "_parameters" not in vars(wrapped)
+
+
+def test_deepcopy_of_a_model_with_a_wrapped_part(curry: Callable[..., Any]) -> None:
+    """A copied model calls its own parts, not those of the model that it was copied from."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Linear(3, 3, bias=False)
+            self.call = curry(use_reentrant=False)(self.block)
+
+    model = Model()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        twin.block.weight.zero_()
+    assert torch.equal(twin.call(torch.ones(1, 3)), torch.zeros(1, 3))
+
+
+# checkpoint_sequential
+
+
+def _in_nn_sequential(steps: list[nn.Module]) -> nn.Sequential:
+    return nn.Sequential(*steps)
+
+
+class Step(nn.Module):
+    """One function of a sequence, which saves its input and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return (x * self.weight).sin()
+
+
+@pytest.mark.parametrize("kind", [_in_nn_sequential, nn.ModuleList, list, tuple])
+@pytest.mark.parametrize(
+    ("num_steps", "segments", "num_rerun"),
+    [(4, 1, 0), (4, 2, 2), (5, 2, 2), (7, 3, 4), (4, 4, 3), (9, 4, 6), (9, 5, 4), (1, 1, 0), (3, 2, 1)],
+)
+def test_chunks_are_cut_as_torch_cuts_them(
+    api: Any, kind: Callable[..., Any], num_steps: int, segments: int, num_rerun: int
+) -> None:
+    """All but the last segment are rerun; the last one takes what does not divide evenly and is not a region."""
+    steps = [Step() for _ in range(num_steps)]
+    x = leaf()
+    y = api.checkpoint_sequential(kind(steps), segments, x)
+    assert [step.calls for step in steps] == [1] * num_steps
+    y.sum().backward()
+    assert [step.calls for step in steps] == [2] * num_rerun + [1] * (num_steps - num_rerun)
+
+    found = [x.grad, *(step.weight.grad for step in steps)]
+    expected = nn.Sequential(*steps)(x)
+    assert torch.equal(y, expected)
+    gradients = torch.autograd.grad(expected.sum(), [x, *(step.weight for step in steps)])
+    assert all(map(torch.equal, found, gradients))
+
+
+def test_sequential_takes_plain_functions(api: Any) -> None:
+    """A list may mix functions and modules."""
+    x = leaf()
+    y = api.checkpoint_sequential([torch.sin, nn.Tanh(), lambda v: v * 2, torch.cos], 2, x)
+    y.sum().backward()
+    expected = (x.sin().tanh() * 2).cos()
+    assert torch.equal(y, expected)
+    assert torch.equal(x.grad, torch.autograd.grad(expected.sum(), x)[0])
+
+
+def test_sequential_passes_structures_from_step_to_step(api: Any) -> None:
+    """What goes between functions need not be a tensor."""
+    x = leaf()
+    steps = [lambda v: (v.sin(), v), lambda pair: {"product": pair[0] * pair[1]}, lambda named: named["product"].cos()]
+    y = api.checkpoint_sequential(steps, 3, x)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad((x.sin() * x).cos().sum(), x)[0])
+
+
+def test_sequential_runs_a_shared_module_each_time_it_occurs() -> None:
+    """A module that stands in an ``nn.Sequential`` twice runs twice, as it does without checkpointing."""
+    step = Step()
+    x = leaf()
+    y = checkpoint_sequential(nn.Sequential(step, step, step, step), 2, x)
+    assert step.calls == 4
+    assert torch.equal(y, nn.Sequential(step, step, step, step)(x))
+
+
+def test_sequential_preserves_rng_state(api: Any) -> None:
+    """Dropout in each segment draws in the recompute what it drew in forward."""
+    steps = [lambda v: nn.functional.dropout(v, 0.5).sin() for _ in range(4)]
+    x = leaf(64)
+    torch.manual_seed(1)
+    (expected,) = torch.autograd.grad(nn.functional.dropout(steps[0](steps[0](steps[0](x))), 0.5).sin().sum(), x)
+    torch.manual_seed(1)
+    api.checkpoint_sequential(steps, 4, x, preserve_rng_state=True).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_sequential_passes_preserve_rng_state_on() -> None:
+    """Without it a recompute draws new numbers."""
+    x = leaf(64)
+    mask: list[torch.Tensor] = []
+
+    def step(v: torch.Tensor) -> torch.Tensor:
+        mask.append(torch.rand(()))
+        return v.sin().cos()
+
+    checkpoint_sequential([step, torch.sin], 2, x, preserve_rng_state=False).sum().backward()
+    assert len(mask) == 2
+    assert not torch.equal(*mask)
+
+
+@pytest.mark.parametrize("segments", [0, -1, 4, 2.0, True, None, "2"])
+def test_sequential_refuses_impossible_segments(segments: Any) -> None:
+    """``segments`` lies between one and the number of functions."""
+    with pytest.raises(ValueError, match=r"segments should be an integer between 1 and the number of functions \(3\)"):
+        checkpoint_sequential([torch.sin] * 3, segments, leaf())
+
+
+def test_sequential_of_nothing() -> None:
+    """No functions in one segment answer the input; the arithmetic of the cut does not show."""
+    x = leaf()
+    assert checkpoint_sequential([], 1, x) is x
+
+
+def test_sequential_refuses_unknown_keywords(api: Any) -> None:
+    """Options of ``checkpoint`` that are not those of ``checkpoint_sequential`` are named."""
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: early_stop, ?mask"):
+        api.checkpoint_sequential([torch.sin] * 2, 2, leaf(), early_stop=False, mask=1)
+
+
+def test_sequential_refuses_a_second_input() -> None:
+    """Two inputs are a mistake that says what to do instead."""
+    with pytest.raises(TypeError, match="one input, but got another positional argument of type Tensor"):
+        checkpoint_sequential([torch.sin] * 2, 2, leaf(), leaf())
+    with pytest.raises(TypeError):
+        checkpoint_sequential([torch.sin] * 2, 2, leaf(), None, leaf())  # type: ignore[misc]
+
+
+def test_sequential_names_its_segments() -> None:
+    """An error says which functions of the sequence the region is made of."""
+    steps = [torch.sin, torch.cos, Switch(sin_cos, torch.sin), torch.sin, torch.sin, torch.sin]
+    y = checkpoint_sequential(steps, 3, leaf())
+    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
+        y.sum().backward()
+    assert caught.value.region == ("checkpoint_sequential[2:4]",)
+
+
+# context_fn. Where forward raises, torch 2.11 leaves its hooks behind, so those tests are for this package alone.
+
+
+def test_context_fn_wraps_forward_and_recompute(impl: Callable[..., Any]) -> None:
+    """The first context is entered around forward alone, the second around the recompute alone."""
+    events: list[str] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        events.append("fn")
+        return x.sin().cos()
+
+    def context_fn() -> Any:
+        events.append("context_fn")
+        return Noted("forward", events), Noted("recompute", events)
+
+    y = impl(fn, leaf(), context_fn=context_fn)
+    assert events == ["context_fn", "enter forward", "fn", "exit forward"]
+    events.clear()
+    y.sum().backward(retain_graph=True)
+    assert events == ["enter recompute", "fn", "exit recompute"]
+    y.sum().backward()
+    assert events == ["enter recompute", "fn", "exit recompute"] * 2
+
+
+def test_context_fn_is_called_for_each_region(impl: Callable[..., Any]) -> None:
+    """Regions do not share contexts."""
+    made: list[Any] = []
+
+    def context_fn() -> Any:
+        made.append((contextlib.nullcontext(), contextlib.nullcontext()))
+        return made[-1]
+
+    impl(sin_cos, impl(sin_cos, leaf(), context_fn=context_fn), context_fn=context_fn).sum().backward()
+    assert len(made) == 2
+
+
+def test_recompute_context_is_not_entered_without_a_recompute(impl: Callable[..., Any]) -> None:
+    """A function that saves nothing is never rerun, and its second context never entered."""
+    events: list[str] = []
+    impl(lambda x: x + 1, leaf(), context_fn=lambda: (Noted("f", events), Noted("r", events))).sum().backward()
+    assert events == ["enter f", "exit f"]
+
+
+def test_tensors_saved_by_a_context_are_the_regions(impl: Callable[..., Any]) -> None:
+    """What the first context saves counts as saved in the region, and the second one makes up for it."""
+    x = leaf()
+
+    class Saving(Noted):
+        def __enter__(self) -> None:
+            self.events.append(x.sin().cos().exp())
+
+    made: list[torch.Tensor] = []
+    y = impl(sin_cos, x, context_fn=lambda: (Saving("f", made), Saving("r", made))).sum()
+    (found,) = torch.autograd.grad(y + made[0].sum(), x)
+    assert torch.equal(found, torch.autograd.grad(sin_cos(x).sum() + sin_cos_exp(x).sum(), x)[0])
+    assert sum(isinstance(entry, torch.Tensor) for entry in made) == 2
+
+
+def test_exception_in_forward_reaches_the_first_context() -> None:
+    """``__exit__`` of the first context sees the exception, which then propagates as it is."""
+    events: list[str] = []
+    error = KeyError("mine")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.sin()
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        checkpoint(fn, leaf(), context_fn=lambda: (Noted("f", events), Noted("r", events)))
+    assert caught.value is error
+    assert events == ["enter f", "exit f with KeyError('mine')"]
+
+
+def test_suppressing_an_exception_of_forward_is_an_error() -> None:
+    """There is no value to return for a forward that failed."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(RuntimeError, match="context_fn suppressed"):
+        checkpoint(fn, leaf(), context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [])))
+
+
+def test_the_suppressed_exception_is_the_cause() -> None:
+    """The error names what was suppressed, and has it as its cause."""
+    error = KeyError("mine")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    with pytest.raises(RuntimeError, match=r"KeyError\('mine'\)") as caught:
+        checkpoint(fn, leaf(), context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [])))
+    assert caught.value.__cause__ is error
+
+
+def test_a_context_that_would_suppress_nothing_may_return_true(impl: Callable[..., Any]) -> None:
+    """Suppression matters only where there is something to suppress."""
+    x = leaf()
+    y = impl(sin_cos, x, context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [], swallow=True)), early_stop=False)
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+def test_a_recompute_context_that_suppresses_everything_does_no_harm() -> None:
+    """The signal that stops a recompute early may be swallowed by the second context: every value is there (Rule 8)."""
+    x = leaf()
+    checkpoint(sin_cos, x, context_fn=lambda: (Noted("f", []), Noted("r", [], swallow=True))).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("fail_in", ["enter", "exit"])
+def test_a_first_context_that_fails(fail_in: str) -> None:
+    """What the first context raises propagates, and no hooks stay behind (the autouse fixture looks)."""
+    fn = Counted(sin_cos)
+    with pytest.raises(OSError, match="f"):
+        checkpoint(fn, leaf(), context_fn=lambda: (Noted("f", [], fail_in=fail_in), Noted("r", [])))
+    assert fn.begun == (0 if fail_in == "enter" else 1)
+
+
+def test_a_second_context_that_fails_can_be_tried_again(impl: Callable[..., Any]) -> None:
+    """What the second context raises comes out of backward; the frame is as it was."""
+    x = leaf()
+    second = Noted("r", [], fail_in="enter")
+    y = impl(sin_cos, x, context_fn=lambda: (contextlib.nullcontext(), second)).sum()
+    with pytest.raises(OSError, match="no r today"):
+        torch.autograd.grad(y, x, retain_graph=True)
+    second.fail_in = ""
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, (), (contextlib.nullcontext(),), (contextlib.nullcontext(),) * 3, contextlib.nullcontext(), "ab"],
+    ids=["None", "none", "one", "three", "bare", "string"],
+)
+def test_context_fn_that_returns_something_else(returned: Any) -> None:
+    """The answer of ``context_fn`` is looked at before anything runs."""
+    fn = Counted(sin_cos)
+    with pytest.raises(TypeError, match="context_fn should return two context managers"):
+        checkpoint(fn, leaf(), context_fn=lambda: returned)
+    assert fn.begun == 0
+
+
+def test_context_fn_may_return_a_list(impl: Callable[..., Any]) -> None:
+    """Any pair will do."""
+    impl(sin_cos, leaf(), context_fn=lambda: [contextlib.nullcontext(), contextlib.nullcontext()]).sum().backward()
+
+
+def test_one_object_for_both_contexts(impl: Callable[..., Any]) -> None:
+    """A context manager that can be entered again may serve for both."""
+    events: list[str] = []
+
+    def context_fn() -> Any:
+        both = Noted("both", events)
+        return both, both
+
+    impl(sin_cos, leaf(), context_fn=context_fn).sum().backward()
+    assert events == ["enter both", "exit both"] * 2
+
+
+def test_contextmanager_made_recompute_context_and_several_backwards() -> None:
+    """A generator-made context manager is good for one entering; each recompute gets a fresh one."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def noting(name: str, *, times: int) -> Any:
+        entered.extend([name] * times)
+        yield
+
+    x = leaf()
+    y = checkpoint(sin_cos, x, context_fn=lambda: (noting("f", times=1), noting("r", times=2))).sum()
+    gradients = [torch.autograd.grad(y, x, retain_graph=True)[0] for _ in range(3)]
+    assert entered == ["f"] + ["r"] * 6
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+# Early stop as a setting
+
+
+def test_early_stop_setting_is_read_at_forward(api: Any) -> None:
+    """What holds where backward runs does not matter."""
+    outside, inside = Counted(sin_cos), Counted(sin_cos)
+    with api.set_checkpoint_early_stop(False):
+        y = api.checkpoint(inside, leaf())
+    z = api.checkpoint(outside, leaf())
+    with api.set_checkpoint_early_stop(False):
+        z.sum().backward()
+    y.sum().backward()
+    assert inside.ended == 2
+    assert outside.ended == 1
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("setting", [True, False, None])
+def test_early_stop_setting_wins_over_the_option(api: Any, setting: bool | None, own: bool) -> None:
+    """The setting wins over a region's own ``early_stop``; None defers to it."""
+    fn = Counted(sin_cos)
+    with api.set_checkpoint_early_stop(setting):
+        api.checkpoint(fn, leaf(), early_stop=own).sum().backward()
+    stops = own if setting is None else setting
+    assert fn.ended == (1 if stops else 2)
+
+
+def test_innermost_early_stop_setting_wins(api: Any) -> None:
+    """Blocks nest, None inside False defers to the region, and each setting ends with its block."""
+    fns = [Counted(sin_cos) for _ in range(4)]
+    with api.set_checkpoint_early_stop(False):
+        api.checkpoint(fns[0], leaf()).sum().backward()
+        with api.set_checkpoint_early_stop(True):
+            api.checkpoint(fns[1], leaf()).sum().backward()
+        with api.set_checkpoint_early_stop(None):
+            api.checkpoint(fns[2], leaf()).sum().backward()
+        api.checkpoint(fns[3], leaf()).sum().backward()
+    assert [fn.ended for fn in fns] == [2, 1, 1, 2]
+
+
+def test_settings_end_with_an_exception(api: Any) -> None:
+    """A block that is left by an exception leaves no setting behind."""
+    for setting in (api.set_checkpoint_early_stop(False), api.set_checkpoint_debug_enabled(True)):
+        with pytest.raises(KeyError), setting:
+            raise KeyError
+    fn = Counted(sin_cos)
+    api.checkpoint(fn, leaf()).sum().backward()
+    assert fn.ended == 1
+    assert "debug=True` to checkpoint" not in message_of_a_divergence(api)
+
+
+def test_early_stop_setting_holds_for_sequential_and_curried_regions() -> None:
+    """Each way to make a region reads the setting."""
+    fns = [Counted(sin_cos), Counted(sin_cos)]
+    with set_checkpoint_early_stop(False):
+        y = checkpoint_sequential([fns[0], sin_cos], 2, leaf())
+        z = checkpoint()(fns[1])(leaf())
+    y.sum().backward()
+    z.sum().backward()
+    assert [fn.ended for fn in fns] == [2, 2]
+
+
+def test_settings_are_per_thread() -> None:
+    """A block on one thread does not change regions of another one."""
+    fn = Counted(sin_cos)
+
+    def other_thread() -> str:
+        checkpoint(fn, leaf()).sum().backward()
+        return message_of_a_divergence(ckpt_hooks)
+
+    with set_checkpoint_early_stop(False), set_checkpoint_debug_enabled(True):
+        message = in_a_thread(other_thread)
+    assert fn.ended == 1
+    assert "debug=True` to checkpoint" not in message
+
+
+# Debug mode
+
+
+DEBUG_PHRASE = "You are seeing this error because you passed `debug=True`"
+
+
+def message_of_a_divergence(api: Any, **options: Any) -> str:
+    """What the error says where a rerun leaves out an operator."""
+    y = api.checkpoint(Switch(sin_cos_exp, sin_cos), leaf(), **options)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def test_debug_lists_the_operators_of_both_runs() -> None:
+    """The message has the key phrase, both logs and what the plain error says."""
+    message = message_of_a_divergence(ckpt_hooks, debug=True)
+    assert DEBUG_PHRASE in message
+    assert "A different number of tensors was saved" in message
+    forward, recompute = message.split("Operators executed during ")[1:]
+    for line in ("sin.default(float32[3] on cpu) -> float32[3] on cpu", "cos.default(float32[3] on cpu) -> float32[3] on cpu"):
+        assert forward.count(f"aten.{line}") == 1
+        assert recompute.count(f"aten.{line}") == 1
+    assert forward.startswith("the original forward")
+    assert forward.count("aten.exp.default") == 1
+    assert recompute.startswith("recomputation")
+    assert recompute.count("aten.exp.default") == 0
+
+
+def test_debug_keeps_type_and_fields_and_cause_of_the_error() -> None:
+    """Debug mode makes an error longer, nothing else."""
+    y = checkpoint(Switch(sin_cos_exp, sin_cos), leaf(), debug=True)
+    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
+        y.sum().backward()
+    plain = caught.value.__cause__
+    assert type(plain) is ckpt_hooks.DeterminismError
+    assert vars(caught.value) == vars(plain)
+    assert str(caught.value).endswith(str(plain))
+
+
+def test_debug_changes_no_value() -> None:
+    """In debug mode everything is as eager."""
+    x = leaf()
+    y = checkpoint(sin_cos_exp, x, debug=True)
+    assert torch.equal(y, sin_cos_exp(x))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos_exp(x).sum(), x)[0])
+
+
+def test_debug_lists_the_latest_recompute_alone() -> None:
+    """A second backward's log starts anew."""
+    fn = Switch(sin_cos_exp, sin_cos_exp)
+    x = leaf()
+    y = checkpoint(fn, x, debug=True).sum()
+    torch.autograd.grad(y, x, retain_graph=True)
+    fn.then = sin_cos
+    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
+        torch.autograd.grad(y, x)
+    assert str(caught.value).count("aten.sin.default") == 2
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("setting", [True, False, None])
+def test_debug_setting_wins_over_the_option(setting: bool | None, own: bool) -> None:
+    """The setting wins over a region's own ``debug``; None defers to it."""
+    with set_checkpoint_debug_enabled(setting):
+        message = message_of_a_divergence(ckpt_hooks, debug=own)
+    assert (DEBUG_PHRASE in message) is (own if setting is None else setting)
+
+
+def test_innermost_debug_setting_wins() -> None:
+    """Blocks nest."""
+    with set_checkpoint_debug_enabled(True):
+        with set_checkpoint_debug_enabled(False):
+            assert DEBUG_PHRASE not in message_of_a_divergence(ckpt_hooks)
+        with set_checkpoint_debug_enabled(None):
+            assert DEBUG_PHRASE not in message_of_a_divergence(ckpt_hooks)
+        assert DEBUG_PHRASE in message_of_a_divergence(ckpt_hooks)
+
+
+def test_debug_setting_is_read_at_forward() -> None:
+    """Switching debug mode on for backward is too late: there is no log of forward."""
+    y = checkpoint(Switch(sin_cos_exp, sin_cos), leaf())
+    with set_checkpoint_debug_enabled(True), pytest.raises(ckpt_hooks.CheckpointError) as caught:
+        y.sum().backward()
+    assert DEBUG_PHRASE not in str(caught.value)
+
+
+def test_debug_goes_with_context_fn() -> None:
+    """Contexts are entered in debug mode as they are without it."""
+    events: list[str] = []
+    x = leaf()
+    y = checkpoint(sin_cos, x, debug=True, context_fn=lambda: (Noted("f", events), Noted("r", events))).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert events == ["enter f", "exit f"] + ["enter r", "exit r"] * 2
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0] * 2)
+
+
+def test_debug_goes_with_contextmanager_made_contexts() -> None:
+    """Debug mode does not take away that a generator-made recompute context serves several backwards."""
+    entered: list[str] = []
+
+    @contextlib.contextmanager
+    def noting(name: str) -> Any:
+        entered.append(name)
+        yield
+
+    x = leaf()
+    y = checkpoint(sin_cos, x, debug=True, context_fn=lambda: (noting("f"), noting("r"))).sum()
+    y.backward(retain_graph=True)
+    y.backward()
+    assert entered == ["f", "r", "r"]
+
+
+@pytest.mark.parametrize("where", ["forward", "recompute"])
+def test_debug_leaves_no_mode_behind_where_a_context_fails(where: str) -> None:
+    """A context that cannot be entered does not leave the operator log switched on."""
+    first, second = Noted("f", []), Noted("r", [])
+    (first if where == "forward" else second).fail_in = "enter"
+    try:
+        with pytest.raises(OSError, match="today"):
+            checkpoint(sin_cos, leaf(), debug=True, context_fn=lambda: (first, second)).sum().backward()
+        left_behind = list(_get_current_dispatch_mode_stack())
+    finally:
+        while _get_current_dispatch_mode_stack():  # for the sake of the tests that come after
+            _pop_mode()
+    assert left_behind == []
+
+
+def test_suppression_is_an_error_in_debug_mode_too() -> None:
+    """The two contexts that debug mode makes of two do not hide that one of them suppressed."""
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(RuntimeError, match="context_fn suppressed"):
+        checkpoint(fn, leaf(), debug=True, context_fn=lambda: (Noted("f", [], swallow=True), Noted("r", [])))
+
+
+# Hooks of modules and tensors
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_forward_hooks_run_with_each_run_of_the_module(impl: Callable[..., Any], early_stop: bool) -> None:
+    """Pre-hooks run in forward and recompute, as do post-hooks unless the recompute stops before."""
+    ran: list[str] = []
+    module = nn.Tanh()
+    module.register_forward_pre_hook(lambda *_: ran.append("pre"))
+    module.register_forward_hook(lambda *_: ran.append("post"))
+    block = nn.Sequential(module, nn.Sigmoid(), nn.Tanh())
+    impl(block, leaf(), early_stop=early_stop).sum().backward()
+    assert ran == ["pre", "post", "pre", "post"]
+
+
+def test_forward_hooks_that_change_values(impl: Callable[..., Any]) -> None:
+    """What hooks put in place of inputs and outputs is what the recompute sees as well."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    block[0].register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    block[0].register_forward_hook(lambda module, args, output: output.sin())
+    block.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] + kwargs.pop("shift"),), kwargs), with_kwargs=True)
+    x = leaf(2, 3)
+    y = impl(block, x, shift=1.0)
+    expected = block(x, shift=1.0)
+    assert torch.equal(y, expected)
+    inputs = [x, *block.parameters()]
+    assert all(map(torch.equal, torch.autograd.grad(y.sum(), inputs), torch.autograd.grad(expected.sum(), inputs)))
+
+
+@pytest.mark.parametrize("on", ["the region", "a part of it"])
+def test_full_backward_hooks_run_once(impl: Callable[..., Any], on: str) -> None:
+    """Backward hooks of a module see the gradients of eager, once a backward."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    seen: list[torch.Tensor] = []
+    watched = block if on == "the region" else block[1]
+    watched.register_full_backward_pre_hook(lambda module, grad_output: seen.append(grad_output[0].clone()))
+    watched.register_full_backward_hook(lambda module, grad_input, grad_output: seen.append(grad_input[0].clone()))
+    x = leaf(2, 3)
+    block(x).sum().backward()
+    expected, seen[:] = list(seen), []
+    impl(block, x).sum().backward()
+    assert len(seen) == len(expected) == 2
+    assert all(map(torch.equal, seen, expected))
+
+
+def test_full_backward_hook_that_changes_a_gradient(impl: Callable[..., Any]) -> None:
+    """A gradient that a hook replaces is replaced in the region too."""
+    block = nn.Sequential(nn.Tanh(), nn.Tanh())
+    block[1].register_full_backward_hook(lambda module, grad_input, grad_output: (grad_input[0] * 3,))
+    x = leaf()
+    impl(block, x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(block(x).sum(), x)[0])
+
+
+def test_tensor_hooks_inside_a_region_run_once(impl: Callable[..., Any]) -> None:
+    """A hook that the function puts on a tensor fires for the graph of forward, not for that of the recompute."""
+    fired: list[torch.Tensor] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        y.register_hook(lambda grad: fired.append(grad))
+        return y.cos()
+
+    impl(fn, leaf()).sum().backward()
+    assert len(fired) == 1
+
+
+def test_data_parallel(impl: Callable[..., Any]) -> None:
+    """A module with regions runs in ``nn.DataParallel``, which without accelerators calls it as it is."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return impl(self.block, x).sin()
+
+    model = Model().to(device)
+    x = torch.rand(4, 3, device=device)
+    nn.DataParallel(model)(x).sum().backward()
+    expected = torch.autograd.grad(model.block(x).sin().sum(), model.block[0].weight)[0]
+    assert torch.equal(model.block[0].weight.grad, expected)
+
+
+def test_replicas_on_threads_share_a_module(impl: Callable[..., Any]) -> None:
+    """Threads that run forward and backward over one module, as ``nn.DataParallel`` does, get what each would alone."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    inputs = [leaf(2, 3) for _ in range(4)]
+    expected = [torch.autograd.grad(block(x).sum(), x)[0] for x in inputs]
+    found: dict[int, torch.Tensor] = {}
+    start = threading.Barrier(len(inputs))
+
+    def run(index: int) -> None:
+        start.wait()
+        found[index] = torch.autograd.grad(impl(block, inputs[index]).sum(), inputs[index])[0]
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(len(inputs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(found[index], expected[index]) for index in range(len(inputs)))
+
+
+# Inputs and outputs of all kinds
+
+
+@dataclasses.dataclass
+class Pair:
+    """A dataclass of a tensor and a number."""
+
+    value: torch.Tensor
+    factor: float
+
+
+class NamedPair(collections.namedtuple("NamedPair", ["value", "factor"])):
+    """A named tuple of a tensor and a number."""
+
+    __slots__ = ()
+
+
+class Custom:
+    """An object like any other."""
+
+    def __init__(self, value: torch.Tensor, factor: float) -> None:
+        self.value, self.factor = value, factor
+
+
+@pytest.mark.parametrize("kind", [Pair, NamedPair, Custom])
+def test_structured_inputs_and_outputs(impl: Callable[..., Any], kind: Callable[..., Any]) -> None:
+    """Data classes, named tuples and objects of any class go in and come out."""
+    made: list[Any] = []
+
+    def fn(given: Any) -> Any:
+        made.append(kind((given.value * given.factor).sin().cos(), given.factor + 1))
+        return made[-1]
+
+    x = leaf()
+    y = impl(fn, kind(x, 2.0))
+    assert y is made[0]
+    y.value.sum().backward()
+    assert torch.equal(y.value, (x * 2.0).sin().cos())
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
+    assert y.factor == 3.0
+    assert len(made) == 1  # the recompute stopped before it made another
+
+
+def test_dicts_go_in_and_come_out(impl: Callable[..., Any]) -> None:
+    """A dictionary of tensors and other things, in and out."""
+
+    def fn(batch: dict[str, Any], *, scale: dict[str, float]) -> dict[str, Any]:
+        return {"out": (batch["x"] * scale["by"]).sin().cos(), "label": batch["label"], "none": None}
+
+    x = leaf()
+    y = impl(fn, {"x": x, "label": "a"}, scale={"by": 2.0})
+    y["out"].sum().backward()
+    assert y.keys() == {"out", "label", "none"}
+    assert (y["label"], y["none"]) == ("a", None)
+    assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
+
+
+def test_none_goes_in_and_comes_out(impl: Callable[..., Any]) -> None:
+    """None may be an argument, an output and one of several outputs."""
+    seen: list[Any] = []
+
+    def fn(x: torch.Tensor, mask: None, *, bias: None) -> tuple[torch.Tensor, None]:
+        seen.append((mask, bias))
+        return x.sin().cos(), None
+
+    x = leaf()
+    y, nothing = impl(fn, x, None, bias=None)
+    y.sum().backward()
+    assert nothing is None
+    assert seen == [(None, None)] * 2
+    assert impl(lambda x: None, x) is None
+
+
+def test_outputs_are_the_functions_own_objects(impl: Callable[..., Any]) -> None:
+    """What the function returns is returned, not a copy."""
+    returned = [leaf(), (leaf(),), {"a": object()}]
+    assert impl(lambda: returned) is returned
+
+
+def test_output_that_is_an_input(impl: Callable[..., Any]) -> None:
+    """A function may hand an input through."""
+    x = leaf()
+    same, y = impl(lambda x: (x, x.sin().cos()), x)
+    assert same is x
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+def test_inputs_without_gradients(impl: Callable[..., Any]) -> None:
+    """No input needs a gradient: parameters in the function get theirs all the same."""
+    block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
+    x = torch.rand(2, 3)
+    impl(block, x).sum().backward()
+    found = [parameter.grad for parameter in block.parameters()]
+    expected = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    assert all(map(torch.equal, found, expected))
+
+
+# Functions that are called once
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x: x + 1, id="add"),
+        pytest.param(lambda x: x.reshape(-1).sum(), id="views"),
+        pytest.param(lambda x: x, id="identity"),
+        pytest.param(lambda x: x * 2.0, id="by a number"),
+    ],
+)
+def test_function_that_saves_nothing_is_never_rerun(impl: Callable[..., Any], function: Callable[..., Any]) -> None:
+    """Where backward needs no saved tensor there is nothing to recompute for."""
+    fn = Counted(function)
+    x = leaf()
+    impl(fn, x).sum().backward()
+    assert fn.begun == 1
+    assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
+
+
+def test_region_that_backward_does_not_reach_is_never_rerun(impl: Callable[..., Any]) -> None:
+    """A region whose output is not used, or detached, costs its forward alone."""
+    unused, detached = Counted(sin_cos), Counted(sin_cos)
+    x = leaf()
+    kept = impl(unused, x)
+    (impl(detached, x).detach() * x).sum().backward()
+    assert kept.grad_fn is not None
+    assert (unused.begun, detached.begun) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_the_function_is_called_plainly(mode: Callable[[], Any]) -> None:
+    """With grad mode off the function runs once, outside of any context, with the caller's own objects."""
+    events: list[str] = []
+    arguments = [leaf(), [1]]
+    seen: list[Any] = []
+
+    def fn(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.extend([*args, *kwargs.values()])
+        return args[0].sin().cos()
+
+    with mode():
+        y = checkpoint(fn, *arguments, items=arguments, context_fn=lambda: (Noted("f", events), Noted("r", events)))
+        assert not y.requires_grad
+        assert torch.equal(y, sin_cos(arguments[0]))
+    assert [id(value) for value in seen] == [id(arguments[0]), id(arguments[1]), id(arguments)]
+    assert events == []
+
+
+def test_without_gradients_context_fn_is_not_called() -> None:
+    """There is no forward to wrap as a region."""
+    with torch.no_grad():
+        checkpoint(sin_cos, leaf(), context_fn=pytest.fail)
+
+
+def test_without_gradients_iterators_are_welcome() -> None:
+    """What is called once may read an iterator."""
+    with torch.no_grad():
+        assert checkpoint(lambda items: sum(items), iter([1, 2])) == 3
+
+
+def test_gradients_enabled_inside_a_plain_call(impl: Callable[..., Any]) -> None:
+    """A function that switches gradients on under ``no_grad`` keeps its activations, as without checkpointing."""
+
+    def enabling(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            return x.sin().cos()
+
+    fn = Counted(enabling)
+    x = leaf()
+    with torch.no_grad():
+        y = impl(fn, x)
+    y.sum().backward()
+    assert fn.begun == 1
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+def test_gradients_disabled_inside_a_region(impl: Callable[..., Any]) -> None:
+    """A function that switches gradients off saves nothing there, and that part is rerun without them too."""
+    modes: list[bool] = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            scale = x.exp()
+            modes.append(torch.is_grad_enabled())
+        return (x * scale).sin()
+
+    x = leaf()
+    impl(fn, x).sum().backward()
+    assert modes == [False, False]
+    assert torch.equal(x.grad, torch.autograd.grad((x * x.detach().exp()).sin().sum(), x)[0])
+
+
+def test_backward_with_gradients_switched_off(impl: Callable[..., Any]) -> None:
+    """A recompute enables gradients whatever holds around backward, and puts that back."""
+    x = leaf()
+    y = impl(sin_cos, x).sum()
+    with torch.no_grad():
+        (found,) = torch.autograd.grad(y, x)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(found, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+# Errors
+
+
+def test_exception_in_forward_is_the_users_own() -> None:
+    """An exception of the function passes through unchanged."""
+    error = KeyError("mine")
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x.sin()
+        raise error
+
+    with pytest.raises(KeyError) as caught:
+        checkpoint(fn, leaf())
+    assert caught.value is error
+
+
+def test_exception_in_the_rerun_is_the_users_own_and_leaves_the_frame_as_it_was(impl: Callable[..., Any]) -> None:
+    """An exception of the rerun comes out of backward unchanged; the next backward succeeds."""
+    error = KeyError("mine")
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        x.sin()
+        raise error
+
+    fn = Switch(sin_cos, failing)
+    x = leaf()
+    y = impl(fn, x).sum()
+    with pytest.raises(KeyError) as caught:
+        torch.autograd.grad(y, x, retain_graph=True)
+    assert caught.value is error
+    fn.then = sin_cos
+    assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "options", "phrase"),
+    [
+        pytest.param(sin_cos_exp, sin_cos, {}, "A different number of tensors was saved", id="fewer"),
+        pytest.param(
+            sin_cos_exp, sin_cos, {"early_stop": False}, "A different number of tensors was saved", id="fewer, to the end"
+        ),
+        pytest.param(
+            sin_cos,
+            sin_cos_exp,
+            {"early_stop": False},
+            "trying to save more tensors during recomputation",
+            id="more",
+        ),
+        pytest.param(sin_cos, lambda x: x[:2].sin().cos(), {}, "have different metadata", id="shape"),
+        pytest.param(sin_cos, lambda x: x.double().sin().cos(), {}, "have different metadata", id="dtype"),
+        pytest.param(sin_cos, lambda x: x.to("meta").sin().cos(), {}, "have different metadata", id="device"),
+    ],
+)
+def test_messages_keep_the_words_that_users_search_for(
+    impl: Callable[..., Any], first: Any, then: Any, options: dict[str, Any], phrase: str
+) -> None:
+    """A rerun that does something else is a ``CheckpointError`` with torch's key phrase."""
+    y = impl(Switch(first, then), leaf(), **options)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=phrase):
+        y.sum().backward()
+
+
+def test_a_rerun_that_saves_more_after_the_last_tensor_is_not_looked_at(impl: Callable[..., Any]) -> None:
+    """With early stop the recompute ends before the difference."""
+    x = leaf()
+    impl(Switch(sin_cos, sin_cos_exp), x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
+
+
+def test_metadata_error_lists_each_tensor_that_differs() -> None:
+    """Position, what forward saved and what the recompute saved, for each."""
+    y = checkpoint(Switch(sin_cos_exp, lambda x: x[:2].sin().cos().exp()), leaf(), early_stop=False)
+    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
+        y.sum().backward()
+    for index in range(1, 3):
+        assert (
+            f"tensor at position {index}:\nsaved metadata: float32[3] on cpu\nrecomputed metadata: float32[2] on cpu\n"
+            in str(caught.value)
+        )
+
+
+def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:
+    """Where hooks are disabled a region raises the message given there, and the function has not run."""
+    fn = Counted(sin_cos)
+    with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
+        impl(fn, leaf())
+    assert fn.begun == 0
+
+
+def test_functional_transforms_run_the_function_plainly_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under ``torch.func`` regions do nothing, and the first one says so where it was called."""
+    monkeypatch.setattr(ckpt_hooks._checkpoint, "_warned_of_transform", False)
+    fn = Counted(sin_cos)
+    x = torch.rand(3)
+    (expected,) = torch.autograd.grad(sin_cos(x.requires_grad_()).sum(), x)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(fn, x).sum() + checkpoint()(fn)(x).sum()
+
+    with pytest.warns(UserWarning, match=r"torch\.func") as caught:
+        found = torch.func.grad(twice)(x.detach())
+    assert [warning.filename for warning in caught] == [__file__]
+    assert torch.equal(found, expected * 2)
+    assert fn.begun == 2
