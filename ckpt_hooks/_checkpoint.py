@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 import torch
 from typing_extensions import ParamSpec
@@ -198,6 +199,8 @@ class CheckpointedFunction(Generic[P, R]):
         function: What it calls.
     """
 
+    __qualname__: str  # of the function
+
     def __init__(
         self, function: Callable[P, R], options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool
     ) -> None:
@@ -205,10 +208,17 @@ class CheckpointedFunction(Generic[P, R]):
         self._options = (options, context_fn, debug)
         functools.update_wrapper(self, function, updated=())
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function as a region."""
         result: R = _run(self.function, args, kwargs, *self._options)
         return result
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        # A decorated function is pickled as functions are, by its name.
+        found: Any = sys.modules.get(self.__module__)
+        for name in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        return self.__qualname__ if found is self else super().__reduce_ex__(protocol)
 
     def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
         bind = getattr(type(self.function), "__get__", None)

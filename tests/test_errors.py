@@ -181,9 +181,9 @@ def test_fields_where_metadata_differ() -> None:
 
 
 def test_fields_where_an_input_was_mutated() -> None:
-    """``argument`` says where the tensor stands; versions are numbers."""
+    """``tensor`` says where the tensor stands; versions are numbers."""
     error = mutated()
-    assert (error.argument, error.expected, error.found) == ("args[1]", 0, 1)
+    assert (error.tensor, error.expected, error.found) == ("args[1]", 0, 1)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
