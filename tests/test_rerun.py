@@ -139,16 +139,14 @@ def test_under_a_transform_a_region_runs_unchecked(monkeypatch, transform):
     monkeypatch.setattr(ckpt_hooks._checkpoint, "_warned_of_transform", False)
     calls = Calls(lambda x: x.sin().exp().sum())
     x = torch.randn(4, 3, dtype=torch.float64)
+    run = {
+        "grad": lambda: torch.func.grad(lambda x: checkpoint(calls, x))(x),
+        "vjp": lambda: torch.func.vjp(lambda x: checkpoint(calls, x), x)[1](torch.ones((), dtype=torch.float64))[0],
+        "jacrev": lambda: torch.func.jacrev(lambda x: checkpoint(calls, x))(x),
+        "vmap": lambda: grad(torch.vmap(lambda x: checkpoint(calls, x))(x.requires_grad_()).sum(), x)[0],
+    }[transform]
     with pytest.warns(UserWarning, match=r"torch\.func transform"):
-        if transform == "grad":
-            got = torch.func.grad(lambda x: checkpoint(calls, x))(x)
-        elif transform == "vjp":
-            got = torch.func.vjp(lambda x: checkpoint(calls, x), x)[1](torch.ones((), dtype=torch.float64))[0]
-        elif transform == "jacrev":
-            got = torch.func.jacrev(lambda x: checkpoint(calls, x))(x)
-        else:
-            leaf_x = x.requires_grad_()
-            (got,) = grad(torch.vmap(lambda x: checkpoint(calls, x))(leaf_x).sum(), leaf_x)
+        got = run()
     assert calls.count == 1
     y = x.detach().requires_grad_()
     assert torch.equal(got, grad(y.sin().exp().sum(), y)[0])

@@ -1,0 +1,83 @@
+"""Examples and documentation, run as a reader runs them."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import json
+import pathlib
+import pkgutil
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ckpt_hooks
+
+ROOT = pathlib.Path(__file__).parent.parent
+TINY = ["--steps", "3", "--layers", "4", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"]
+
+
+def run_charlm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "examples" / "train_charlm.py"), *arguments],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_charlm_trains_alike_in_every_mode():
+    """Losses are bitwise equal with dropout, memory is no more than torch's, JSON has what it says."""
+    result = run_charlm("--mode", "none,torch,checkpoint,sequential", *TINY, "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
+    assert list(rows) == ["none", "torch", "checkpoint", "sequential"]
+    assert all(row["losses"] == rows["none"]["losses"] for row in rows.values())
+    assert len(rows["none"]["losses"]) == 3
+    assert rows["checkpoint"]["peak_bytes"] <= rows["torch"]["peak_bytes"] < rows["none"]["peak_bytes"]
+    assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
+
+
+def test_charlm_prints_a_table():
+    result = run_charlm("--mode", "none,checkpoint", *TINY)
+    assert result.returncode == 0, result.stderr
+    assert re.search(r"^none\s", result.stdout, re.MULTILINE)
+    assert re.search(r"^checkpoint\s", result.stdout, re.MULTILINE)
+    assert "bitwise equal" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--mode", "nothing"], "nothing"), (["--width", "10", "--heads", "3"], "--width"), (["--steps", "0"], "--steps")],
+)
+def test_charlm_refuses_with_a_reason(arguments, message):
+    result = run_charlm(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
+
+
+def test_snippets_of_the_readme_run(capsys):
+    """Python blocks of the README run in order, in one namespace."""
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    namespace: dict[str, object] = {}
+    torch.manual_seed(0)
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), namespace)
+
+
+MODULES = ["ckpt_hooks", *(name for _, name, _ in pkgutil.walk_packages(ckpt_hooks.__path__, "ckpt_hooks."))]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_examples_of_docstrings_run(module):
+    torch.manual_seed(0)
+    default = ckpt_hooks.DefaultDeviceType._default_device_type
+    try:
+        failed, _ = doctest.testmod(importlib.import_module(module), optionflags=doctest.ELLIPSIS)
+    finally:
+        ckpt_hooks.DefaultDeviceType._default_device_type = default
+    assert failed == 0

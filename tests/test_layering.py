@@ -1,0 +1,55 @@
+"""Promises about the source itself: who calls private torch, how long modules are, who imports what at import time."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import ckpt_hooks
+
+PACKAGE = pathlib.Path(ckpt_hooks.__file__).parent
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def names(module: pathlib.Path) -> str:
+    return str(module.relative_to(PACKAGE))
+
+
+@pytest.mark.parametrize("module", MODULES, ids=names)
+def test_private_torch_is_called_in_one_module(module):
+    """``torch._x``, and names imported from such modules, occur in ``_torch.py`` alone; so do private attributes of torch."""
+    if module.name == "_torch.py":
+        return
+    for node in ast.walk(ast.parse(module.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("torch"):
+            parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+            private = [part for part in parts if part.startswith("_")]
+            # Modules of torch.utils that have an underscore and no other home, used by everybody.
+            assert set(private) <= {"_pytree", "_python_dispatch", "_device"}, ast.unparse(node)
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            base = ast.unparse(node.value)
+            assert base.partition(".")[0] != "torch", ast.unparse(node)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=names)
+def test_modules_have_room_for_one_idea(module):
+    """400 lines is the soft cap."""
+    assert len(module.read_text().splitlines()) <= 400
+
+
+def test_the_core_imports_torch_and_typing_extensions_only():
+    """Nothing else outside of the standard library, and of torch one small module that it had not loaded already."""
+    program = (
+        "import sys, torch, typing_extensions\n"
+        "before = set(sys.modules)\n"
+        "import ckpt_hooks\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(*sorted(new - set(sys.stdlib_module_names) - {'ckpt_hooks', 'torch'}))\n"
+        "print(*sorted(name for name in set(sys.modules) - before if name.startswith('torch')))\n"
+    )
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
+    assert result.stdout.split() == ["torch.utils._device"]

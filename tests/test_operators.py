@@ -1,0 +1,52 @@
+"""What the engine believes of torch's operators, checked against the schemas of the torch that runs the tests."""
+
+from __future__ import annotations
+
+import torch
+
+# Operators that write to an argument which is neither the one they are called on nor an output. The first two save what they
+# write before they write it, and their input after that, which is what ``ckpt_hooks._filling`` goes by.
+FRESH = {"rrelu_with_noise", "rrelu_with_noise_"}
+# These write to state that was there before the region ran, and the derivative does not read it.
+STATE = {
+    "_batch_norm_with_update",
+    "_native_batch_norm_legit",
+    "_fused_moving_avg_obs_fq_helper",
+    "fused_moving_avg_obs_fake_quant",
+}
+# These have no derivative.
+NO_DERIVATIVE = {
+    *("_amp_foreach_non_finite_check_and_unscale_", "_amp_update_scale_", "_cummax_helper", "_cummin_helper"),
+    *("_flash_attention_forward_no_dropout_inplace", "_fused_adagrad_", "_fused_adam_", "_fused_adamw_", "_fused_sgd_"),
+}
+
+
+def test_operators_that_fill_an_argument_are_known():
+    """No operator but rrelu may save a tensor and fill it afterwards: the early stop would find it empty (Rule 5)."""
+    found = set()
+    for schema in torch._C._jit_get_all_schemas():
+        name, overload = schema.name.removeprefix("aten::"), schema.overload_name
+        if not schema.name.startswith("aten::") or overload.endswith("out"):
+            continue
+        full_name = f"{schema.name}.{overload}" if overload else schema.name
+        if torch._C._dispatch_has_kernel(full_name) and any(
+            argument.alias_info is not None
+            and argument.alias_info.is_write
+            and argument.name != "self"
+            and not argument.kwarg_only
+            for argument in schema.arguments
+        ):
+            found.add(name)
+    # A release may lack some; one that has others needs a look at how it saves them.
+    assert found - (FRESH | STATE | NO_DERIVATIVE) == set()
+    assert found >= FRESH
+
+
+def test_rrelu_saves_its_noise_first():
+    """The order that the early stop relies on."""
+    for function in (torch.nn.functional.rrelu, torch.nn.functional.rrelu_):
+        saved = []
+        x = torch.randn(5, requires_grad=True) * 1
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.requires_grad), lambda t: t):
+            function(x, training=True)
+        assert saved == [False, True]
