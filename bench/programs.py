@@ -118,7 +118,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "one op": partial(chain, 1),
     "chain of 10 ops": partial(chain, 10),
     "chain of 200 ops": partial(chain, 200),
-    "block of width 32": partial(blocks, 1, width=32, batch=2, context=32),
+    "block of width 32": partial(blocks, 1, width=32, batch=2, context=16),
     "block of width 256": partial(blocks, 1, width=256, batch=4, context=128),
     "4 blocks of width 256": partial(blocks, 4, width=256, batch=2, context=128),
     "2000 regions in a row": partial(row_of_regions, 2000),

@@ -95,7 +95,7 @@ class FunctionFrame(Frame):
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
-        name = options.name or getattr(function, "__qualname__", None) or type(function).__qualname__
+        name = options.name or _name_of(function)
         settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
@@ -208,3 +208,10 @@ class FunctionFrame(Frame):
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    if isinstance(function, torch.nn.Module):
+        return type(function).__qualname__
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

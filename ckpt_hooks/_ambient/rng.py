@@ -118,15 +118,17 @@ def capture() -> Snapshot:
 def drawn_from(before: Snapshot) -> Snapshot | None:
     """Returns that part of a snapshot whose streams have moved since, or None where none has."""
     cpu, devices = before
-    moved = cpu is not None and not _same_cpu_state(cpu, _read_cpu())
-    if devices:
-        devices = tuple((stream, state) for stream, state in devices if not torch.equal(state, stream[0]()))
-    return (cpu if moved else None, devices) if moved or devices else None
+    if cpu is not None and _same_cpu_state(cpu, _read_cpu()):
+        if not devices:
+            return None
+        cpu = None
+    devices = tuple((stream, state) for stream, state in devices if not torch.equal(state, stream[0]()))
+    return None if cpu is None and not devices else (cpu, devices)
 
 
 def enter(captured: Snapshot | None) -> Snapshot:
     """Sets every stream of a snapshot back; returns the state of all streams before that."""
-    before = capture()
+    before = _read_cpu(), _read_devices() if _device_modules else _NO_DEVICES
     if captured is not None:
         cpu, devices = captured
         if cpu is not None:

@@ -18,7 +18,7 @@ import torch
 
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
-from .frame import DEAD_HANDLE, Frame, Handle, Kept, Observer
+from .frame import DEAD_HANDLE, Frame, Handle, Kept, Metadata, Observer
 from .groups import group_scope
 from .stack import stack
 
@@ -51,9 +51,11 @@ def unpack(packed: Handle | Kept) -> torch.Tensor:
 def _pack_with_metadata(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
     append, note, reference = handles.append, frame.metadata.append, weakref.ref
+    latest: Metadata | None = None
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
-        if tensor.requires_grad and tensor.is_leaf:
+        nonlocal latest
+        if tensor.is_leaf and tensor.requires_grad:
             append(DEAD_HANDLE)
             note(None)
             return Kept(tensor, frame.path)
@@ -61,7 +63,12 @@ def _pack_with_metadata(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]
         handle.frame = frame
         handle.index = len(handles)
         append(reference(handle))
-        note((tensor.shape, tensor.dtype, tensor.device))
+        metadata = (tensor.shape, tensor.dtype, tensor.device)
+        if metadata == latest:
+            metadata = latest  # neighbours are often alike, and one tuple serves for all of them
+        else:
+            latest = metadata
+        note(metadata)
         return handle
 
     return pack
@@ -72,7 +79,7 @@ def _pack_bare(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
     append, reference = handles.append, weakref.ref
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.is_leaf and tensor.requires_grad:
             append(DEAD_HANDLE)
             return Kept(tensor, frame.path)
         handle = Handle()
