@@ -109,7 +109,7 @@ class FunctionFrame(Frame):
 
     def __enter__(self) -> FunctionFrame:
         self._ambient = _ambient.capture(preserve_rng_state=self._options.preserve_rng_state)
-        open_frame(self, metadata=self._options.check_metadata)
+        open_frame(self)
         if self.observer is not None:
             self.observer.entered(self)
         if self._contexts is not None:

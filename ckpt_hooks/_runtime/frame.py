@@ -7,6 +7,7 @@ holds (saved inputs, ambient state, recomputed values) dies with the last such n
 
 from __future__ import annotations
 
+import abc
 import threading
 import weakref
 from collections.abc import Collection
@@ -14,7 +15,7 @@ from collections.abc import Collection
 import torch
 
 from ckpt_hooks._torch import graph_exec_group
-from ckpt_hooks.errors import MutationError, OverlapError
+from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
 from .passes import Pass, PassTable, graph_task_scope
@@ -123,12 +124,12 @@ class Observer:
         """A tensor that was brought back is handed to autograd."""
 
 
-class Frame:
+class Frame(abc.ABC):
     """One checkpointed region, of either kind: owns what was packed in it and knows how to bring it back.
 
     Attributes:
         handles: What was packed, in order, weakly.
-        metadata: Of each tensor packed in forward, None where it was kept; empty where the frame checks nothing.
+        metadata: Of each tensor packed in forward, None where it was kept.
         passes: Values brought back, by the key of the scope that they were brought back for.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
@@ -149,6 +150,7 @@ class Frame:
         # a frame towards its parents only, so two threads cannot wait for each other.
         self._lock = threading.RLock()
 
+    @abc.abstractmethod
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
         """Brings tensors back.
 
@@ -160,7 +162,6 @@ class Frame:
         Returns:
             One entry a handle, up to the last one wanted: the tensor, detached, or None where it was not wanted.
         """
-        raise NotImplementedError
 
     def open_pass(self, key: int, index: int) -> Pass:
         """Returns this frame's pass under a key; recomputes if there is none yet (Rule 3).
@@ -210,5 +211,10 @@ class Frame:
             value = opened.values[index]
             opened.values[index] = None
             taken.append(index)
-            assert value is not None
+            if value is None:
+                raise InternalError(
+                    f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
+                    "bug in ckpt_hooks: please report it with the program.",
+                    region=format_path(self.path),
+                )
             return value

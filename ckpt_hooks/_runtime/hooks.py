@@ -48,7 +48,7 @@ def unpack(packed: Handle | Kept) -> torch.Tensor:
     return value
 
 
-def _pack_with_metadata(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
+def _pack_into(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
     append, note, reference = handles.append, frame.metadata.append, weakref.ref
     latest: Metadata | None = None
@@ -74,23 +74,6 @@ def _pack_with_metadata(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]
     return pack
 
 
-def _pack_bare(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
-    handles = frame.handles
-    append, reference = handles.append, weakref.ref
-
-    def pack(tensor: torch.Tensor) -> Handle | Kept:
-        if tensor.is_leaf and tensor.requires_grad:
-            append(DEAD_HANDLE)
-            return Kept(tensor, frame.path)
-        handle = Handle()
-        handle.frame = frame
-        handle.index = len(handles)
-        append(reference(handle))
-        return handle
-
-    return pack
-
-
 def _pack_observed(
     frame: Frame, observer: Observer, pack: Callable[[torch.Tensor], Handle | Kept]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
@@ -103,18 +86,17 @@ def _pack_observed(
     return pack_observed
 
 
-def open_frame(frame: Frame, *, metadata: bool) -> None:
+def open_frame(frame: Frame) -> None:
     """Makes a frame the innermost one of this thread.
 
     Args:
         frame: The frame, which has packed nothing yet.
-        metadata: Whether handles note shape, dtype and device.
 
     Raises:
         RuntimeError: Where saved-tensor hooks are disabled, with the message given to
             ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
     """
-    pack = _pack_with_metadata(frame) if metadata else _pack_bare(frame)
+    pack = _pack_into(frame)
     if frame.observer is not None:
         pack = _pack_observed(frame, frame.observer, pack)
     push_saved_tensors_hooks(pack, unpack)
