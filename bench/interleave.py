@@ -16,7 +16,7 @@ Step = Callable[[], object]
 
 
 def interleave(
-    steps: Mapping[str, Step], *, seconds: float = 4.0, slice_seconds: float = 0.01, min_rounds: int = 10
+    steps: Mapping[str, Step], *, seconds: float = 4.0, slice_seconds: float = 0.03, min_rounds: int = 10
 ) -> dict[str, float]:
     """Times each step against the others.
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ._torch import SavedTensor, save_tensor, saved_tensors_hooks_active
+from ._torch import SavedTensor, save_tensor, top_saved_tensors_hooks
 from .errors import MutationError
 
 __all__ = ["Arguments"]
@@ -217,7 +217,7 @@ class Arguments:
         Raises:
             TypeError: If there is an iterator among them: it can be read once, and a rerun reads it again.
         """
-        hooked = saved_tensors_hooks_active()
+        hooked = top_saved_tensors_hooks(False) is not None
         # The common case, tensors and nothing else. One that occurs twice must be found where it goes through hooks.
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)) and not (hooked and len(set(map(id, args))) < len(args)):
             self._captured = None

@@ -20,15 +20,9 @@ _autograd: Any = torch._C._autograd
 push_saved_tensors_hooks: Callable[[Hook, Hook], None] = _autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 
-# The innermost pair of saved-tensor hooks, or None. Its argument tells whether to look past a trace. There is no public way
-# to ask whether hooks are active, and the inputs of a region need not go through ``SavedTensor`` where none are. 2.11 to 2.15.
-_top_hooks: Callable[[bool], tuple[Hook, Hook] | None] = _autograd._top_saved_tensors_default_hooks
-
-
-def saved_tensors_hooks_active() -> bool:
-    """Whether a saved-tensor hook, a parent region's or the user's, would see a tensor that is saved now."""
-    return _top_hooks(False) is not None
-
+# The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past
+# a trace. There is no public way to ask whether hooks are active. 2.11 to 2.15.
+top_saved_tensors_hooks: Callable[[bool], tuple[Hook, Hook] | None] = _autograd._top_saved_tensors_default_hooks
 
 # Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id

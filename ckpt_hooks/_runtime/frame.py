@@ -18,7 +18,7 @@ from ckpt_hooks._torch import graph_exec_group
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
-from .passes import Pass, PassTable, graph_task_scope
+from .passes import NO_PASSES, Pass, PassTable, graph_task_scope
 
 __all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Metadata", "Observer", "RegionPath", "format_path"]
 
@@ -141,7 +141,7 @@ class Frame(abc.ABC):
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
         self.handles: list[weakref.ref[Handle]] = []
         self.metadata: list[Metadata | None] = []
-        self.passes = PassTable()
+        self.passes = NO_PASSES
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
         self.complete = False
@@ -177,6 +177,8 @@ class Frame(abc.ABC):
             opened = self.passes.get(key)  # another engine thread may have been faster (Rule 11)
             if opened is None:
                 opened = Pass(self.recompute(None))
+                if self.passes is NO_PASSES:
+                    self.passes = PassTable()
                 (graph_task_scope(key) if key >= 0 else group_scope(graph_exec_group())).file(self.passes, opened)
             return opened
 

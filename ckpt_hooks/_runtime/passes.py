@@ -19,7 +19,7 @@ import torch
 
 from ckpt_hooks._torch import queue_callback
 
-__all__ = ["Pass", "PassTable", "Scope", "graph_task_scope", "new_group_key"]
+__all__ = ["NO_PASSES", "Pass", "PassTable", "Scope", "graph_task_scope", "new_group_key"]
 
 
 class Pass:
@@ -41,6 +41,10 @@ class PassTable(dict[int, Pass]):
     """The passes of one frame, by the key of the scope that each belongs to."""
 
     __slots__ = ("__weakref__",)
+
+
+#: What every frame has until its first pass; never filled.
+NO_PASSES = PassTable()
 
 
 class Scope:
