@@ -4,9 +4,9 @@ Tensors are found at any depth of lists, tuples, dicts and dataclasses. Lists an
 time of forward, and so is whatever holds a tensor: a rerun gets containers of its own, and sees nothing of what caller or
 function did to the originals since. Everything else is handed on as the object it is.
 
-A tensor is saved once however often it occurs, since functions ask whether two arguments are the same object
+A tensor that occurs twice comes back as one object, since functions ask whether two arguments are the same
 (``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor that went through somebody's hooks
-comes back as a new object each time.
+would come back as a new object each time.
 
 Where no saved-tensor hooks are active, a ``SavedTensor`` would keep the tensor itself and its version; doing just that here
 costs a sixth.
@@ -22,7 +22,14 @@ from typing import Any
 
 import torch
 
-from ._torch import SavedTensor, save_tensor, top_saved_tensors_hooks
+from ._strides import with_strides
+from ._torch import (
+    SavedTensor,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    save_tensor,
+    top_saved_tensors_hooks,
+)
 from .errors import MutationError
 
 __all__ = ["Arguments"]
@@ -38,11 +45,64 @@ _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _version_of = operator.attrgetter("_version")
 
 
-def _versions_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+def _versions_of(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
     try:
         return tuple(map(_version_of, tensors))
-    except RuntimeError:  # inference tensors have none
-        return tuple(-1 if tensor.is_inference() else tensor._version for tensor in tensors)
+    except (AttributeError, RuntimeError):  # None has no version, and inference tensors refuse to tell
+        return tuple(-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors)
+
+
+def _save(
+    tensors: Sequence[torch.Tensor], *, each_occurrence: bool
+) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
+    """Saves tensors by way of the hooks that are active; returns what was saved, and those that are kept.
+
+    Leaves that require grad are kept besides: the graph keeps them too, and a rerun gets the very object.
+    """
+    saved: list[SavedTensor | int | None] = []
+    kept: list[torch.Tensor | None] = []
+    positions: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        first = positions.setdefault(id(tensor), position)
+        value = _saved_or_none(tensor) if first == position or each_occurrence else None
+        if first != position:
+            saved.append(first)
+            kept.append(None)
+        else:
+            keep = value is None or (tensor.is_leaf and tensor.requires_grad)
+            saved.append(None if keep else value)
+            kept.append(tensor if keep else None)
+    return saved, kept
+
+
+def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
+    """Returns a tensor as saved, or None for one that autograd refuses to save: it may be passed on without being used."""
+    if tensor.is_inference():
+        return None
+    try:
+        return save_tensor(tensor)
+    except RuntimeError:
+        # Of autograd's making, as for a view whose base was modified, or of a hook's? A hook that does nothing tells.
+        push_saved_tensors_hooks(_identity, _identity)
+        try:
+            save_tensor(tensor)
+        except RuntimeError:
+            return None
+        finally:
+            pop_saved_tensors_hooks()
+        raise
+
+
+def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    return {
+        position: tensor.stride()
+        for position, tensor in enumerate(tensors)
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
+    }
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 class _TensorAt:
@@ -112,11 +172,10 @@ def _stands_for_something(captured: Any) -> bool:
 class _Capture:
     """One walk over the arguments of one call."""
 
-    __slots__ = ("_containers", "_positions", "_seen", "tensors")
+    __slots__ = ("_containers", "_seen", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
-        self._positions: dict[int, _TensorAt] = {}
         self._seen: dict[int, Any] = {}
         self._containers: list[_Container] = []
 
@@ -154,11 +213,8 @@ class _Capture:
         return value
 
     def _tensor(self, value: torch.Tensor) -> _TensorAt:
-        captured = self._positions.get(id(value))
-        if captured is None:
-            captured = self._positions[id(value)] = _TensorAt(len(self.tensors))
-            self.tensors.append(value)
-        return captured
+        self.tensors.append(value)
+        return _TensorAt(len(self.tensors) - 1)
 
     def _container(self, value: Any) -> _Container:
         container = self._seen[id(value)] = _Container(value)
@@ -201,25 +257,29 @@ class _Capture:
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_saved", "_versions")
+    __slots__ = ("_captured", "_saved", "_strides", "_tensors", "_versions")
 
     _captured: tuple[list[Any], dict[str, Any]] | None
-    _saved: Sequence[torch.Tensor] | Sequence[SavedTensor]
-    _versions: tuple[int, ...] | None
+    # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
+    _saved: list[SavedTensor | int | None] | None
+    _tensors: Sequence[torch.Tensor | None]
+    _versions: tuple[int, ...]
+    # Of those that are not contiguous, by position; unset where no hooks were active.
+    _strides: dict[int, tuple[int, ...]]
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, nested: bool = False) -> None:
         """Captures arguments and saves their tensors, by way of the saved-tensor hooks that are active on this thread.
 
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
+            nested: Whether a frame is around this one. Then a tensor that occurs twice is saved twice: the rerun of that frame
+                saves them again, in step with its forward, and may meet two tensors where forward met one twice.
 
         Raises:
             TypeError: If there is an iterator among them: it can be read once, and a rerun reads it again.
         """
-        hooked = top_saved_tensors_hooks(False) is not None
-        # The common case, tensors and nothing else. One that occurs twice must be found where it goes through hooks.
-        if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)) and not (hooked and len(set(map(id, args))) < len(args)):
+        if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
             tensors: Sequence[torch.Tensor] = args
         else:
@@ -230,12 +290,13 @@ class Arguments:
             )
             tensors = capture.tensors
             capture.finish()
-        if hooked:
-            self._saved = [save_tensor(tensor) for tensor in tensors]
-            self._versions = None
+        if top_saved_tensors_hooks(False) is None:
+            self._saved = None
+            self._tensors = tensors
         else:
-            self._saved = tensors
-            self._versions = _versions_of(tensors)
+            self._saved, self._tensors = _save(tensors, each_occurrence=nested)
+            self._strides = _strides_of(tensors)
+        self._versions = _versions_of(self._tensors)
 
     def restore(self, region: Callable[[], tuple[str, ...]]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
@@ -246,13 +307,23 @@ class Arguments:
         Raises:
             MutationError: If a tensor was modified in place since.
         """
-        if self._versions is None:
-            tensors: Sequence[torch.Tensor] = [saved.unpack() for saved in self._saved]  # type: ignore[union-attr]
-        else:
-            tensors = self._saved  # type: ignore[assignment]
-            versions = _versions_of(tensors)
-            if versions != self._versions:
-                self._raise_mutated(versions, region())
+        kept = self._tensors
+        versions = _versions_of(kept)
+        if versions != self._versions:
+            self._raise_mutated(versions, region())
+        tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
+        if self._saved is not None:
+            tensors = []
+            for position, saved in enumerate(self._saved):
+                tensor = kept[position]
+                if isinstance(saved, int):
+                    tensor = tensors[saved]
+                elif tensor is None:
+                    assert saved is not None
+                    tensor = saved.unpack()
+                    if position in self._strides:
+                        tensor = with_strides(tensor, self._strides[position])
+                tensors.append(tensor)
         if self._captured is None:
             return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
@@ -263,15 +334,14 @@ class Arguments:
         )
 
     def _raise_mutated(self, versions: tuple[int, ...], region: tuple[str, ...]) -> None:
-        assert self._versions is not None
         position, expected, found = next(
             (position, before, now)
             for position, (before, now) in enumerate(zip(self._versions, versions, strict=True))
             if before != now
         )
-        tensor = self._saved[position]
+        tensor = self._tensors[position]
         argument = self._path_of(position)
-        assert isinstance(tensor, torch.Tensor)
+        assert tensor is not None
         raise MutationError(
             f"{argument} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} "
             f"tensor, has been modified by an inplace operation since the region's forward began: it is at version {found}; "

@@ -103,7 +103,7 @@ def checkpoint(
     function is called plainly.
 
     Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
-    dataclasses, and the state of those random generators that the function drew from. Recomputed tensors live until autograd
+    dataclasses, and the state of the random generators, of which regions share a copy. Recomputed tensors live until autograd
     takes them, or until that backward ends.
 
     Args:

@@ -22,7 +22,6 @@ from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
 from ._runtime.stack import stack
 from ._torch import (
-    innermost_transform,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     resume_transforms,
@@ -99,9 +98,10 @@ class FunctionFrame(Frame):
         settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
-        Frame.__init__(self, name, stack.innermost, settings.observer)
+        parent = stack.innermost
+        Frame.__init__(self, name, parent, settings.observer)
         self._function = function
-        self._arguments = Arguments(args, kwargs)
+        self._arguments = Arguments(args, kwargs, nested=parent is not None)
         self._options = options
         self._contexts = contexts
         #: Turns an error of a rerun into one that says more.
@@ -130,7 +130,6 @@ class FunctionFrame(Frame):
                 raise
         self._close(error)
         if error is None:
-            self._ambient = _ambient.settle(self._ambient)
             self.complete = True
         elif suppressed:
             raise RuntimeError(
@@ -176,8 +175,7 @@ class FunctionFrame(Frame):
         stack.recomputing += 1
         grad_enabled = torch.is_grad_enabled()
         try:
-            if _ambient.draws(ambient) or innermost_transform() is not None:
-                transforms = suspend_transforms(random=_ambient.draws(ambient))
+            transforms = suspend_transforms()
             args, kwargs = self._arguments.restore(self._region)
             undo = _ambient.enter(ambient)
             push_saved_tensors_hooks(filling.hook(wanted), _identity)

@@ -66,28 +66,25 @@ _enter_batched_grads: Callable[[], int] = torch._C._vmapmode_increment_nesting
 _leave_batched_grads: Callable[[], int] = torch._C._vmapmode_decrement_nesting
 
 
-def suspend_transforms(*, random: bool) -> tuple[list[object], int] | None:
+def suspend_transforms() -> tuple[list[object], int] | None:
     """Takes every ``torch.func`` transform, and every map over gradients, off this thread.
 
     A region whose forward ran outside of them must be rerun outside of them as well, although backward may run under one:
     ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
 
-    Args:
-        random: Whether the region draws random numbers.
-
     Returns:
         What to give to :func:`resume_transforms`, or None where there is nothing in the way.
     """
-    level = 0
-    if random:
-        level = _enter_batched_grads() - 1
+    level = _enter_batched_grads() - 1
+    _leave_batched_grads()
+    if level == 0 and innermost_transform() is None:
+        return None
+    for _ in range(level):
         _leave_batched_grads()
-        for _ in range(level):
-            _leave_batched_grads()
     suspended = []
     while innermost_transform() is not None:
         suspended.append(_pop_transform())
-    return (suspended, level) if suspended or level else None
+    return suspended, level
 
 
 def resume_transforms(suspended: tuple[list[object], int]) -> None:

@@ -208,7 +208,7 @@ def test_no_arguments() -> None:
 @pytest.mark.parametrize("hooked", [False, True])
 def test_the_short_way_for_tensors_gives_what_the_long_way_gives(hooked: bool) -> None:
     """Positional tensors alone are not walked over; the walk brings back the same."""
-    tensors = [leaf(), leaf(), leaf()]
+    tensors = [leaf() * 1, leaf() * 1, leaf() * 1]
     with copying_hooks([]) if hooked else torch.enable_grad():
         short, long = Arguments(tuple(tensors), {}), Arguments(tuple(tensors), {"extra": None})
     for one, other in zip(restored(short)[0], restored(long)[0], strict=True):
@@ -834,7 +834,7 @@ def test_inputs_at_any_depth_go_through_the_hooks_around(container: Any) -> None
     make, first, second = container
     packed: list[torch.Tensor] = []
     unpacked: list[torch.Tensor] = []
-    a, b = leaf(), leaf()
+    a, b = leaf() * 1, leaf() * 1
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         packed.append(tensor)
@@ -855,15 +855,75 @@ def test_inputs_at_any_depth_go_through_the_hooks_around(container: Any) -> None
     assert len(unpacked) == 4
 
 
-def test_a_tensor_that_occurs_often_is_packed_once() -> None:
-    """The hooks around a region see each input once."""
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_tensor_that_occurs_often_comes_back_as_one(nested: bool) -> None:
+    """The user's hooks see it once; a region around sees each occurrence, which it may meet as two tensors in its rerun."""
     packed: list[torch.Tensor] = []
+    seen: list[int] = []
     x = leaf()
-    with copying_hooks(packed):
-        y = checkpoint(lambda a, b, c, *, d: (a * b * c[0] * d["x"]).sin(), x, x, [x, x], d={"x": x})
-    assert len(packed) == 1
+
+    def function(a: torch.Tensor, b: torch.Tensor, c: list[torch.Tensor], *, d: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(len({id(a), id(b), id(c[0]), id(c[1]), id(d["x"])}))
+        return (a * b * c[0] * d["x"]).sin()
+
+    def around(h: torch.Tensor) -> torch.Tensor:
+        with copying_hooks(packed):
+            return checkpoint(function, h, h, [h, h], d={"x": h})
+
+    y = checkpoint(around, x * 1) if nested else around(x * 1)
+    assert len(packed) == (5 if nested else 1)
     y.sum().backward()
+    assert set(seen) == {1}
     assert torch.equal(x.grad, torch.autograd.grad((x * x * x * x).sin().sum(), x)[0])
+
+
+def test_a_leaf_comes_back_as_itself_through_any_hooks() -> None:
+    """A function that asks whether an argument is its own weight gets the same answer in a rerun."""
+    weight, seen = leaf(), []
+
+    def inner(w: torch.Tensor) -> torch.Tensor:
+        seen.append(w is weight)
+        return w.sin().exp()
+
+    checkpoint(lambda: checkpoint(inner, weight) * 1).sum().backward()
+    with save_on_cpu():
+        y = checkpoint(inner, weight)
+    y.sum().backward()
+    assert seen == [True] * 4
+
+
+def test_an_input_saved_for_a_region_that_saves_nothing_does_not_shift_the_parents() -> None:
+    """What a parent's rerun saves lines up with forward, whether or not two arguments are one object there."""
+    weight = leaf()
+
+    def nothing(*args: torch.Tensor) -> None:
+        return None
+
+    def outer(v: torch.Tensor) -> torch.Tensor:
+        checkpoint(nothing, v, weight, v)
+        return (v * 2).sin().exp()
+
+    def outermost() -> torch.Tensor:
+        return checkpoint(outer, weight)
+
+    (g,) = torch.autograd.grad(checkpoint(outermost).sum(), weight)
+    assert torch.equal(g, torch.autograd.grad((weight * 2).sin().exp().sum(), weight)[0])
+
+
+def test_an_input_that_autograd_refuses_to_save_may_be_passed_on() -> None:
+    """An inference tensor, or a view whose base was modified, is no error where nothing needs it, in a nested region too."""
+    x = leaf(4)
+    h = x * 1
+    part, _ = h.chunk(2)
+    h.view(-1).mul_(2)
+    with torch.inference_mode():
+        inference = torch.ones(4)
+
+    def inner(x: torch.Tensor, *unused: torch.Tensor) -> torch.Tensor:
+        return x.sin().exp()
+
+    (g,) = torch.autograd.grad(checkpoint(lambda x: checkpoint(inner, x, part, inference), x).sum(), x)
+    assert torch.equal(g, torch.autograd.grad(x.sin().exp().sum(), x)[0])
 
 
 def test_save_on_cpu_around_a_region_is_as_eager(container: Any) -> None:

@@ -59,7 +59,7 @@ def test_rule_2_inputs_go_through_the_users_hooks():
         unpacked.append(i)
         return packed[i]
 
-    x, w, b = leaf(3), leaf(3), torch.ones(3, dtype=torch.float64)
+    x, w, b = leaf(3) * 1, leaf(3) * 1, torch.ones(3, dtype=torch.float64)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         y = checkpoint(lambda x, scale, *, extra: (x * scale[0]).sin() * extra["b"], x, [w], extra={"b": b})
     assert [t is s for t, s in zip(packed, (x, w, b), strict=True)] == [True] * 3

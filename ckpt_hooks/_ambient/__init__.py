@@ -14,14 +14,12 @@ from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
 from . import autocast, default_device, rng
 
-__all__ = ["Ambient", "Undo", "capture", "draws", "enter", "leave", "settle"]
+__all__ = ["Ambient", "Undo", "capture", "enter", "leave"]
 
 #: Random generators, autocast, default device: what each module's ``capture`` answered.
 Ambient = tuple["rng.Snapshot | None", "autocast.Snapshot | None", "torch.device | None"]
 #: What each module's ``enter`` answered.
 Undo = tuple[rng.Snapshot, "autocast.Snapshot | None", "default_device.Undo | None"]
-
-_ORDINARY: Ambient = (None, None, None)
 
 
 def capture(*, preserve_rng_state: bool) -> Ambient:
@@ -36,21 +34,6 @@ def capture(*, preserve_rng_state: bool) -> Ambient:
         autocast.capture() if is_any_autocast_enabled() else None,
         default_device.capture() if num_function_modes() else None,
     )
-
-
-def settle(ambient: Ambient) -> Ambient:
-    """Returns that part of a state which a recompute needs, now that forward is over: no generator it did not draw from."""
-    generators, casts, device = ambient
-    if generators is not None:
-        generators = rng.drawn_from(generators)
-    if generators is None and casts is None and device is None:
-        return _ORDINARY
-    return generators, casts, device
-
-
-def draws(ambient: Ambient) -> bool:
-    """Whether a recompute draws the random numbers of forward again."""
-    return ambient[0] is not None
 
 
 def enter(ambient: Ambient) -> Undo:

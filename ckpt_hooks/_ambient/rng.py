@@ -1,9 +1,13 @@
 """Default random generators: the CPU's and those of every initialised accelerator.
 
-Every generator is read whatever the arguments of the region, since nothing says where a function draws; a generator that
-forward did not move is let go of right after it, so that a region without randomness keeps no state (5 KB for the CPU's).
-A recompute sets what forward drew from and leaves every stream where it found it, also those it was not expected to draw
-from. Reading touches no stream, and no accelerator is initialised by asking.
+Every generator is read whatever the arguments of the region, since nothing says where a function draws. A recompute starts
+from the state that forward started from and leaves every stream where it found it. Reading touches no stream, and no
+accelerator is initialised by asking.
+
+The state of the CPU's generator is 5 KB. Regions between which nothing was drawn start from the same state and share one copy
+of it, so that a model without randomness keeps one, however many regions it has. The road not taken: to compare the state
+before and after forward, and to keep none where they are equal. A function that draws inside ``torch.random.fork_rng`` leaves
+the generator as it was, and still needs to know from where to draw again.
 """
 
 from __future__ import annotations
@@ -17,13 +21,13 @@ import torch
 
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["Snapshot", "capture", "drawn_from", "enter", "leave"]
+__all__ = ["Snapshot", "capture", "enter", "leave"]
 
 # A stream: how to read and how to write its state. For the CPU and for backends that expose their generators, these are
 # bound methods of the generator.
 _Stream = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
-# State of the CPU's generator, or None where it is of no interest, and of other streams.
-Snapshot = tuple[torch.Tensor | None, tuple[tuple[_Stream, torch.Tensor], ...]]
+# State of the CPU's generator, and of other streams.
+Snapshot = tuple[torch.Tensor, tuple[tuple[_Stream, torch.Tensor], ...]]
 
 _NO_DEVICES: tuple[tuple[_Stream, torch.Tensor], ...] = ()
 _read_cpu, _write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
@@ -107,42 +111,34 @@ def _same_cpu_state(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _memcmp(one.data_ptr(), other.data_ptr(), _CPU_STATE_BYTES) == 0
 
 
+_latest = _read_cpu()
+
+
 def capture() -> Snapshot:
     """Returns the state of every stream."""
+    global _latest
     private_backend = private_backend_name()
     if private_backend != _modules_known_for:
         _find_modules(private_backend)
-    return _read_cpu(), _read_devices() if _device_modules else _NO_DEVICES
-
-
-def drawn_from(before: Snapshot) -> Snapshot | None:
-    """Returns that part of a snapshot whose streams have moved since, or None where none has."""
-    cpu, devices = before
-    if cpu is not None and _same_cpu_state(cpu, _read_cpu()):
-        if not devices:
-            return None
-        cpu = None
-    devices = tuple((stream, state) for stream, state in devices if not torch.equal(state, stream[0]()))
-    return None if cpu is None and not devices else (cpu, devices)
+    state = _read_cpu()
+    if _same_cpu_state(state, _latest):
+        state = _latest
+    else:
+        _latest = state
+    return state, _read_devices() if _device_modules else _NO_DEVICES
 
 
 def enter(captured: Snapshot | None) -> Snapshot:
     """Sets every stream of a snapshot back; returns the state of all streams before that."""
     before = _read_cpu(), _read_devices() if _device_modules else _NO_DEVICES
     if captured is not None:
-        cpu, devices = captured
-        if cpu is not None:
-            _write_cpu(cpu)
-        for (_, write), state in devices:
-            write(state)
+        leave(captured)
     return before
 
 
 def leave(before: Snapshot) -> None:
-    """Sets every stream back to where :func:`enter` found it."""
+    """Sets every stream back to where it was."""
     cpu, devices = before
-    if cpu is not None:
-        _write_cpu(cpu)  # a tenth of the cost of finding out whether it moved
-    for (read, write), state in devices:
-        if not torch.equal(state, read()):
-            write(state)
+    _write_cpu(cpu)
+    for (_, write), state in devices:
+        write(state)
