@@ -140,7 +140,8 @@ class Filling:
             self._raise_miscounted()
         if check_metadata:
             found = [None if value is None else (value.shape, value.dtype, value.device) for value in values]
-            if found != frame.metadata[: len(found)]:
+            expected = frame.metadata
+            if found != (expected if len(expected) == len(found) else expected[: len(found)]):
                 differences = self._differences()
                 if differences:
                     raise self._error(

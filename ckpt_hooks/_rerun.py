@@ -172,7 +172,7 @@ class FunctionFrame(Frame):
         filling = Filling(self, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
-        stack.recomputing += 1
+        reentered, self.recomputing = self.recomputing, True
         grad_enabled = torch.is_grad_enabled()
         try:
             transforms = suspend_transforms()
@@ -198,7 +198,7 @@ class FunctionFrame(Frame):
             set_grad_enabled(grad_enabled)
             if undo is not None:
                 _ambient.leave(undo)
-            stack.recomputing -= 1
+            self.recomputing = reentered
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)

@@ -20,7 +20,7 @@ from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 from .groups import group_scope
 from .passes import NO_PASSES, Pass, PassTable, graph_task_scope
 
-__all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Metadata", "Observer", "RegionPath", "format_path"]
+__all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Metadata", "Observer", "RegionPath", "format_path", "mutated_leaf"]
 
 # Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
 # paid by every region and read by hardly any.
@@ -54,44 +54,25 @@ class Handle:
     index: int
 
 
-class Kept:
-    """Stands in autograd's graph for a saved tensor that costs nothing to keep.
+# Stands in autograd's graph for a saved tensor that costs nothing to keep: the tensor, its version when it was saved, and the
+# path of the region that saved it. That is a leaf that requires grad, a parameter mostly, which the graph holds in any case.
+Kept = tuple[torch.Tensor, int, RegionPath]
 
-    That is a leaf that requires grad: a parameter, mostly. The graph's accumulator of its gradient holds it in any case.
 
-    Attributes:
-        tensor: The leaf itself.
-        version: Its version when it was saved.
-        path: Of the region that saved it.
-    """
-
-    __slots__ = ("path", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, path: RegionPath) -> None:
-        self.tensor = tensor
-        self.version = tensor._version
-        self.path = path
-
-    def unpack(self) -> torch.Tensor:
-        """Returns the leaf.
-
-        Raises:
-            MutationError: If it was modified in place since, as plain autograd does.
-        """
-        tensor = self.tensor
-        if tensor._version != self.version:
-            region = format_path(self.path)
-            what = f"a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} leaf"
-            raise MutationError(
-                f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
-                f"{tensor._version}; expected version {self.version} instead. Backward needs the values that forward saw: "
-                "modify the tensor after backward (is an optimizer's step too early?), or let forward use a clone.",
-                region=region,
-                tensor=what,
-                expected=self.version,
-                found=tensor._version,
-            )
-        return tensor
+def mutated_leaf(kept: Kept) -> MutationError:
+    """Returns the error for a kept leaf that was modified in place since, for which plain autograd raises as well."""
+    tensor, version, path = kept
+    region = format_path(path)
+    what = f"a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} leaf"
+    return MutationError(
+        f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
+        f"{tensor._version}; expected version {version} instead. Backward needs the values that forward saw: modify the tensor "
+        "after backward (is an optimizer's step too early?), or let forward use a clone.",
+        region=region,
+        tensor=what,
+        expected=version,
+        found=tensor._version,
+    )
 
 
 #: What a frame has in its list of handles for a tensor that was kept: like a handle that is dead already.
@@ -133,10 +114,22 @@ class Frame(abc.ABC):
         passes: Values brought back, by the key of the scope that they were brought back for.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
+        recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         observer: Who watches this frame, or None.
     """
 
-    __slots__ = ("__weakref__", "_lock", "complete", "handles", "metadata", "observer", "parent", "passes", "path")
+    __slots__ = (
+        "__weakref__",
+        "_lock",
+        "complete",
+        "handles",
+        "metadata",
+        "observer",
+        "parent",
+        "passes",
+        "path",
+        "recomputing",
+    )
 
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
         self.handles: list[weakref.ref[Handle]] = []
@@ -145,6 +138,7 @@ class Frame(abc.ABC):
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
         self.complete = False
+        self.recomputing = False
         self.observer = observer
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.

@@ -13,31 +13,42 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
-from .frame import DEAD_HANDLE, Frame, Handle, Kept, Metadata, Observer
+from .frame import DEAD_HANDLE, Frame, Handle, Kept, Metadata, Observer, mutated_leaf
 from .groups import group_scope
 from .stack import stack
 
 __all__ = ["close_frame", "open_frame", "unpack"]
 
 
-def unpack(packed: Handle | Kept) -> torch.Tensor:
-    """Returns the tensor that a handle stands for, and lets go of it (Rule 4)."""
-    if isinstance(packed, Kept):
-        return packed.unpack()
-    frame = packed.frame
-    index = packed.index
+def unpack(packed: Any) -> torch.Tensor:
+    """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
+
+    Args:
+        packed: A :class:`Handle`, or what stands for a leaf that was kept.
+    """
+    if type(packed) is tuple:
+        leaf: torch.Tensor = packed[0]
+        if leaf._version != packed[1]:
+            raise mutated_leaf(packed)
+        return leaf
+    frame: Frame = packed.frame
+    index: int = packed.index
     group = graph_exec_group()
     key = graph_task_id() if group is None else group_scope(group).key
     opened = frame.passes.get(key)
     if opened is None:
         opened = frame.open_pass(key, index)
     values = opened.values
-    value = values[index] if index < len(values) else None
+    try:
+        value = values[index]
+    except IndexError:  # packed after the recompute
+        value = None
     if value is None:
         value = frame.reopen_pass(opened, index)
     else:
@@ -51,6 +62,7 @@ def unpack(packed: Handle | Kept) -> torch.Tensor:
 def _pack_into(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
     append, note, reference = handles.append, frame.metadata.append, weakref.ref
+    path = frame.path
     latest: Metadata | None = None
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
@@ -58,7 +70,7 @@ def _pack_into(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
         if tensor.is_leaf and tensor.requires_grad:
             append(DEAD_HANDLE)
             note(None)
-            return Kept(tensor, frame.path)
+            return tensor, tensor._version, path
         handle = Handle()  # attributes one by one: half the cost of an ``__init__``
         handle.frame = frame
         handle.index = len(handles)

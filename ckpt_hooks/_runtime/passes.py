@@ -58,19 +58,20 @@ class Scope:
 
     def __init__(self, key: int) -> None:
         self.key = key
-        self._tables: list[weakref.ref[PassTable]] = []
+        self._tables: list[weakref.ref[PassTable]] | None = []
 
     def file(self, table: PassTable, opened: Pass) -> None:
         """Puts a pass into a frame's table, until this scope ends. Thread-safe."""
-        table[self.key] = opened
-        self._tables.append(weakref.ref(table))
+        if self._tables is not None:
+            table[self.key] = opened
+            self._tables.append(weakref.ref(table))
 
     def end(self) -> None:
         """Drops the passes of all frames that are still alive."""
         tables = self._tables
-        if not tables:
+        if tables is None:
             return
-        self._tables = []
+        self._tables = None
         key = self.key
         _graph_tasks.pop(key, None)
         for reference in tables:

@@ -18,11 +18,9 @@ class FrameStack(threading.local):
 
     Attributes:
         innermost: The frame whose forward or recompute is running, or None.
-        recomputing: How many recomputes are running, one inside the other.
     """
 
     innermost: Frame | None = None
-    recomputing: int = 0
 
 
 stack = FrameStack()
@@ -47,4 +45,7 @@ def is_recomputing() -> bool:
         >>> checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
         forward
     """
-    return stack.recomputing > 0
+    frame = stack.innermost
+    while frame is not None and not frame.recomputing:
+        frame = frame.parent
+    return frame is not None
