@@ -173,7 +173,9 @@ class Frame(abc.ABC):
                 opened = Pass(self.recompute(None))
                 if self.passes is NO_PASSES:
                     self.passes = PassTable()
-                (graph_task_scope(key) if key >= 0 else group_scope(graph_exec_group())).file(self.passes, opened)
+                self.passes[key] = opened
+                scope = graph_task_scope(key) if key >= 0 else group_scope(graph_exec_group())
+                scope.append(weakref.ref(self.passes))
             return opened
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._torch import graph_exec_group, set_graph_exec_group
 
-from .passes import Scope, new_group_key
+from .passes import Scope, new_group_scope
 
 __all__ = ["GraphExecGroup", "group_scope"]
 
@@ -66,5 +66,5 @@ def group_scope(group: Any) -> Scope:
         scope: Scope = group._ckpt_hooks_scope
     except AttributeError:
         # Two threads may both come here; ``setdefault`` lets one of them win.
-        scope = vars(group).setdefault("_ckpt_hooks_scope", Scope(new_group_key()))
+        scope = vars(group).setdefault("_ckpt_hooks_scope", new_group_scope())
     return scope

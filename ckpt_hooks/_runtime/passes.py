@@ -19,7 +19,7 @@ import torch
 
 from ckpt_hooks._torch import queue_callback
 
-__all__ = ["NO_PASSES", "Pass", "PassTable", "Scope", "graph_task_scope", "new_group_key"]
+__all__ = ["NO_PASSES", "Pass", "PassTable", "Scope", "graph_task_scope", "new_group_scope"]
 
 
 class Pass:
@@ -47,37 +47,29 @@ class PassTable(dict[int, Pass]):
 NO_PASSES = PassTable()
 
 
-class Scope:
-    """One backward, or one group of backwards: when it ends, every pass that was opened in it is dropped.
+class Scope(list["weakref.ref[PassTable]"]):
+    """One backward, or one group of backwards, as the list of the frames' tables that have a pass of it.
+
+    When it ends, every pass that was opened in it is dropped.
 
     Attributes:
         key: What frames file their passes under: the id of a graph task (0 and up), or a number below -1 for a group.
     """
 
-    __slots__ = ("__weakref__", "_tables", "key")
+    __slots__ = ("__weakref__", "key")
 
-    def __init__(self, key: int) -> None:
-        self.key = key
-        self._tables: list[weakref.ref[PassTable]] | None = []
-
-    def file(self, table: PassTable, opened: Pass) -> None:
-        """Puts a pass into a frame's table, until this scope ends. Thread-safe."""
-        if self._tables is not None:
-            table[self.key] = opened
-            self._tables.append(weakref.ref(table))
+    key: int
 
     def end(self) -> None:
         """Drops the passes of all frames that are still alive."""
-        tables = self._tables
-        if tables is None:
-            return
-        self._tables = None
-        key = self.key
-        _graph_tasks.pop(key, None)
-        for reference in tables:
-            table = reference()
-            if table is not None:
-                table.pop(key, None)
+        if self:
+            key = self.key
+            _graph_tasks.pop(key, None)
+            for reference in self:
+                table = reference()
+                if table is not None:
+                    table.pop(key, None)
+            self.clear()
 
     # Autograd calls the scope when its graph task ends, and deletes it uncalled when the task fails.
     __call__: Callable[[Scope], None] = end
@@ -88,9 +80,11 @@ _graph_tasks: dict[int, weakref.ref[Scope]] = {}
 _group_keys = itertools.count(-2, -1)
 
 
-def new_group_key() -> int:
-    """Returns a key that no graph task and no other group has."""
-    return next(_group_keys)
+def new_group_scope() -> Scope:
+    """Returns a scope whose key no graph task and no other group has."""
+    scope = Scope()
+    scope.key = next(_group_keys)
+    return scope
 
 
 def graph_task_scope(key: int) -> Scope:
@@ -104,7 +98,8 @@ def graph_task_scope(key: int) -> Scope:
     reference = _graph_tasks.get(key)
     scope = None if reference is None else reference()
     if scope is None:
-        scope = Scope(key)
+        scope = Scope()
+        scope.key = key
         queue_callback(scope)
         _graph_tasks[key] = weakref.ref(scope)
     return scope
