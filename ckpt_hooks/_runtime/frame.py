@@ -14,7 +14,7 @@ from collections.abc import Collection
 
 import torch
 
-from ckpt_hooks._torch import graph_exec_group
+from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
@@ -157,24 +157,25 @@ class Frame(abc.ABC):
             One entry a handle, up to the last one wanted: the tensor, detached, or None where it was not wanted.
         """
 
-    def open_pass(self, key: int, index: int) -> Pass:
-        """Returns this frame's pass under a key; recomputes if there is none yet (Rule 3).
+    def open_pass(self, index: int) -> Pass:
+        """Returns this frame's pass in the scope that is running on this thread; recomputes if there is none yet (Rule 3).
 
         Args:
-            key: Key of the scope that is running, or -1 outside of any.
             index: The handle that is being unpacked. Outside of a backward nobody says when values may go, so that handle
                 alone is brought back, for the caller alone.
         """
+        group = graph_exec_group()
+        key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:
                 return Pass(self.recompute((index,)))
-            opened = self.passes.get(key)  # another engine thread may have been faster (Rule 11)
+            opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
                 opened = Pass(self.recompute(None))
                 if self.passes is NO_PASSES:
                     self.passes = PassTable()
                 self.passes[key] = opened
-                scope = graph_task_scope(key) if key >= 0 else group_scope(graph_exec_group())
+                scope = graph_task_scope(key) if group is None else group_scope(group)
                 scope.append(weakref.ref(self.passes))
             return opened
 

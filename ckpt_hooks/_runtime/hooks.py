@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import graph_exec_group, graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
+from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
 from .frame import DEAD_HANDLE, Frame, Handle, Kept, Metadata, Observer, mutated_leaf
-from .groups import group_scope
 from .stack import stack
 
 __all__ = ["close_frame", "open_frame", "unpack"]
@@ -39,11 +38,9 @@ def unpack(packed: Any) -> torch.Tensor:
         return leaf
     frame: Frame = packed.frame
     index: int = packed.index
-    group = graph_exec_group()
-    key = graph_task_id() if group is None else group_scope(group).key
-    opened = frame.passes.get(key)
+    opened = frame.passes.get(graph_task_id())
     if opened is None:
-        opened = frame.open_pass(key, index)
+        opened = frame.open_pass(index)
     values = opened.values
     try:
         value = values[index]
