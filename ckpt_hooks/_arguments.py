@@ -15,6 +15,7 @@ costs a sixth.
 from __future__ import annotations
 
 import dataclasses
+import io
 import operator
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -205,7 +206,7 @@ class _Capture:
             return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
         if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
             return self._unless_empty(self._with_attributes(self._container(value), path))
-        if isinstance(value, Iterator):
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
             raise TypeError(
                 f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
                 "once, and recomputing the function in backward would read it again. Pass a list or a tuple of its items."
@@ -238,6 +239,11 @@ class _Capture:
     def _with_attributes(self, container: _Container, path: str) -> _Container:
         value = container.original
         names = dict.fromkeys(getattr(value, "__dict__", ()))
+        for kind in container.kind.__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                    names[name] = None
         if dataclasses.is_dataclass(value):
             names.update((field.name, None) for field in dataclasses.fields(value) if hasattr(value, field.name))
         for name in names:

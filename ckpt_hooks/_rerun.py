@@ -109,12 +109,13 @@ class FunctionFrame(Frame):
 
     def __enter__(self) -> FunctionFrame:
         self._ambient = _ambient.capture(preserve_rng_state=self._options.preserve_rng_state)
-        open_frame(self)
-        if self.observer is not None:
-            self.observer.entered(self)
-        if self._contexts is not None:
+        open_frame(self, note_metadata=self._options.check_metadata)
+        if self.observer is not None or self._contexts is not None:
             try:
-                self._contexts[0].__enter__()
+                if self.observer is not None:
+                    self.observer.entered(self)
+                if self._contexts is not None:
+                    self._contexts[0].__enter__()
             except BaseException as error:
                 self._close(error)
                 raise

@@ -23,7 +23,8 @@ def with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor
     """
     if tensor.stride() == strides:
         return tensor
-    restrided: torch.Tensor = _Restride.apply(tensor, strides)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        restrided: torch.Tensor = _Restride.apply(tensor, strides)  # type: ignore[no-untyped-call]
     return restrided
 
 

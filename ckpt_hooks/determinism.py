@@ -1,8 +1,8 @@
 """How a recompute is compared with its forward.
 
 The default compares shape, dtype and device of each tensor that a recompute saves with those that forward saved, which costs
-no look at the values and no synchronisation. The comparison itself stands in the hooks, attribute by attribute, since it is
-paid for every saved tensor; this module names the choices and puts findings into words.
+no look at the values and no synchronisation. The comparison itself is one of two lists, when a rerun has ended
+(:mod:`ckpt_hooks._filling`); this module names the choices and puts findings into words.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["DETERMINISM_CHECKS", "describe", "unknown_determinism_check"]
 
-#: What ``determinism_check`` may be, and whether it notes metadata.
+#: What ``determinism_check`` may be, and whether it notes and compares metadata.
 DETERMINISM_CHECKS: dict[str, bool] = {"default": True, "none": False}
 
 

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import functools
+import io
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -1015,3 +1016,23 @@ def test_copy_of_arguments_is_not_asked_of_tensors() -> None:
     assert back is items[0] is items[1].x is tensor
     with pytest.raises(AssertionError):
         copy.copy(tensor)
+
+
+def test_subclasses_with_slots_keep_what_is_in_them() -> None:
+    """An attribute of a list with ``__slots__`` is there in a rerun."""
+
+    class Tagged(list):
+        __slots__ = ("tag",)
+
+    x = leaf()
+    tagged = Tagged([x * 2])
+    tagged.tag = 3.0
+    (g,) = torch.autograd.grad(checkpoint(lambda c: (c[0] * c.tag).sin().exp(), tagged).sum(), x)
+    assert torch.equal(g, torch.autograd.grad((x * 2 * 3.0).sin().exp().sum(), x)[0])
+
+
+def test_open_files_are_handed_on() -> None:
+    """A log file may be read line by line, and is an argument like any other."""
+    log = io.StringIO()
+    checkpoint(lambda x, file: (file.write("ran "), x.sin().exp())[1], leaf(), log).sum().backward()
+    assert log.getvalue() == "ran ran "

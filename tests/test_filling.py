@@ -184,6 +184,19 @@ def test_check_none_compares_nothing():
     assert torch.equal(g, -x[:1].neg().cos().expand(3))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_check_none_does_not_look_at_tensors():
+    """Strided nested tensors have no shape to note."""
+    nested = torch.nested.nested_tensor([torch.randn(2, 3), torch.randn(1, 3)], requires_grad=True)
+    linear = torch.nn.Linear(3, 3)
+    y = checkpoint(lambda a: linear(linear(a)), nested, determinism_check="none")
+    y.to_padded_tensor(0.0).sum().backward()
+    got = linear.weight.grad.clone()
+    linear.weight.grad = None
+    linear(linear(nested)).to_padded_tensor(0.0).sum().backward()
+    assert torch.equal(got, linear.weight.grad)
+
+
 def test_a_failed_recompute_leaves_the_frame_as_it_was():
     """After an error in a rerun, backward again brings everything back anew."""
     fail = [False]

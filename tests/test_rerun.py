@@ -119,6 +119,18 @@ def test_events_in_order():
     assert outer.events == forward + others + backward
 
 
+def test_an_observer_that_raises_leaves_no_hooks_behind():
+    class Broken(Observer):
+        def entered(self, frame):
+            raise KeyError
+
+    x = leaf(3)
+    with observe(Broken()), pytest.raises(KeyError):
+        checkpoint(torch.exp, x)
+    assert stack.innermost is None
+    assert torch.equal(x.sin().grad_fn._saved_self, x)
+
+
 def test_observers_see_a_failed_recompute():
     class Log(Observer):
         def recomputed(self, frame, error):

@@ -120,9 +120,9 @@ def capture() -> Snapshot:
     private_backend = private_backend_name()
     if private_backend != _modules_known_for:
         _find_modules(private_backend)
-    state = _read_cpu()
-    if _same_cpu_state(state, _latest):
-        state = _latest
+    state, latest = _read_cpu(), _latest  # read once: another thread may put its own there
+    if _same_cpu_state(state, latest):
+        state = latest
     else:
         _latest = state
     return state, _read_devices() if _device_modules else _NO_DEVICES

@@ -110,7 +110,7 @@ class Frame(abc.ABC):
 
     Attributes:
         handles: What was packed, in order, weakly.
-        metadata: Of each tensor packed in forward, None where it was kept.
+        metadata: Of each tensor packed in forward, None where it was kept; of no meaning where the frame checks nothing.
         passes: Values brought back, by the key of the scope that they were brought back for.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.

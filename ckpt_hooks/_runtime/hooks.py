@@ -56,7 +56,7 @@ def unpack(packed: Any) -> torch.Tensor:
     return value
 
 
-def _pack_into(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
+def _pack_into(frame: Frame, note_metadata: bool) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
     append, note, reference = handles.append, frame.metadata.append, weakref.ref
     path = frame.path
@@ -72,12 +72,13 @@ def _pack_into(frame: Frame) -> Callable[[torch.Tensor], Handle | Kept]:
         handle.frame = frame
         handle.index = len(handles)
         append(reference(handle))
-        metadata = (tensor.shape, tensor.dtype, tensor.device)
-        if metadata == latest:
-            metadata = latest  # neighbours are often alike, and one tuple serves for all of them
-        else:
-            latest = metadata
-        note(metadata)
+        if note_metadata:
+            metadata = (tensor.shape, tensor.dtype, tensor.device)
+            if metadata == latest:
+                metadata = latest  # neighbours are often alike, and one tuple serves for all of them
+            else:
+                latest = metadata
+            note(metadata)
         return handle
 
     return pack
@@ -95,17 +96,18 @@ def _pack_observed(
     return pack_observed
 
 
-def open_frame(frame: Frame) -> None:
+def open_frame(frame: Frame, *, note_metadata: bool) -> None:
     """Makes a frame the innermost one of this thread.
 
     Args:
         frame: The frame, which has packed nothing yet.
+        note_metadata: Whether shape, dtype and device of each tensor are noted, which not every tensor has.
 
     Raises:
         RuntimeError: Where saved-tensor hooks are disabled, with the message given to
             ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
     """
-    pack = _pack_into(frame)
+    pack = _pack_into(frame, note_metadata)
     if frame.observer is not None:
         pack = _pack_observed(frame, frame.observer, pack)
     push_saved_tensors_hooks(pack, unpack)
