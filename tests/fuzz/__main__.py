@@ -1,0 +1,54 @@
+"""``python -m tests.fuzz``: how many programs differ, of which kinds, and the first of them made small."""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+import torch
+
+from .features import parse
+from .implementations import IMPLEMENTATIONS
+from .run import Tally, fuzz, minimal
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--programs", type=int, default=1000, help="how many programs to run")
+    parser.add_argument("--seed", type=int, default=0, help="the first seed; each program takes the next one")
+    parser.add_argument("--impl", choices=list(IMPLEMENTATIONS), default="ours", help="what runs the regions")
+    parser.add_argument("--features", type=parse, default=parse("core"), help="as in core,buffers or all,-ambient")
+    parser.add_argument("--stop-at-first", action="store_true", help="stop at the first program that differs")
+    parser.add_argument("--scripts", type=int, default=1, help="how many of those that differ to shrink and print")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    faulthandler.enable()
+    implementation = IMPLEMENTATIONS[options.impl]
+
+    write = sys.stdout.write
+    start = time.monotonic()
+    tally = Tally()
+    for found in fuzz(implementation, range(options.seed, options.seed + options.programs), options.features, tally):
+        if found is not None and options.stop_at_first:
+            break
+    write(
+        f"{tally.programs} programs in {time.monotonic() - start:.0f} s, {tally.raising} of which raise under plain autograd; "
+        f"{len(tally.differences)} differ under {implementation.name}\n"
+    )
+    for kind, number in tally.by_kind().most_common():
+        seeds = [found.seed for found in tally.differences if found.kind == kind]
+        write(f"{number:6} {kind}: seeds {', '.join(map(str, seeds[:12]))}{' ...' if len(seeds) > 12 else ''}\n")
+    explanations = Counter(found.explanation.splitlines()[0][:110] for found in tally.differences if found.kind == "raised")
+    for explanation, number in explanations.most_common(8):
+        write(f"{number:12} {explanation}\n")
+    for found in tally.differences[: options.scripts]:
+        write(f"\n{minimal(found, implementation, options.features)}")
+    return 1 if tally.differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

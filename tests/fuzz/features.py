@@ -1,0 +1,59 @@
+"""The ingredients of programs by name, so that a run may leave some of them out."""
+
+from __future__ import annotations
+
+__all__ = ["CORE", "FEATURES", "parse"]
+
+#: What a runtime must get right without being told anything.
+CORE = frozenset(
+    {
+        "operators",  # some 250 expressions of torch
+        "views",
+        "in_place",  # writes to intermediate values and to views of them
+        "custom_functions",
+        "autocast",
+        "no_grad",  # no_grad, inference_mode and detached parts, and regions within them
+        "random",  # torch's default generator
+        "forked_random",  # fork_rng blocks
+        "seeds",  # manual_seed, set_rng_state, numbers drawn and not used
+        "closures",  # values of outer functions read in regions
+        "containers",  # lists, dicts, keywords, partials; several results, some of them not used
+        "modules",
+        "nesting",  # regions in regions, to depth 4; without it all regions are siblings
+        "inner_backward",  # autograd.grad and backward inside forward
+        "hooks",  # the user's own saved-tensor hooks
+        "tensor_hooks",
+        "handlers",  # exceptions caught inside regions
+        "exceptions",  # regions that raise, and callers that go on
+        "endings",  # every way of running backward; without it each program calls backward once
+    }
+)
+
+#: All features; those not in :data:`CORE` need what a function frame is not told, or cannot do.
+FEATURES = CORE | {
+    "ambient",  # default dtype and device, context variables and backend flags that are others in backward
+    "buffers",  # modules that update their own buffers
+    "generators",  # torch.Generator objects in closures and arguments
+    "input_mutation",  # writes to a region's arguments and to what it closes over
+    "numpy_random",
+    "python_random",
+    "side_effects",  # a list that a region appends to
+    "stale_saves",  # writes to what backward needs: plain autograd raises
+    "step_in_backward",  # parameters updated as soon as their gradients are there
+}
+
+
+def parse(text: str) -> frozenset[str]:
+    """Returns the features that a text names: ``"core"``, ``"all"``, names, and names to leave out, as in ``core,-random``.
+
+    Raises:
+        ValueError: If there is no such feature.
+    """
+    chosen: set[str] = set()
+    for word in text.split(","):
+        name = word.strip().removeprefix("-")
+        named = {"core": CORE, "all": FEATURES}.get(name) or ({name} & FEATURES)
+        if not named:
+            raise ValueError(f"there is no feature {name!r}; choose from core, all, {', '.join(sorted(FEATURES))}")
+        chosen = chosen - named if word.strip().startswith("-") else chosen | named
+    return frozenset(chosen)

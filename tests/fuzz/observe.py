@@ -1,0 +1,133 @@
+"""Running a program and comparing two runs of it. Scripts get the source of every function here, so each stands on its own."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+import warnings
+
+import torch
+
+
+def plain(function, *args, **kwargs):
+    """Runs a function as no region at all: the program as it is without checkpointing."""
+    return function(*args, **kwargs)
+
+
+def see_gradients(what, leaves, see):
+    """Shows the gradients that leaves have so far."""
+    for leaf in leaves:
+        see("gradient", what, leaf.grad)
+
+
+def see_module(name, module, see):
+    """Shows parameters, their gradients, and buffers."""
+    for key, parameter in module.named_parameters():
+        see("gradient", f"{name}.{key}", parameter.grad)
+        see("parameter", f"{name}.{key}", parameter)
+    for key, buffer in module.named_buffers():
+        see("buffer", f"{name}.{key}", buffer)
+
+
+def see_saved_fields(value, see):
+    """Shows what the nodes of a graph have saved, which is to be had outside of backward too."""
+    todo, met = [value.grad_fn], set()
+    while todo:
+        node = todo.pop(0)
+        if node is None or node in met:
+            continue
+        met.add(node)
+        for field in dir(node):
+            if field.startswith("_saved_") and isinstance(getattr(node, field), torch.Tensor):
+                see("saved", f"{node.name()}.{field}", getattr(node, field))
+        for index, saved in enumerate(getattr(node, "saved_tensors", ())):
+            see("saved", f"{node.name()}.saved_tensors[{index}]", saved)
+        todo += [parent for parent, _ in node.next_functions]
+
+
+def in_thread(function):
+    """Calls a function on a thread of its own, with as many threads for its operators as here."""
+    errors = []
+    number = torch.get_num_threads()
+
+    def call():
+        torch.set_num_threads(number)
+        try:
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def observe(program, run):
+    """Returns what a program shows, as (kind, name, value), and the error that ended it or None."""
+    seen = []
+
+    def see(kind, name, value):
+        if isinstance(value, torch.Tensor):
+            seen.append((kind, f"{name}, requires grad", value.requires_grad))
+            value = value.detach().clone()
+        seen.append((kind, name, value))
+
+    error = None
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            program(run, see)
+        except Exception as found:
+            error = (type(found).__name__, str(found))
+    see("stream", "torch", torch.get_rng_state())
+    see("stream", "Python", random.getstate())
+    if "numpy" in sys.modules:
+        see("stream", "NumPy", str(sys.modules["numpy"].random.get_state()))
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    see("state", "modes", (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._len_torch_function_stack(), hooks))
+    autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
+    see("state", "autocast", autocast)
+    torch.set_grad_enabled(True)  # the next run is not to suffer from this one
+    torch.set_default_dtype(torch.float32)
+    return seen, error
+
+
+def same(one, other):
+    """Whether two values are equal bit for bit, NaN to NaN."""
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return type(one) is type(other) and one == other
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    one, other = (torch.view_as_real(value) if value.is_complex() else value for value in (one, other))
+    if one.dtype.is_floating_point:
+        if not torch.equal(one.isnan(), other.isnan()):
+            return False
+        one, other = (torch.where(value.isnan(), 0, value) for value in (one, other))
+        if not torch.equal(one.signbit(), other.signbit()):  # which tells one zero from the other
+            return False
+    return torch.equal(one, other)
+
+
+def difference(expected, found):
+    """Returns how a run differs from the plain one, as (kind, explanation), or None if it does not.
+
+    The kind is that of the value that differs first, ``"raised"``, or ``"no error"`` where only the plain run raised.
+    """
+    (seen, error), (seen_too, error_too) = expected, found
+    if error_too is not None and error is None:
+        return "raised", f"raised {error_too[0]}: {error_too[1]}"
+    if error is not None and error_too is None:
+        return "no error", f"plain autograd raises {error[0]}: {error[1]}"
+    for (kind, name, value), (kind_too, name_too, value_too) in zip(seen, seen_too, strict=False):
+        if (kind, name) != (kind_too, name_too):
+            # Where both raise, one may have come further than the other.
+            return None if error is not None else ("output", f"{kind_too} {name_too} is shown, expected {kind} {name}")
+        if not same(value, value_too):
+            return kind, f"{kind} {name} is {value_too}, expected {value}"
+    return None

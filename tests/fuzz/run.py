@@ -1,0 +1,124 @@
+"""The fuzzing itself: programs one after the other, and what came of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from .features import CORE
+from .generate import generate
+from .implementations import Implementation
+from .observe import difference, observe, plain
+from .programs import Program
+from .scripts import load, script
+from .shrink import shrink
+
+__all__ = ["Difference", "Tally", "check", "fuzz", "minimal"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """A program that is not what it was.
+
+    Attributes:
+        seed: Makes the program.
+        kind: ``"output"``, ``"gradient"``, ``"stream"`` and so on, ``"raised"``, or ``"no error"``. The latter is ``"lenient"``
+            where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
+            and ``"silent"`` where they are not.
+        explanation: What differs.
+        error: Type of the error that plain autograd raises, or None.
+    """
+
+    seed: int
+    kind: str
+    explanation: str
+    error: str | None
+
+
+def check(program: Program, implementation: Implementation) -> tuple[Difference | None, tuple[str, str] | None]:
+    """Runs a program twice; returns how the runs differ, if so, and the error of the plain one, if any."""
+    source = program.source()
+    try:
+        function = load(source, program.seed)
+    except SyntaxError as error:
+        return None, ("SyntaxError", str(error))
+    expected, other = observe(function, plain), observe(function, implementation.start())
+    found = difference(expected, other)
+    error = expected[1]
+    if found is None or difference(expected, observe(function, plain)) is not None:  # the program is of two minds itself
+        return None, error
+    kind, explanation = found
+    if kind == "no error" and "modified by an inplace operation" in error[1]:
+        intended = observe(_with_copies(function), plain)
+        kind = "lenient" if difference(intended, other) is None else "silent"
+    return Difference(program.seed, kind, explanation, error and error[0]), error
+
+
+def _with_copies(function):
+    """Returns a program whose saved tensors are copied before anything is written to them."""
+
+    def program(run, see):
+        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+            function(run, see)
+
+    return program
+
+
+@dataclasses.dataclass
+class Tally:
+    """What came of a number of programs.
+
+    Attributes:
+        programs: How many there were.
+        raising: How many raise under plain autograd.
+        differences: Those that differ.
+    """
+
+    programs: int = 0
+    raising: int = 0
+    differences: list[Difference] = dataclasses.field(default_factory=list)
+
+    def by_kind(self) -> Counter[str]:
+        return Counter(found.kind for found in self.differences)
+
+
+def fuzz(
+    implementation: Implementation, seeds: Iterable[int], features: frozenset[str] = CORE, tally: Tally | None = None
+) -> Iterator[Difference | None]:
+    """Runs the program of each seed; yields after each one how it differs, or None.
+
+    Args:
+        implementation: What to run regions with.
+        seeds: Of the programs.
+        features: What they are made of.
+        tally: Where to count.
+    """
+    tally = Tally() if tally is None else tally
+    for seed in seeds:
+        found, error = check(generate(seed, features), implementation)
+        tally.programs += 1
+        tally.raising += error is not None
+        if found is not None:
+            tally.differences.append(found)
+        yield found
+
+
+def minimal(found: Difference, implementation: Implementation, features: frozenset[str] = CORE) -> str:
+    """Returns a short script that shows a difference."""
+
+    def still(program: Program) -> bool:
+        now, error = check(program, implementation)
+        if now is None or now.kind != found.kind or now.error != found.error:
+            return False
+        if found.kind == "raised":
+            return now.explanation.split(":")[0] == found.explanation.split(":")[0]
+        # Shrinking must not trade the error that plain autograd raised for another one.
+        return error is None or now.explanation[:70] == found.explanation[:70]
+
+    program = shrink(generate(found.seed, features), still)
+    now, _ = check(program, implementation)
+    explanation = (now or found).explanation.splitlines()[0]
+    return script(program.source(), implementation, f"Seed {found.seed} under {implementation.name}: {explanation}")

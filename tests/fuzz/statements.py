@@ -1,0 +1,201 @@
+"""Templates of what is more than an expression: writes, backward inside forward, modules, blocks, side effects.
+
+The fields are those of :mod:`tests.fuzz.ops`.
+"""
+
+from __future__ import annotations
+
+from .ops import by_rank
+
+__all__ = ["BLOCKS", "INNER_BACKWARD", "IN_PLACE", "MODULES", "SIDE_EFFECTS"]
+
+_WRITES_0 = """
+{x}.mul_({k})
+{x}.mul_({b})
+{x}.add_({k})
+{x}.add_({b}, alpha={k})
+{x}.sub_({y})
+{x}.div_(2)
+{x}.neg_()
+{x}.relu_()
+{x}.tanh_()
+{x}.sigmoid_()
+{x}.sin_()
+{x}.abs_()
+{x}.square_().clamp_(max=4)
+{x}.clamp_(-0.5, 0.5)
+{x}.clamp_(max=1).exp_()
+{x}.zero_()
+{x}.fill_({k})
+{x}.copy_({y})
+{x}.copy_({b})
+{x}.addcmul_({y}, {b}, value={k})
+{x}.lerp_({y}, {k})
+{x}.masked_fill_({y} > 0, {k})
+{x}[{y} > 0] = {k}
+{x} += {b}
+{x} *= {k}
+{x}.unsqueeze_(-1)
+{x}.squeeze_()
+{x}.detach_()
+{x}.view(-1).mul_({k})
+{x}.detach().mul_({k})
+F.relu({x}, inplace=True)
+F.elu({x}, inplace=True)
+F.leaky_relu({x}, 0.2, inplace=True)
+F.hardtanh({x}, inplace=True)
+F.silu({x}, inplace=True)
+torch.add({b}, {k}, out={x}.detach())
+torch._foreach_mul_([{x}], {k})
+Halve.apply({x})
+"""
+
+_WRITES_1 = """
+{x}[{i_first}] = {k}
+{x}[{i_first}] = {y}[{i_first}]
+{x}[..., {i_last}] = 0
+{x}[..., {i_last}] *= {k}
+{x}[..., :{part_last}].mul_({k})
+{x}[..., :{part_last}] = {y}[..., :{part_last}] * 2
+{x}[::2].add_({k})
+{x}.select({d}, {i}).mul_({k})
+{x}.select({d}, {i}).copy_({y}.select({d}, {i}))
+{x}.narrow({d}, 0, {part}).tanh_()
+{x}.narrow({d}, 0, {part}).copy_({y}.narrow({d}, 0, {part}))
+{x}.unfold({d}, 1, 1).mul_({k})
+{x}.flip({d}).mul_({k})
+{x}.index_add_({d}, {index}, {y}.index_select({d}, {index}))
+{x}.index_fill_({d}, {index}, {k})
+{x}.index_copy_({d}, torch.tensor([{i}]), {y}.narrow({d}, 0, 1))
+{x}.index_put_((torch.tensor([0]),), torch.full((), {k}, dtype={x}.dtype), accumulate=True)
+{x}.scatter_({d}, {y}.argsort({d}), {y})
+{x}.scatter_add_({d}, {y}.argsort({d}), {y})
+{x}[torch.tensor([0])] = {k}
+{x}.cumsum_({d})
+{x}.as_strided((2,), (1,)).mul_({k})
+"""
+
+_WRITES_2 = """
+{x}.t().mul_({k})
+{x}.t_()
+{x}.mT.add_({y}.mT)
+{x}.transpose_({d}, -1)
+{x}.diagonal(dim1=-2, dim2=-1).fill_({k})
+{x}.diagonal(dim1=-2, dim2=-1).mul_({k})
+{x}.triu_()
+{x}.permute(*range({x}.dim() - 1, -1, -1))[0].mul_({k})
+"""
+
+_RANDOM_WRITES = """
+{x}.uniform_(-1, 1)
+{x}.normal_()
+{x}.bernoulli_(0.5)
+{x}.exponential_().clamp_(max=2)
+F.dropout({x}, 0.4, inplace=True)
+F.alpha_dropout({x}, 0.3, training=True, inplace=True)
+F.rrelu({x}, 0.1, 0.5, training=True, inplace=True)
+"""
+
+#: Statements that write to ``{x}``, by feature, then by least rank.
+IN_PLACE = {
+    "in_place": by_rank(rank_0=_WRITES_0, rank_1=_WRITES_1, rank_2=_WRITES_2),
+    "random": by_rank(rank_0=_RANDOM_WRITES),
+}
+
+#: Lines that run backward inside forward; ``{v}``, ``{w}``, ``{u}`` are new names, of which ``{w}`` goes on.
+INNER_BACKWARD = [
+    ["{v} = {x}.detach().requires_grad_()", "{u} = {unary_v}", "{w} = torch.autograd.grad({u}.sum(), {v})[0]"],
+    ["{v} = {x}.detach().requires_grad_()", "{u} = {unary_v}", "{u}.sum().backward()", "{w} = {v}.grad * {y}"],
+    ["{v} = {x} * {k}", "{u} = {unary_v}", "{w} = torch.autograd.grad({u}.sum(), {v}, create_graph=True)[0]"],
+    ["{v} = {x} * {k}", "{u} = {unary_v}", "{w} = {u} + torch.autograd.grad({u}.sum(), {v}, retain_graph=True)[0]"],
+    ["{v} = {unary_x}", "{w} = {v} * torch.autograd.grad({v}.sum(), {x}, create_graph=True)[0]"],
+    ["{v} = {unary_x}", "{w} = {v} * torch.autograd.grad({v}.sum(), {x}, retain_graph=True)[0]"],
+    ["{w} = torch.autograd.grad({z}.square().sum(), {x}, create_graph=True)[0]"],
+    ["{w} = torch.autograd.grad({z}.square().sum(), {x}, retain_graph=True)[0]"],
+]
+
+#: Constructors of modules by feature, each with the least rank of what it is called on and how.
+MODULES = {
+    "modules": [
+        (1, "torch.nn.Linear({n}, 3)", "{f}({x})"),
+        (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.GELU(), torch.nn.Linear(3, {n}))", "{f}({x})"),
+        (1, "torch.nn.Sequential(torch.nn.Linear({n}, 4), torch.nn.ReLU(inplace=True), torch.nn.Linear(4, 2))", "{f}({x})"),
+        (1, "torch.nn.LayerNorm({n})", "{f}({x})"),
+        (1, "torch.nn.PReLU()", "{f}({x})"),
+        (1, "torch.nn.LSTMCell({n}, 3)", "{f}({x}.reshape(-1, {n}))"),
+        (1, "torch.nn.GRUCell({n}, 3)", "{f}({x}.reshape(-1, {n}))"),
+        (1, "torch.nn.RNNCell({n}, 3)", "{f}({x}.reshape(-1, {n}))"),
+        (2, "torch.nn.GRU({n}, 3)", "{f}({x})[0]"),
+        (2, "torch.nn.LSTM({n}, 2, bidirectional=True)", "{f}({x})[0]"),
+        (2, "torch.nn.MultiheadAttention({n}, 1)", "{f}({x}, {x}, {x})[0]"),
+        (2, "torch.nn.Conv1d({m}, 2, 1)", "{f}({x})"),
+        (2, "torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear({n}, 2))", "{f}({x})"),
+    ],
+    "random": [
+        (0, "torch.nn.Dropout(0.3)", "{f}({x})"),
+        (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.Dropout(0.3), torch.nn.Tanh())", "{f}({x})"),
+        (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.RReLU(), torch.nn.AlphaDropout(0.2))", "{f}({x})"),
+        (2, "torch.nn.MultiheadAttention({n}, 1, dropout=0.3)", "{f}({x}, {y}, {x})[0]"),
+        (2, "torch.nn.GRU({n}, 3, num_layers=2, dropout=0.3)", "{f}({x})[0]"),
+        (2, "torch.nn.TransformerEncoderLayer({n}, 1, 3)", "{f}({x})"),
+    ],
+    "buffers": [
+        (2, "torch.nn.BatchNorm1d({m} if {rank} == 3 else {n})", "{f}({x})"),
+        (2, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.BatchNorm1d({m} if {rank} == 3 else 3))", "{f}({x})"),
+        (2, "torch.nn.BatchNorm1d({m} if {rank} == 3 else {n}, momentum=None)", "{f}({x})"),
+        (2, "torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear({n}, 3))", "{f}({x})"),
+        (3, "torch.nn.InstanceNorm1d({m}, track_running_stats=True)", "{f}({x}.repeat(1, 1, 2))"),
+        (0, "Counted()", "{f}({x})"),
+    ],
+}
+
+#: Headers of blocks with what follows the body, by feature.
+BLOCKS = {
+    "no_grad": [
+        ("with torch.no_grad():", []),
+        ("with torch.enable_grad():", []),
+        ("with torch.set_grad_enabled(False):", []),
+        ("with torch.inference_mode():", []),
+    ],
+    "autocast": [
+        ('with torch.autocast("cpu", dtype=torch.bfloat16):', []),
+        ('with torch.autocast("cpu", dtype=torch.float16):', []),
+        ('with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):', []),
+        ('with torch.autocast("cpu", enabled=False):', []),
+    ],
+    "forked_random": [
+        ("with torch.random.fork_rng():", []),
+        ("with torch.random.fork_rng(), contextlib.nullcontext(torch.manual_seed({seed})):", []),
+    ],
+    "hooks": [
+        ("with torch.autograd.graph.save_on_cpu():", []),
+        ("with torch.autograd.graph.saved_tensors_hooks(copied, unchanged):", []),
+        ("with torch.autograd.graph.saved_tensors_hooks(lambda t: (t.detach(),), lambda packed: packed[0]):", []),
+    ],
+    "handlers": [
+        ("try:", ["except Exception:", "    pass"]),
+        ("try:", ["except BaseException:", "    pass"]),
+        ("try:", ["finally:", "    pass"]),
+        ("with contextlib.suppress(Exception):", []),
+        ("with contextlib.suppress(BaseException):", []),
+    ],
+    "ambient": [
+        ("with default_dtype(torch.float64):", []),
+        ("with factor({k}):", []),
+        ('with torch.device("cpu"):', []),
+        ("with torch.backends.mkldnn.flags(enabled=False):", []),
+        ("with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):", []),
+    ],
+}
+
+#: Statements that do something else than compute; ``{own}`` is a tensor that no outer function knows.
+SIDE_EFFECTS = {
+    "tensor_hooks": [
+        "{own}.register_hook(lambda grad: grad * {k})",
+        "{own}.register_hook(lambda grad: None)",
+        "{own}.register_hook(lambda grad: grad * torch.rand_like(grad))",
+        "{own}.retain_grad()",
+    ],
+    "seeds": ["torch.manual_seed({seed})", "torch.set_rng_state(torch.get_rng_state())", "torch.rand({part})"],
+    "side_effects": ["log.append(float({x}.detach().sum()))"],
+}

@@ -1,0 +1,200 @@
+"""Random programs, run plainly and with regions (``tests/fuzz``), and whether the fuzzer finds what it should."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+
+from tests.fuzz.features import CORE, FEATURES, parse
+from tests.fuzz.generate import generate
+from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
+from tests.fuzz.programs import Region, walk
+from tests.fuzz.run import Tally, fuzz, minimal
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Small operators gain nothing from several threads, and several test processes lose by them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def first_difference(implementation, seeds, features=CORE):
+    """Returns the first difference that an implementation makes, or None."""
+    return next((found for found in fuzz(implementation, seeds, features) if found is not None), None)
+
+
+@pytest.mark.parametrize("start", range(0, 600, 100))
+def test_programs_are_what_they_are_without_regions(start):
+    """A hundred programs a test; on a difference the failure is a script that shows it."""
+    implementation = IMPLEMENTATIONS["ours"]
+    found = first_difference(implementation, range(start, start + 100))
+    assert found is None, minimal(found, implementation)
+
+
+@pytest.mark.parametrize("name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied"])
+def test_options_change_nothing(name):
+    """The curried form, no early stop, debug mode, and options that differ from region to region."""
+    # Under any dispatch mode, the debug mode's too, torch makes views in inference mode that require no grad.
+    features = CORE - {"no_grad"}
+    found = first_difference(IMPLEMENTATIONS[name], range(10_000, 10_060), features)
+    assert found is None, minimal(found, IMPLEMENTATIONS[name], features)
+
+
+def test_programs_do_the_same_twice():
+    """All features on: what differs under an implementation is not the program's own doing."""
+    tally = Tally()
+    assert list(fuzz(IMPLEMENTATIONS["plain"], range(200), FEATURES, tally)) == [None] * 200
+    assert (tally.programs, tally.differences) == (200, [])
+    assert tally.raising < 30
+
+
+def test_a_seed_makes_one_program():
+    """Whatever ran before it."""
+    sources = [generate(seed).source() for seed in range(20)]
+    torch.manual_seed(7)
+    assert [generate(seed).source() for seed in reversed(range(20))] == sources[::-1]
+
+
+def test_programs_have_what_they_are_made_of():
+    """Regions to depth 4, every way of calling them, and a vocabulary worth the name."""
+    programs = [generate(seed, FEATURES) for seed in range(300)]
+    regions = [node for program in programs for node in walk(program.body) if isinstance(node, Region)]
+    assert {region.packing for region in regions} == {"tuple", "list", "dict", "nested"}
+    styles = {binding.style for region in regions for binding in region.bindings}
+    assert styles == {"positional", "keyword", "partial", "partial keyword", "list", "dict"}
+
+    def depth(body):
+        return max([isinstance(node, Region) + depth(getattr(node, "body", [])) for node in body], default=0)
+
+    assert {depth(program.body) for program in programs} == {1, 2, 3, 4}
+    text = "\n".join(program.source() for program in programs)
+    assert len(set(re.findall(r"\w+(?=\()", text))) > 250
+    for mark in ("autocast", "no_grad", "fork_rng", "except", ".apply(", "torch.autograd.grad(", "generator=g", "np.random"):
+        assert mark in text
+
+
+def test_features_can_be_left_out():
+    """Without a feature no program has what it stands for."""
+    plain = "\n".join(generate(seed, frozenset({"operators"})).source() for seed in range(100))
+    for mark in ("_(", ".apply(", "rand", "autocast", "no_grad", "try:", "autograd.grad", " m1", "retain_graph", "_dict"):
+        assert mark not in plain.replace("torch.randn(", "").replace("get_rng_state", "")
+    assert parse("core,buffers,-random") == CORE - {"random"} | {"buffers"}
+    with pytest.raises(ValueError, match="no feature 'speed'"):
+        parse("core,speed")
+
+
+def minimal_runtime(flaw=None):
+    """Returns a runtime of thirty lines, right for simple programs, or wrong in one way.
+
+    Args:
+        flaw: Which one; see the tests below.
+    """
+
+    def run(function, *args, **kwargs):
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        before = torch.get_rng_state()
+        casts = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        if flaw == "detaches its inputs":
+            args = [arg.detach() if isinstance(arg, torch.Tensor) else arg for arg in args]
+        packed, values = [], {}
+
+        def pack(tensor):
+            packed.append(tensor.detach() if flaw == "keeps what may change" else None)
+            return len(packed) - 1
+
+        def unpack(index):
+            if flaw == "keeps what may change":
+                return packed[index]
+            if index not in values:
+                rerun()
+            return values[index] if flaw == "takes a value for the next one" else values.pop(index)
+
+        def rerun():
+            outside, found = torch.get_rng_state(), []
+            if flaw != "draws new numbers":
+                torch.set_rng_state(before)
+            enabled, dtype = (False, torch.bfloat16) if flaw == "forgets autocast" else casts
+            hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.detach()) or found[-1], lambda t: t)
+            with hooks, torch.enable_grad(), torch.autocast("cpu", enabled=enabled, dtype=dtype):
+                function(*args, **({} if flaw == "forgets keywords" else kwargs))
+            if flaw != "moves the stream":
+                torch.set_rng_state(outside)
+            if flaw == "changes a setting":
+                torch.set_default_dtype(torch.float64)
+            if flaw == "takes a value for the next one":
+                for index in range(len(found) - 1):
+                    if found[index].shape == found[index + 1].shape and found[index].dtype == found[index + 1].dtype:
+                        found[index] = found[index + 1]
+            values.update(enumerate(found))
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            if flaw == "runs forward twice":
+                function(*args, **kwargs)
+                packed.clear()
+            return function(*args, **kwargs)
+
+    return run
+
+
+def implementation_with(flaw):
+    """Returns the minimal runtime as an implementation."""
+    source = f"from tests.test_fuzz import minimal_runtime\n\nrun = minimal_runtime({flaw!r})"
+    return Implementation("minimal", functools.partial(minimal_runtime, flaw), source)
+
+
+SIMPLE = frozenset({"operators", "views", "custom_functions", "autocast", "random", "closures", "modules", "nesting"})
+
+
+def test_a_minimal_runtime_is_right_for_simple_programs():
+    """So that what the fuzzer says of flawed ones is about their flaws."""
+    found = first_difference(implementation_with(None), range(100), SIMPLE)
+    assert found is None, minimal(found, implementation_with(None), SIMPLE)
+
+
+@pytest.mark.parametrize(
+    ("flaw", "kinds"),
+    [
+        ("draws new numbers", {"gradient", "raised"}),
+        ("moves the stream", {"stream", "gradient"}),
+        ("forgets autocast", {"gradient", "raised"}),
+        ("detaches its inputs", {"gradient", "output", "raised"}),
+        ("takes a value for the next one", {"gradient"}),
+        ("runs forward twice", {"stream", "gradient", "output"}),
+        ("changes a setting", {"state", "raised"}),
+        ("forgets keywords", {"raised"}),
+        ("keeps what may change", {"silent"}),
+    ],
+)
+def test_the_fuzzer_finds_a_runtime_that(flaw, kinds):
+    """A hundred programs are enough for every flaw, and the kind is one that the flaw explains."""
+    features = SIMPLE | {"containers"} if flaw == "forgets keywords" else SIMPLE
+    features |= {"in_place", "stale_saves"} if flaw == "keeps what may change" else set()
+    found = first_difference(implementation_with(flaw), range(100), features)
+    assert found is not None
+    assert found.kind in kinds
+
+
+def test_a_difference_shrinks_to_a_script():
+    """A short one that fails when it is run, and passes with a runtime that has not the flaw."""
+    flawed = implementation_with("draws new numbers")
+    script = minimal(first_difference(flawed, range(200), SIMPLE), flawed, SIMPLE)
+    program = script[script.index("def program(") : script.index("def plain(")]
+    assert len(program.strip().splitlines()) <= 16
+    assert len(re.findall(r"\brun\(", program)) == 1
+    with pytest.raises(AssertionError, match="gradient"):
+        exec(compile(script, "<script>", "exec"), {})
+    exec(compile(script.replace("'draws new numbers'", "None"), "<script>", "exec"), {})
+
+
+def test_torch_differs_where_its_documentation_says_nothing():
+    """A dict that the caller empties after the call: torch reruns the function with the empty one."""
+    found = first_difference(IMPLEMENTATIONS["torch"], range(150), SIMPLE | {"containers"})
+    assert found is not None
+    assert found.kind == "raised"
