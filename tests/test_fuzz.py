@@ -13,7 +13,7 @@ from tests.fuzz.features import CORE, FEATURES, parse
 from tests.fuzz.generate import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
 from tests.fuzz.programs import Region, walk
-from tests.fuzz.run import Tally, fuzz, minimal
+from tests.fuzz.run import Tally, fuzz, is_failure, minimal
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def _one_thread():
 
 
 def first_difference(implementation, seeds, features=CORE):
-    """Returns the first difference that an implementation makes, or None."""
-    return next((found for found in fuzz(implementation, seeds, features) if found is not None), None)
+    """Returns the first difference that an implementation makes and must not, or None."""
+    return next((found for found in fuzz(implementation, seeds, features) if is_failure(found, features)), None)
 
 
 @pytest.mark.parametrize("start", range(0, 600, 100))

@@ -13,7 +13,7 @@ import torch
 
 from .features import parse
 from .implementations import IMPLEMENTATIONS
-from .run import Tally, fuzz, minimal
+from .run import Tally, fuzz, is_failure, minimal
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     start = time.monotonic()
     tally = Tally()
     for found in fuzz(implementation, range(options.seed, options.seed + options.programs), options.features, tally):
-        if found is not None and options.stop_at_first:
+        if is_failure(found, options.features) and options.stop_at_first:
             break
     write(
         f"{tally.programs} programs in {time.monotonic() - start:.0f} s, {tally.raising} of which raise under plain autograd; "
@@ -45,9 +45,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     explanations = Counter(found.explanation.splitlines()[0][:110] for found in tally.differences if found.kind == "raised")
     for explanation, number in explanations.most_common(8):
         write(f"{number:12} {explanation}\n")
-    for found in tally.differences[: options.scripts]:
+    failures = [found for found in tally.differences if is_failure(found, options.features)]
+    for found in failures[: options.scripts]:
         write(f"\n{minimal(found, implementation, options.features)}")
-    return 1 if tally.differences else 0
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

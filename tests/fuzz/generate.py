@@ -38,13 +38,16 @@ class _Generator(Draft):
             self.leaf([3, 3], self.dtype, needs_grad=False)
         if self.has("side_effects"):
             self.setup.append(Line("log = []"))
-        body = self.statements(self.random.choice([4, 6, 8, 12, 16]))
-        while not any(isinstance(node, Region) for node in walk(body)):
-            body += self.region() or []
+        around = self.random.choice(statements.BLOCKS["autocast"])[0] if self.has("autocast") and self.chance(0.1) else ""
+        with eval(around[5:-1], self.values) if around else contextlib.nullcontext():
+            body = self.statements(self.random.choice([4, 6, 8, 12, 16]))
+            while not any(isinstance(node, Region) for node in walk(body)):
+                body += self.region() or []
         if self.has("step_in_backward"):
             leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines()]
             self.setup.append(Line(f"step_in_backward([{', '.join(leaves)}])"))
-        return Program(self.seed, self.setup, body, self.ending(body))
+        steps = 2 if self.has("endings") and self.chance(0.15) else 1
+        return Program(self.seed, self.setup, body, self.ending(body), around, steps)
 
     def statements(self, number: int) -> list[Node]:
         """Returns about that many statements."""
@@ -92,8 +95,10 @@ class _Generator(Draft):
         if found is None:
             return None
         rank, template = found
-        self.stale = self.has("stale_saves") and self.chance(0.1)
         here = [name for name in self.scopes[-1].names if self.writable(self.values[name]) and self.values[name].dim() >= rank]
+        saved = [name for name in here if storage_of(self.values[name]) in self.saved]
+        self.stale = bool(saved) and self.chance(0.3)
+        here = saved if self.stale else [name for name in here if name not in saved]
         first: list[Node] = []
         if here and self.chance(0.7):
             x = self.random.choice(here)
@@ -106,6 +111,7 @@ class _Generator(Draft):
                 return None
             x, first = self.scopes[-1].names[-1], made
         made = self.execute(template.format_map(Slots(self, x)))
+        self.stale = False
         return first + (made or []) or None
 
     def writable(self, value: object) -> bool:
@@ -116,7 +122,7 @@ class _Generator(Draft):
             return False
         if storage in self.frozen and not (self.has("input_mutation") and self.chance(0.5)):
             return False
-        return storage not in self.saved or self.stale
+        return storage not in self.saved or self.has("stale_saves")
 
     def block(self) -> list[Node] | None:
         chosen = [

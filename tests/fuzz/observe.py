@@ -88,7 +88,7 @@ def observe(program, run):
     see("stream", "torch", torch.get_rng_state())
     see("stream", "Python", random.getstate())
     if "numpy" in sys.modules:
-        see("stream", "NumPy", str(sys.modules["numpy"].random.get_state()))
+        see("stream", "NumPy", sys.modules["numpy"].random.get_state()[1].tolist())
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     see("state", "modes", (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._len_torch_function_stack(), hooks))
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()

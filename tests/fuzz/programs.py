@@ -193,6 +193,11 @@ def indented(body: list[Node]) -> list[str]:
     return [f"    {line}" for node in body for line in node.render()] or ["    pass"]
 
 
+def under(header: str, lines: list[str]) -> list[str]:
+    """Returns lines of source as the block of a header."""
+    return [header, *(f"    {line}" for line in lines)]
+
+
 def walk(body: list[Node]) -> Iterator[Node]:
     """Goes through all statements, outer ones first."""
     for node in body:
@@ -303,12 +308,16 @@ class Program:
         setup: Leaves, modules and generators.
         body: The forward.
         ending: The backward.
+        around: Header of a block around both of them, or nothing.
+        steps: How many times the two run.
     """
 
     seed: int
     setup: list[Line]
     body: list[Node]
     ending: Ending
+    around: str = ""
+    steps: int = 1
 
     def source(self) -> str:
         setup = [line for node in self.setup for line in node.render()]
@@ -325,6 +334,10 @@ class Program:
                 looks.append(f"see('stream', {name!r}, {name}.get_state())")
         if "log = []" in setup:
             looks.append("see('state', 'log', log)")
-        body = [line for node in self.body for line in node.render()]
-        lines = [f"torch.manual_seed({self.seed % 2**32})", *setup, *body, *self.ending.render(leaves), *looks]
-        return "\n".join(["def program(run, see):", *(f"    {line}" for line in lines)]) + "\n"
+        body = [line for node in self.body for line in node.render()] + self.ending.render(leaves)
+        if self.steps > 1:
+            body = under(f"for step in range({self.steps}):", body)
+        if self.around:
+            body = under(self.around, body)
+        lines = [f"torch.default_generator.manual_seed({self.seed % 2**32})", *setup, *body, *looks]
+        return "\n".join(under("def program(run, see):", lines)) + "\n"

@@ -16,7 +16,7 @@ from .programs import Program
 from .scripts import load, script
 from .shrink import shrink
 
-__all__ = ["Difference", "Tally", "check", "fuzz", "minimal"]
+__all__ = ["Difference", "Tally", "check", "fuzz", "is_failure", "minimal"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Difference:
         seed: Makes the program.
         kind: ``"output"``, ``"gradient"``, ``"stream"`` and so on, ``"raised"``, or ``"no error"``. The latter is ``"lenient"``
             where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
-            and ``"silent"`` where they are not.
+            and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not.
         explanation: What differs.
         error: Type of the error that plain autograd raises, or None.
     """
@@ -36,6 +36,17 @@ class Difference:
     kind: str
     explanation: str
     error: str | None
+
+
+def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
+    """Whether a difference is a fault, and not a limit that a runtime may have.
+
+    To go on with the values from before a write is no fault, where plain autograd complains. To complain where plain autograd
+    does not is none where programs write to what regions were given: a rerun needs more than plain autograd does.
+    """
+    if found is None or found.kind == "lenient":
+        return False
+    return found.kind != "strict" or features.isdisjoint({"input_mutation", "stale_saves"})
 
 
 def check(program: Program, implementation: Implementation) -> tuple[Difference | None, tuple[str, str] | None]:
@@ -51,10 +62,16 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
     if found is None or difference(expected, observe(function, plain)) is not None:  # the program is of two minds itself
         return None, error
     kind, explanation = found
-    if kind == "no error" and "modified by an inplace operation" in error[1]:
+    if kind == "raised" and _is_of_write(*other[1]):
+        kind = "strict"
+    if kind == "no error" and _is_of_write(*error):
         intended = observe(_with_copies(function), plain)
         kind = "lenient" if difference(intended, other) is None else "silent"
     return Difference(program.seed, kind, explanation, error and error[0]), error
+
+
+def _is_of_write(name: str, message: str) -> bool:
+    return name == "MutationError" or "modified by an inplace operation" in message
 
 
 def _with_copies(function):
@@ -113,7 +130,7 @@ def minimal(found: Difference, implementation: Implementation, features: frozens
         now, error = check(program, implementation)
         if now is None or now.kind != found.kind or now.error != found.error:
             return False
-        if found.kind == "raised":
+        if found.kind in ("raised", "strict"):
             return now.explanation.split(":")[0] == found.explanation.split(":")[0]
         # Shrinking must not trade the error that plain autograd raised for another one.
         return error is None or now.explanation[:70] == found.explanation[:70]

@@ -240,6 +240,14 @@ def _simplifications(program: Program) -> Iterator[Edit]:
     def end(candidate, **changes):
         candidate.ending = Ending(**{**vars(candidate.ending), **changes})
 
+    def run_once(candidate):
+        candidate.steps = 1
+
+    def take_off(candidate):
+        candidate.around = ""
+
+    yield run_once
+    yield take_off
     ending = program.ending
     for mode in ("once", "twice"):
         yield lambda candidate, mode=mode: end(candidate, mode=mode)

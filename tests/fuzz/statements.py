@@ -194,6 +194,7 @@ SIDE_EFFECTS = {
         "{own}.register_hook(lambda grad: grad * {k})",
         "{own}.register_hook(lambda grad: None)",
         "{own}.register_hook(lambda grad: grad * torch.rand_like(grad))",
+        "{own}.register_hook(lambda grad: run(F.dropout, grad.sin()) * grad)",
         "{own}.retain_grad()",
     ],
     "seeds": ["torch.manual_seed({seed})", "torch.set_rng_state(torch.get_rng_state())", "torch.rand({part})"],
