@@ -1,0 +1,520 @@
+"""Randomness: a rerun draws what forward drew, and leaves every stream where eager leaves it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import random
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+
+import ckpt_hooks
+from ckpt_hooks._ambient import rng
+from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, plain, runs, same
+from tests.measure import leaf
+from tests.test_threads import in_threads
+
+# The default generator
+
+
+def dropout(x):
+    return F.dropout(x.sin(), 0.5).exp()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(dropout, id="dropout"),
+        pytest.param(lambda x: (x * torch.rand_like(x)).sin(), id="rand_like"),
+        pytest.param(lambda x: (x * torch.bernoulli(torch.full_like(x, 0.5))).sin(), id="bernoulli"),
+    ],
+)
+@runs(*FORMS)
+def test_default_generator(run, function):
+    def program(run):
+        x = leaf(8)
+        y = run(function, x)
+        between = torch.rand(2)
+        return gradients(y, x), between, torch.rand(2)
+
+    assert_as_eager(program, run)
+
+
+@runs(torch_fails=SILENT)
+def test_nothing_random_in_the_region(run):
+    """However many regions there are, no state is kept for each."""
+
+    def states():
+        size = torch.get_rng_state().numel()
+        return sum(type(o) is torch.Tensor and o.dtype == torch.uint8 and o.numel() == size for o in gc.get_objects())
+
+    x = leaf(8)
+    before = states()
+    h = x
+    for _ in range(10):
+        h = run(torch.sin, h)
+    assert states() - before <= 1
+
+
+@runs("region", "nested")
+def test_preserve_rng_state_false_draws_anew(run):
+    masks = []
+
+    def function(x):
+        masks.append(torch.rand_like(x))
+        return (x * masks[-1]).sin()
+
+    run.having(preserve_rng_state=False)(function, leaf(8)).sum().backward()
+    assert not torch.equal(masks[0], masks[1])
+
+
+@runs(*FORMS, torch_fails=SILENT)
+def test_preserve_rng_state_false_leaves_the_stream_outside_alone(run):
+    y = run.having(preserve_rng_state=False)(dropout, leaf(8)).sum()
+    state = torch.get_rng_state()
+    y.backward()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# Devices
+
+
+class FakeDevice(types.SimpleNamespace):
+    """A device module as backends register them: a generator for each device."""
+
+    def __init__(self, devices=1, *, initialized=True):
+        super().__init__(_initialized=initialized, current=0)
+        self.default_generators = tuple(torch.Generator().manual_seed(i) for i in range(devices))
+
+    def is_initialized(self):
+        return self._initialized
+
+    def device_count(self):
+        return len(self.default_generators)
+
+    def _is_in_bad_fork(self):
+        return False
+
+    def manual_seed_all(self, seed):
+        for generator in self.default_generators:
+            generator.manual_seed(seed)
+
+    @contextlib.contextmanager
+    def device(self, index):
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+    def get_rng_state(self, device=None):
+        return self.default_generators[self.current if device is None else device].get_state()
+
+    def set_rng_state(self, state, device=None):
+        self.default_generators[self.current if device is None else device].set_state(state)
+
+    def draw(self, device=0):
+        self._initialized = True
+        return torch.rand(8, generator=self.default_generators[device], dtype=torch.float64)
+
+    def states(self):
+        return [generator.get_state() for generator in self.default_generators]
+
+
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on some device, and has no data."""
+
+    @staticmethod
+    def __new__(cls, device):
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=torch.device(device))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return OnDevice(args[0].device)
+
+
+@dataclasses.dataclass
+class Batch:
+    """A tensor where torch does not look."""
+
+    tensor: torch.Tensor
+
+
+@pytest.fixture
+def install(monkeypatch) -> Iterator[Any]:
+    """Puts a fake device module on torch in the place of one that either library looks for, and makes it the default."""
+
+    def put(name, module):
+        monkeypatch.setattr(torch, name, module, raising=False)
+        torch.get_device_module.cache_clear()
+        monkeypatch.setattr(rng, "_modules_known_for", "")
+        monkeypatch.setattr(torch.utils.checkpoint.DefaultDeviceType, "_default_device_type", name)
+        return module
+
+    yield put
+    monkeypatch.undo()
+    torch.get_device_module.cache_clear()
+    rng._modules_known_for = ""
+
+
+def over_devices(install, *args, **kwargs):
+    """Returns a program that draws from the second one of two devices, with arguments that are there or elsewhere."""
+
+    def program(run):
+        hpu = install("hpu", FakeDevice(2))
+        x = leaf(8)
+        y = run(lambda x, *args, **kwargs: (x * hpu.draw(1)).sin(), x, *args, **kwargs)
+        between = hpu.draw(1)
+        return gradients(y, x), between, hpu.states()
+
+    return program
+
+
+@pytest.mark.parametrize("args", [(OnDevice("hpu:1"),), ([OnDevice("hpu:1")],)], ids=["positional", "list"])
+@runs("region")
+def test_device_of_a_positional_argument(run, install, args):
+    assert_as_eager(over_devices(install, *args), run)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        pytest.param((), {"token": OnDevice("hpu:1")}, id="tensors only in kwargs"),
+        pytest.param((Batch(OnDevice("hpu:1")),), {}, id="tensors only nested"),
+        pytest.param((OnDevice("hpu:0"),), {}, id="another device of the type"),
+        pytest.param((), {}, id="moved inside"),
+    ],
+)
+@runs("region", "nested", torch_fails=SILENT)
+def test_several_devices_of_one_type(run, install, args, kwargs):
+    assert_as_eager(over_devices(install, *args, **kwargs), run)
+
+
+@pytest.mark.filterwarnings("ignore:Tensor arguments, excluding CPU tensors, are detected on at least two")
+@runs("region", "nested", torch_fails=SILENT)
+def test_two_accelerator_types_at_once(run, install):
+    def program(run):
+        hpu, mtia = install("hpu", FakeDevice()), install("mtia", FakeDevice())
+        x = leaf(8)
+        y = run(lambda x, *args: (x * hpu.draw() * mtia.draw()).sin(), x, OnDevice("hpu:0"), OnDevice("mtia:0"))
+        between = hpu.draw(), mtia.draw()
+        return gradients(y, x), between, hpu.states(), mtia.states()
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=RuntimeError)
+def test_a_device_initialised_inside(run, install):
+    def program(run):
+        hpu = install("hpu", FakeDevice(2, initialized=False))
+        x = leaf(8)
+        y = run(lambda x: (x * hpu.draw(1)).sin(), x)
+        between = hpu.draw(1)
+        return gradients(y, x), between, hpu.states()
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("place", ["kwargs", "moved inside"])
+@runs("region", "nested", torch_fails=SILENT)
+def test_cuda_tensors_that_are_not_positional(run, place):
+    def program(run):
+        torch.cuda.manual_seed_all(1)
+        x = leaf(8)
+        if place == "kwargs":
+            y = run(lambda *, h: F.dropout(h.sin(), 0.5).exp(), h=x.cuda())
+        else:
+            y = run(lambda h: F.dropout(h.cuda().sin(), 0.5).exp(), x)
+        return gradients(y, x), torch.rand(2, device="cuda")
+
+    assert_as_eager(program, run)
+
+
+# Other generators
+
+
+def draw(x, generator):
+    return (x * torch.rand(x.shape, generator=generator, dtype=x.dtype)).sin()
+
+
+def by_closure(run, x, generator):
+    return run(lambda x: draw(x, generator), x)
+
+
+def by_default_argument(run, x, generator):
+    def function(x, generator=generator):
+        return draw(x, generator)
+
+    return run(function, x)
+
+
+def by_keyword_default(run, x, generator):
+    def function(x, *, generator=generator):
+        return draw(x, generator)
+
+    return run(function, x)
+
+
+GENERATORS = {
+    "argument": lambda run, x, generator: run(draw, x, generator),
+    "keyword": lambda run, x, generator: run(draw, x, generator=generator),
+    "list": lambda run, x, generator: run(lambda x, c: draw(x, c[0]), x, [generator]),
+    "dict in a tuple": lambda run, x, generator: run(lambda x, c: draw(x, c[1]["g"]), x, (0, {"g": generator})),
+    "dataclass": lambda run, x, generator: run(lambda x, c: draw(x, c.tensor), x, Batch(generator)),
+    "closure": by_closure,
+    "default argument": by_default_argument,
+    "keyword default": by_keyword_default,
+    "partial": lambda run, x, generator: run(functools.partial(draw, generator=generator), x),
+    "partial in a partial": lambda run, x, generator: run(functools.partial(functools.partial(draw), generator=generator), x),
+}
+
+
+@pytest.mark.parametrize("place", list(GENERATORS))
+@runs(*FORMS, torch_fails=SILENT)
+def test_explicit_generator(run, place):
+    def program(run):
+        generator = torch.Generator().manual_seed(1)
+        x = leaf(8)
+        y = GENERATORS[place](run, x, generator)
+        between = torch.rand(2, generator=generator)
+        return gradients(y, x), between, generator.get_state()
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_explicit_generator_of_several_regions(run):
+    """Backward runs them from the last to the first; the stream goes on from where the last forward left it."""
+
+    def program(run):
+        generator = torch.Generator().manual_seed(1)
+        x = leaf(8)
+        h = x
+        for _ in range(3):
+            h = run(draw, h, generator)
+        return gradients(h, x), generator.get_state()
+
+    assert_as_eager(program, run)
+
+
+class Holder(types.SimpleNamespace):
+    """Holds a source where no library looks for one."""
+
+
+class Xorshift:
+    """A source of random numbers of one's own."""
+
+    def __init__(self):
+        self.state = 88172645463325252
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+    def draw(self):
+        self.state ^= self.state << 13 & 0xFFFFFFFFFFFFFFFF
+        self.state ^= self.state >> 7
+        self.state ^= self.state << 17 & 0xFFFFFFFFFFFFFFFF
+        return self.state / 2**64
+
+
+def numpy():
+    return pytest.importorskip("numpy")
+
+
+SOURCES = {
+    "python": lambda: ("python", random.random),
+    "numpy": lambda: ("numpy", numpy().random.rand),
+    "generator": lambda: (g := torch.Generator().manual_seed(1), lambda: torch.rand((), generator=g).item()),
+    "numpy RandomState": lambda: (s := numpy().random.RandomState(1), s.rand),
+    "object": lambda: (s := Xorshift(), s.draw),
+}
+
+
+@pytest.mark.parametrize("source", list(SOURCES))
+@runs(*FORMS, torch_fails=SILENT)
+def test_track_rng(run, source):
+    def program(run):
+        tracked, draw = SOURCES[source]()
+        holder = Holder(draw=draw)
+        x = leaf(8)
+        with run.track_rng(tracked) if run is not plain else contextlib.nullcontext():
+            h = x
+            for _ in range(2):
+                h = run(lambda x: (x * holder.draw()).sin(), h)
+            between = draw()
+            result = gradients(h, x)
+        return result, between, draw()
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("source", list(SOURCES))
+def test_track_rng_until_removed(source):
+    tracked, draw = SOURCES[source]()
+    holder = Holder(draw=draw)
+    drawn = []
+
+    def function(x):
+        drawn.append(holder.draw())
+        return (x * drawn[-1]).sin()
+
+    registration = ckpt_hooks.track_rng(tracked)
+    try:
+        ckpt_hooks.checkpoint(function, leaf(3)).sum().backward()
+        assert drawn[0] == drawn[1]
+    finally:
+        registration.remove()
+    ckpt_hooks.checkpoint(function, leaf(3)).sum().backward()
+    assert drawn[2] != drawn[3]
+
+
+@pytest.mark.parametrize("source", ["python", "numpy"])
+@runs()
+def test_other_sources_are_left_alone_unless_asked(run, source):
+    _, draw = SOURCES[source]()
+    drawn = []
+
+    def function(x):
+        drawn.append(draw())
+        return (x * drawn[-1]).sin()
+
+    run(function, leaf(3)).sum().backward()
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize("source", ["perl", None, 3, object()])
+def test_track_rng_of_something_else(source):
+    with pytest.raises((TypeError, ValueError), match="source"):
+        ckpt_hooks.track_rng(source)
+
+
+# Threads
+
+
+def result_of(forward, seed):
+    """Returns the gradient of a forward that has the generator to itself."""
+    x = torch.ones(64, requires_grad=True)
+    torch.manual_seed(seed)
+    forward(x).sum().backward()
+    return x.grad
+
+
+@runs(torch_fails=SILENT)
+def test_two_recomputes_at_once(run):
+    """Each draws twice from the default generator, the second one in between the draws of the first; masks do not mix."""
+    alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
+    first_has_drawn, second_has_drawn, first_is_done = threading.Event(), threading.Event(), threading.Event()
+
+    def first(x):
+        h = dropout(x)
+        if recomputing:
+            first_has_drawn.set()
+            second_has_drawn.wait(0.2)  # in vain where recomputes wait for each other
+        h = F.dropout(h.sin(), 0.5)
+        first_is_done.set()
+        return h.exp()
+
+    def second(x):
+        h = dropout(x)
+        if recomputing:
+            second_has_drawn.set()
+            assert first_is_done.wait(10)
+        return dropout(h)
+
+    recomputing = False
+    inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
+    outputs = []
+    for seed, function, x in zip((1, 2), (first, second), inputs, strict=True):
+        torch.manual_seed(seed)
+        outputs.append(run(function, x).sum())
+    first_is_done.clear()
+    recomputing = True
+    state = torch.get_rng_state()
+
+    def second_backward():
+        assert first_has_drawn.wait(10)
+        outputs[1].backward()
+
+    in_threads(outputs[0].backward, second_backward)
+    assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("seeded", ["before", "meanwhile"])
+@runs(torch_fails=SILENT)
+def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
+    """A thread runs a region while another one's recompute has drawn once and has to draw again."""
+    alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
+    one_is_forward, two_has_seeded, one_has_drawn, two_is_forward = (threading.Event() for _ in range(4))
+    lock = threading.Lock()
+    inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
+
+    def function(x):
+        h = dropout(x)
+        if one_is_forward.is_set():
+            one_has_drawn.set()
+            two_is_forward.wait(0.2)  # in vain where forward waits for the recompute
+        return dropout(h)
+
+    def one():
+        with lock:
+            torch.manual_seed(1)
+            loss = run(function, inputs[0]).sum()
+        one_is_forward.set()
+        if seeded == "before":
+            assert two_has_seeded.wait(10)
+        loss.backward()
+
+    def two():
+        assert (one_is_forward if seeded == "before" else one_has_drawn).wait(10)
+        with lock:
+            torch.manual_seed(2)
+            two_has_seeded.set()
+            assert one_has_drawn.wait(10)
+            loss = run(lambda x: dropout(dropout(x)), inputs[1]).sum()
+            two_is_forward.set()
+        loss.backward()
+
+    in_threads(one, two)
+    assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
+
+
+@runs(torch_fails=SILENT)
+def test_training_in_two_threads(run):
+    """Two models with dropout, each bitwise as alone: forward under a lock, backward at the same time."""
+
+    def train(seed, run, lock, steps=200):
+        weight = torch.linspace(-1, 1, 8).requires_grad_()
+        for step in range(steps):
+            with lock:
+                torch.manual_seed(1000 * seed + step)
+                loss = run(lambda w: dropout(dropout(w)), weight).sum()
+            (gradient,) = torch.autograd.grad(loss, weight)
+            with torch.no_grad():
+                weight -= 0.01 * gradient
+        return weight
+
+    expected = [train(seed, plain, contextlib.nullcontext()) for seed in (1, 2)]
+    found: dict[int, torch.Tensor] = {}
+    lock = threading.Lock()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(*(lambda seed=seed: found.update({seed: train(seed, run, lock)}) for seed in (1, 2)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert [same(found[seed], expected[seed - 1]) for seed in (1, 2)] == [True, True]
