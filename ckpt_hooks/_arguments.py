@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ._strides import with_strides
+from ._refit import refit
 from ._torch import (
     SavedTensor,
     pop_saved_tensors_hooks,
@@ -302,7 +302,7 @@ class Arguments:
         else:
             self._saved, self._tensors = _save(tensors, each_occurrence=nested)
             self._strides = _strides_of(tensors)
-        self._versions = _versions_of(self._tensors)
+        self._versions = _versions_of(tensors)
 
     def restore(self, region: Callable[[], tuple[str, ...]]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
@@ -314,9 +314,14 @@ class Arguments:
             MutationError: If a tensor was modified in place since.
         """
         kept = self._tensors
-        versions = _versions_of(kept)
-        if versions != self._versions:
-            self._raise_mutated(versions, region())
+        if self._saved is None:
+            versions = _versions_of(kept)
+            if versions != self._versions:
+                self._raise_mutated(versions, region())
+        else:
+            for position, tensor in enumerate(kept):
+                if tensor is not None and _versions_of((tensor,)) != self._versions[position : position + 1]:
+                    self._raise_mutated(_versions_of(kept), region())
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         if self._saved is not None:
             tensors = []
@@ -326,9 +331,7 @@ class Arguments:
                     tensor = tensors[saved]
                 elif tensor is None:
                     assert saved is not None
-                    tensor = saved.unpack()
-                    if position in self._strides:
-                        tensor = with_strides(tensor, self._strides[position])
+                    tensor = refit(saved.unpack(), self._strides.get(position), self._versions[position])
                 tensors.append(tensor)
         if self._captured is None:
             return tensors, _NO_KWARGS
@@ -343,7 +346,7 @@ class Arguments:
         position, expected, found = next(
             (position, before, now)
             for position, (before, now) in enumerate(zip(self._versions, versions, strict=True))
-            if before != now
+            if before != now and self._tensors[position] is not None
         )
         tensor = self._tensors[position]
         argument = self._path_of(position)

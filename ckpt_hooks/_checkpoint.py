@@ -18,7 +18,7 @@ from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
 from ._runtime.settings import current_settings, override
 from ._torch import innermost_transform
 from .debug import OperatorLogs
-from .determinism import DETERMINISM_CHECKS, unknown_determinism_check
+from .determinism import DEFAULT_CHECK, DETERMINISM_CHECKS, unknown_determinism_check
 
 __all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
 
@@ -143,12 +143,12 @@ def checkpoint(
     """
     if use_reentrant:
         raise _reentrant_error()
-    check_metadata = DETERMINISM_CHECKS.get(determinism_check)
-    if check_metadata is None:
+    check = DETERMINISM_CHECKS.get(determinism_check)
+    if check is None:
         raise unknown_determinism_check(determinism_check)
     options = DEFAULT_OPTIONS
-    if not (preserve_rng_state and early_stop and check_metadata):
-        options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check_metadata)
+    if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK):
+        options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check)
     if function is None:
         if args:
             raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")

@@ -19,13 +19,15 @@ A test goes through the schemas of all operators for more of the kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from typing import Any
 
 import torch
 
 from ._runtime.frame import Frame, format_path
+from ._runtime.passes import MISSING
 from ._torch import sequence_number
-from .determinism import describe
-from .errors import DeterminismError
+from .determinism import Check, describe, version_of
+from .errors import DeterminismError, MutationError
 
 __all__ = ["Filling", "StopRecompute"]
 
@@ -47,7 +49,7 @@ class Filling:
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
 
-    __slots__ = ("_early_stop", "_frame", "_last", "_surplus", "_values", "stopped")
+    __slots__ = ("_early_stop", "_frame", "_last", "_surplus", "_values", "_wanted", "stopped")
 
     def __init__(self, frame: Frame, *, early_stop: bool) -> None:
         """Prepares to fill handles.
@@ -58,7 +60,8 @@ class Filling:
         """
         self._frame = frame
         self._early_stop = early_stop
-        self._values: list[torch.Tensor | None] = []
+        self._values: list[torch.Tensor] = []
+        self._wanted: Collection[int] | None = None
         self._last = -1
         self._surplus = 0
         self.stopped = False
@@ -81,7 +84,7 @@ class Filling:
                 last -= 1
         else:
             last, final = max(wanted), -1
-        self._last = last
+        self._last, self._wanted = last, wanted
         stop_at = last if self._early_stop else -1
         append = values.append
         plain = torch.Tensor
@@ -93,7 +96,7 @@ class Filling:
             if index > last:
                 return self._past_last(tensor, unfinished)
             if handles[index]() is None or (wanted is not None and index not in wanted):
-                append(None)
+                append(MISSING)
                 if tensor.requires_grad:
                     return tensor if tensor.is_leaf else tensor.detach()
                 if index != final:
@@ -124,32 +127,57 @@ class Filling:
             raise StopRecompute
         return tensor.detach()
 
-    def result(self, *, check_metadata: bool) -> list[torch.Tensor | None]:
-        """Returns the values when the rerun has ended: one entry a handle up to the last wanted, None for those not wanted.
+    def result(self, check: Check) -> list[torch.Tensor]:
+        """Returns the values when the rerun has ended: one entry a handle up to the last wanted, ``MISSING`` for the others.
+
+        A value that the function modified in place after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well,
+        unless it is the only one wanted: by itself, it is brought back before that.
 
         Args:
-            check_metadata: Whether values must have the shape, dtype and device that forward noted.
+            check: What values must have in common with what forward saved.
 
         Raises:
             DeterminismError: If the rerun saved other tensors than forward.
+            MutationError: If the only value wanted was modified in place since forward saved it.
         """
         values, frame = self._values, self._frame
         if not self._early_stop and frame.complete and len(values) + self._surplus != len(frame.handles):
             self._raise_miscounted()
         if len(values) <= self._last:
             self._raise_miscounted()
-        if check_metadata:
-            found = [None if value is None else (value.shape, value.dtype, value.device) for value in values]
-            expected = frame.metadata
-            if found != (expected if len(expected) == len(found) else expected[: len(found)]):
-                differences = self._differences()
-                if differences:
-                    raise self._error(
-                        "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-                        f"{_in_words(differences)}",
-                        *differences[0],
-                    )
+        found = list(map(check.facts, values))
+        expected = frame.facts
+        if found != (expected if len(expected) == len(found) else expected[: len(found)]):
+            self._look_into(found)
         return values
+
+    def _look_into(self, found: list[Any]) -> None:
+        differences = self._differences()
+        if differences:
+            raise self._error(
+                "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+                f"{_in_words(differences)}",
+                *differences[0],
+            )
+        for index, (value, expected, now) in enumerate(zip(self._values, self._frame.facts, found, strict=False)):
+            if value is not MISSING and expected != now:
+                if self._wanted is not None and len(self._wanted) == 1:
+                    raise self._modified(index)
+                self._values[index] = MISSING
+
+    def _modified(self, index: int) -> MutationError:
+        value, expected = self._values[index], version_of(self._frame.facts[index])
+        region = format_path(self._frame.path)
+        what = f"tensor {index} of those that it saved, {describe(value.shape, value.dtype, value.device)},"
+        return MutationError(
+            f"region {'/'.join(region)!r}: {what} has been modified by an inplace operation since forward: it is at version "
+            f"{value._version}; expected version {expected} instead. Backward reruns the region and needs the values that "
+            "forward saw: modify the tensor after backward (is an optimizer's step too early?), or let forward use a clone.",
+            region=region,
+            tensor=what.rstrip(","),
+            expected=expected,
+            found=value._version,
+        )
 
     def _raise_miscounted(self) -> None:
         expected, found = len(self._frame.handles), len(self._values) + self._surplus
@@ -173,11 +201,14 @@ class Filling:
 
     def _differences(self) -> list[tuple[int, str, str]]:
         """Returns position, saved and recomputed metadata of each value that differs; what was not wanted does not."""
-        return [
-            (index, describe(*expected), describe(value.shape, value.dtype, value.device))
-            for index, (value, expected) in enumerate(zip(self._values, self._frame.metadata, strict=False))
-            if value is not None and expected is not None and (value.shape, value.dtype, value.device) != expected
-        ]
+        differences = []
+        for index, (value, expected) in enumerate(zip(self._values, self._frame.facts, strict=False)):
+            if value is not MISSING and isinstance(expected, tuple):
+                shape, dtype, device = expected[:3]
+                if (value.shape, value.dtype, value.device) != (shape, dtype, device):
+                    found = describe(value.shape, value.dtype, value.device)
+                    differences.append((index, describe(shape, dtype, device), found))
+        return differences
 
     def _error(self, message: str, index: int, expected: str, found: str) -> DeterminismError:
         region = format_path(self._frame.path)

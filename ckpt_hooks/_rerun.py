@@ -28,6 +28,7 @@ from ._torch import (
     set_grad_enabled,
     suspend_transforms,
 )
+from .determinism import DEFAULT_CHECK, Check
 from .errors import DeterminismError
 
 __all__ = ["DEFAULT_OPTIONS", "FunctionFrame", "RegionOptions"]
@@ -44,13 +45,13 @@ class RegionOptions:
     Attributes:
         preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
         early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
-        check_metadata: Whether shape, dtype and device are compared.
+        check: What is compared with forward.
         name: The region's name in errors and reports; the function's own if None.
     """
 
     preserve_rng_state: bool = True
     early_stop: bool = True
-    check_metadata: bool = True
+    check: Check = DEFAULT_CHECK
     name: str | None = None
 
 
@@ -109,7 +110,7 @@ class FunctionFrame(Frame):
 
     def __enter__(self) -> FunctionFrame:
         self._ambient = _ambient.capture(preserve_rng_state=self._options.preserve_rng_state)
-        open_frame(self, note_metadata=self._options.check_metadata)
+        open_frame(self, self._options.check.facts)
         if self.observer is not None or self._contexts is not None:
             try:
                 if self.observer is not None:
@@ -144,7 +145,7 @@ class FunctionFrame(Frame):
         if self.observer is not None:
             self.observer.exited(self, error)
 
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         observer = self.observer
         if observer is None and self.explain is None:
@@ -167,7 +168,7 @@ class FunctionFrame(Frame):
                 observer.recomputed(self, error)
             del error  # its traceback has this call, which would keep it alive in turn
 
-    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
+    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         ambient, options = self._ambient, self._options
         transforms = undo = None
         filling = Filling(self, early_stop=options.early_stop)
@@ -203,7 +204,7 @@ class FunctionFrame(Frame):
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
-        return filling.result(check_metadata=options.check_metadata)
+        return filling.result(options.check)
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)

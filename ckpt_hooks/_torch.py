@@ -43,6 +43,10 @@ sequence_number: Callable[[], int] = _autograd._get_sequence_nr
 # 0.06 us for a question that takes one public call a device type. 2.11 to 2.15.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
+# Sets the version counters of tensors, which count modifications in place. Only for tensors of the package's own making, or
+# back to what they were. 2.11 to 2.15.
+set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
+
 # How many ``TorchFunctionMode`` objects are active (a default device is one), and each of them, outermost first. 2.11 to 2.15.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at

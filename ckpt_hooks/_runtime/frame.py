@@ -11,6 +11,7 @@ import abc
 import threading
 import weakref
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
@@ -18,9 +19,9 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
-from .passes import NO_PASSES, Pass, PassTable, graph_task_scope
+from .passes import MISSING, NO_PASSES, Pass, PassTable, graph_task_scope
 
-__all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Metadata", "Observer", "RegionPath", "format_path", "mutated_leaf"]
+__all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf"]
 
 # Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
 # paid by every region and read by hardly any.
@@ -34,10 +35,6 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
         name, path = path
         names.append(name)
     return tuple(reversed(names))
-
-
-# Shape, dtype and device of a tensor. A tuple, and a list of them a frame, since comparing two such lists is one operation.
-Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class Handle:
@@ -110,7 +107,7 @@ class Frame(abc.ABC):
 
     Attributes:
         handles: What was packed, in order, weakly.
-        metadata: Of each tensor packed in forward, None where it was kept; of no meaning where the frame checks nothing.
+        facts: Of each tensor packed in forward, what a recompute is compared with; those of :data:`MISSING` where it was kept.
         passes: Values brought back, by the key of the scope that they were brought back for.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
@@ -122,8 +119,8 @@ class Frame(abc.ABC):
         "__weakref__",
         "_lock",
         "complete",
+        "facts",
         "handles",
-        "metadata",
         "observer",
         "parent",
         "passes",
@@ -133,7 +130,7 @@ class Frame(abc.ABC):
 
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
         self.handles: list[weakref.ref[Handle]] = []
-        self.metadata: list[Metadata | None] = []
+        self.facts: list[Any] = []
         self.passes = NO_PASSES
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
@@ -145,7 +142,7 @@ class Frame(abc.ABC):
         self._lock = threading.RLock()
 
     @abc.abstractmethod
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor | None]:
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Brings tensors back.
 
         Called with the frame's lock held. Leaves the frame as it was, whether it returns or raises.
@@ -154,7 +151,8 @@ class Frame(abc.ABC):
             wanted: Indices of the handles to fill; None for all that are alive.
 
         Returns:
-            One entry a handle, up to the last one wanted: the tensor, detached, or None where it was not wanted.
+            One entry a handle, up to the last one wanted: the tensor, detached, or :data:`MISSING` where it was not wanted, or
+            where it was modified in the course of the recompute and has to be asked for by itself.
         """
 
     def open_pass(self, index: int) -> Pass:
@@ -204,13 +202,15 @@ class Frame(abc.ABC):
                 wanted += taken[since + 1 :]
                 del taken[since:]
             values = self.recompute(frozenset(wanted))
-            opened.values.extend([None] * (len(values) - len(opened.values)))
+            opened.values.extend([MISSING] * (len(values) - len(opened.values)))
             for position in wanted:
                 opened.values[position] = values[position]
             value = opened.values[index]
-            opened.values[index] = None
+            if value is MISSING and len(wanted) > 1:
+                value = self.recompute((index,))[index]
+            opened.values[index] = MISSING
             taken.append(index)
-            if value is None:
+            if value is MISSING:
                 raise InternalError(
                     f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
                     "bug in ckpt_hooks: please report it with the program.",

@@ -19,7 +19,8 @@ import torch
 
 from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
-from .frame import DEAD_HANDLE, Frame, Handle, Kept, Metadata, Observer, mutated_leaf
+from .frame import DEAD_HANDLE, Frame, Handle, Kept, Observer, mutated_leaf
+from .passes import MISSING
 from .stack import stack
 
 __all__ = ["close_frame", "open_frame", "unpack"]
@@ -45,40 +46,37 @@ def unpack(packed: Any) -> torch.Tensor:
     try:
         value = values[index]
     except IndexError:  # packed after the recompute
-        value = None
-    if value is None:
+        value = MISSING
+    if value is MISSING:
         value = frame.reopen_pass(opened, index)
     else:
-        values[index] = None
+        values[index] = MISSING
         opened.taken.append(index)
     if frame.observer is not None:
         frame.observer.unpacked(frame, index, value)
     return value
 
 
-def _pack_into(frame: Frame, note_metadata: bool) -> Callable[[torch.Tensor], Handle | Kept]:
+def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
-    append, note, reference = handles.append, frame.metadata.append, weakref.ref
+    append, note, reference = handles.append, frame.facts.append, weakref.ref
     path = frame.path
-    latest: Metadata | None = None
+    latest = missing = facts(MISSING)
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
         nonlocal latest
         if tensor.is_leaf and tensor.requires_grad:
             append(DEAD_HANDLE)
-            note(None)
+            note(missing)
             return tensor, tensor._version, path
         handle = Handle()  # attributes one by one: half the cost of an ``__init__``
         handle.frame = frame
         handle.index = len(handles)
         append(reference(handle))
-        if note_metadata:
-            metadata = (tensor.shape, tensor.dtype, tensor.device)
-            if metadata == latest:
-                metadata = latest  # neighbours are often alike, and one tuple serves for all of them
-            else:
-                latest = metadata
-            note(metadata)
+        found = facts(tensor)
+        if found != latest:  # neighbours are often alike, and one tuple serves for all of them
+            latest = found
+        note(latest)
         return handle
 
     return pack
@@ -96,18 +94,18 @@ def _pack_observed(
     return pack_observed
 
 
-def open_frame(frame: Frame, *, note_metadata: bool) -> None:
+def open_frame(frame: Frame, facts: Callable[[Any], Any]) -> None:
     """Makes a frame the innermost one of this thread.
 
     Args:
         frame: The frame, which has packed nothing yet.
-        note_metadata: Whether shape, dtype and device of each tensor are noted, which not every tensor has.
+        facts: Returns what is noted of each tensor, and of :data:`MISSING`.
 
     Raises:
         RuntimeError: Where saved-tensor hooks are disabled, with the message given to
             ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
     """
-    pack = _pack_into(frame, note_metadata)
+    pack = _pack_into(frame, facts)
     if frame.observer is not None:
         pack = _pack_observed(frame, frame.observer, pack)
     push_saved_tensors_hooks(pack, unpack)

@@ -14,25 +14,41 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ckpt_hooks._torch import queue_callback
 
-__all__ = ["NO_PASSES", "Pass", "PassTable", "Scope", "graph_task_scope", "new_group_scope"]
+__all__ = ["MISSING", "NO_PASSES", "Pass", "PassTable", "Scope", "graph_task_scope", "new_group_scope"]
+
+
+class _Missing:
+    """Stands among values for one that is not there, with what is asked of all of them."""
+
+    __slots__ = ()
+
+    shape = dtype = device = _version = None
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+#: Stands for a value that was taken, or not wanted.
+MISSING: Any = _Missing()
 
 
 class Pass:
     """The values of one frame in one scope.
 
     Attributes:
-        values: One entry a handle, in the order of saving: the tensor, or None where it was taken (Rule 4) or not wanted.
+        values: One entry a handle, in the order of saving: the tensor, or :data:`MISSING`.
         taken: Indices in the order in which they were taken.
     """
 
     __slots__ = ("taken", "values")
 
-    def __init__(self, values: list[torch.Tensor | None]) -> None:
+    def __init__(self, values: list[torch.Tensor]) -> None:
         self.values = values
         self.taken: list[int] = []
 

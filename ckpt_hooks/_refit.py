@@ -1,0 +1,53 @@
+"""Giving a tensor that went through somebody's saved-tensor hooks the strides and the version it had.
+
+Hooks that copy (``torch.autograd.graph.save_on_cpu``) bring back a dense tensor that was never written to, whatever was packed.
+Plain autograd does not mind; a function that is called again does: a transposed input takes other kernels than a dense one,
+with other roundings, and other tensors saved. And that what the function saves was not modified since is told by versions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ._torch import set_versions
+
+__all__ = ["refit"]
+
+
+def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
+    """Returns a tensor of the same values and gradient edge with the strides and the version asked for.
+
+    Args:
+        tensor: The tensor.
+        strides: One number a dimension, in elements; None where they do not matter.
+        version: What its version counter should say.
+    """
+    if (strides is None or tensor.stride() == strides) and tensor._version == version:
+        return tensor
+    with torch.enable_grad():
+        copy: torch.Tensor = _Copy.apply(tensor, strides)  # type: ignore[no-untyped-call]
+    set_versions((copy,), (version,))
+    return copy
+
+
+class _Copy(torch.autograd.Function):
+    """The copy as an operator: its output is no leaf where the input is none, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+        if strides is None:
+            return tensor.clone()
+        # Dimensions of stride 0 are expanded ones: one element is stored for all of them.
+        stored = tensor
+        for dimension, stride in enumerate(strides):
+            if stride == 0 and tensor.shape[dimension] > 1:
+                stored = stored.narrow(dimension, 0, 1)
+        copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
+        return copy if copy.shape == tensor.shape else copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
