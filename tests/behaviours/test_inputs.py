@@ -1,0 +1,419 @@
+"""Inputs: a rerun sees what forward saw, or an error says which input is no longer what it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import ckpt_hooks
+from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, assert_as_eager, assert_as_eager_or_error, gradients, plain, runs
+from tests.measure import leaf
+
+
+@dataclasses.dataclass
+class Batch:
+    """An input in a field."""
+
+    mask: torch.Tensor
+
+
+def weighted(x, mask):
+    return (x.sin() * mask).exp()
+
+
+# Mutation after forward
+
+
+def assert_notices(run, call, mutate, *, tensor=None, error=ckpt_hooks.MutationError):
+    """Asserts that backward raises, under plain autograd too, and that our error names the tensor."""
+    for caller in (plain, run):
+        y = call(caller)
+        with torch.no_grad():
+            mutate()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+            y.sum().backward()
+    if run.ours:
+        found = caught.value
+        assert isinstance(found, error)
+        assert found.expected < found.found
+        assert found.region
+        if tensor is not None:
+            assert found.tensor == tensor
+            assert tensor in str(found)
+
+
+@runs(*FORMS)
+def test_positional_tensor_mutated(run):
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    h = x * mask
+    assert_notices(run, lambda run: run(lambda h: h.sin().cos(), h), lambda: h.add_(1), tensor="args[0]")
+
+
+@runs("region", "nested")
+def test_second_positional_tensor_mutated(run):
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    assert_notices(run, lambda run: run(weighted, x, mask), lambda: mask.add_(1), tensor="args[1]")
+
+
+NESTED = {
+    "list": (lambda run, x, m: run(lambda x, c: weighted(x, c[0]), x, [m]), "args[1][0]"),
+    "dict": (lambda run, x, m: run(lambda x, c: weighted(x, c["mask"]), x, {"mask": m}), "args[1]['mask']"),
+    "dataclass": (lambda run, x, m: run(lambda x, c: weighted(x, c.mask), x, Batch(m)), "args[1].mask"),
+    "kwarg": (lambda run, x, m: run(weighted, x, mask=m), "kwargs['mask']"),
+    "partial": (lambda run, x, m: run(functools.partial(weighted, mask=m), x), "kwargs['mask']"),
+}
+
+
+@pytest.mark.parametrize("place", list(NESTED))
+@runs("region", "nested", torch_fails=UNNOTICED)
+def test_nested_tensor_mutated(run, place):
+    call, tensor = NESTED[place]
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    in_form = tensor if run.form == "region" or place != "partial" else None  # the partial is called by a function there
+    assert_notices(run, lambda run: call(run, x, mask), lambda: mask.add_(1), tensor=in_form)
+
+
+@runs("sequential", torch_fails=UNNOTICED)
+def test_nested_tensor_of_a_sequence_mutated(run):
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    assert_notices(run, lambda run: run(lambda c: weighted(*c), (x, mask)), lambda: mask.add_(1), tensor="args[0][1]")
+
+
+@runs(*FORMS, torch_fails=UNNOTICED)
+def test_closure_tensor_mutated(run):
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    assert_notices(run, lambda run: run(lambda x: weighted(x, mask), x), lambda: mask.add_(1))
+
+
+@runs(*FORMS, torch_fails=UNNOTICED)
+def test_closure_activation_mutated(run):
+    x = leaf(3)
+    h = x * 2.0
+    assert_notices(run, lambda run: run(lambda x: weighted(x, h), x), lambda: h.add_(1))
+
+
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@runs(*FORMS, torch_fails=UNNOTICED)
+def test_parameter_mutated(run, trainable):
+    """An optimizer step too early, or weights that are loaded."""
+    layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 3, dtype=torch.float64), nn.Tanh())
+    layer.requires_grad_(trainable)
+    x = leaf(2, 3)
+    assert_notices(run, lambda run: run(layer, x), lambda: layer[1].weight.add_(1))
+
+
+@runs(torch_fails=UNNOTICED)
+def test_optimizer_step_too_early(run):
+    layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 3, dtype=torch.float64), nn.Tanh())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(leaf(2, 3)).sum().backward()
+    x = leaf(2, 3)
+    assert_notices(run, lambda run: run(layer, x), optimizer.step)
+
+
+class Scaled(nn.Module):
+    """Multiplies by a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x):
+        return weighted(x, self.scale)
+
+
+@runs(*FORMS, torch_fails=UNNOTICED)
+def test_buffer_mutated(run):
+    module, x = Scaled(), leaf(3)
+    assert_notices(run, lambda run: run(module, x), lambda: module.scale.add_(1))
+
+
+# Containers changed after forward
+
+
+def assert_change_is_not_seen(run, change):
+    def program(run):
+        x, mask = leaf(3), torch.rand(3, dtype=torch.float64)
+        container = {"x": x, "list": [mask], "mask": mask, "batch": Batch(mask)}
+        y = run(lambda c: weighted(weighted(weighted(c["x"], c["list"][0]), c["mask"]), c["batch"].mask), container)
+        change(container, mask + 1)
+        return gradients(y, x)
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda c, other: c["list"].__setitem__(0, other), id="entry of a list rebound"),
+        pytest.param(lambda c, other: c["list"].insert(0, other), id="inserted"),
+        pytest.param(lambda c, other: c.update(mask=other), id="entry of a dict rebound"),
+        pytest.param(lambda c, other: setattr(c["batch"], "mask", other), id="field rebound"),
+    ],
+)
+@runs(*FORMS, torch_fails=SILENT)
+def test_container_changed(run, change):
+    assert_change_is_not_seen(run, change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda c, other: c["list"].pop(), id="list"),
+        pytest.param(lambda c, other: c.pop("mask"), id="dict"),
+    ],
+)
+@runs(*FORMS, torch_fails=LookupError)
+def test_entry_popped(run, change):
+    assert_change_is_not_seen(run, change)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(lambda weights: ((iter(weights),), {}), id="iterator"),
+        pytest.param(lambda weights: (((w for w in weights),), {}), id="generator"),
+        pytest.param(lambda weights: ((map(torch.abs, weights),), {}), id="map"),
+        pytest.param(lambda weights: (([iter(weights)],), {}), id="nested"),
+        pytest.param(lambda weights: ((), {"weights": iter(weights)}), id="kwarg"),
+    ],
+)
+@runs(*FORMS, torch_fails=UNNOTICED)
+def test_iterator_argument(run, arguments):
+    def function(x, weights):
+        for w in weights[0] if isinstance(weights, list) else weights:
+            x = x * w
+        return x
+
+    args, kwargs = arguments([leaf(3), leaf(3)])
+    with pytest.raises(TypeError, match="iterator|generator|map"):
+        run(function, leaf(3), *args, **kwargs)
+
+
+# Functions that mutate their inputs
+
+OWN_INPUT = {
+    "positional": lambda run, fn, x, buffer: run(fn, x, buffer),
+    "list": lambda run, fn, x, buffer: run(lambda x, c: fn(x, c[0]), x, [buffer]),
+    "dict": lambda run, fn, x, buffer: run(lambda x, c: fn(x, c["buffer"]), x, {"buffer": buffer}),
+    "kwarg": lambda run, fn, x, buffer: run(fn, x, buffer=buffer),
+}
+
+
+def own_input(place, function):
+    """Returns a program that hands a buffer to a function which writes to it."""
+
+    def program(run):
+        x, buffer = leaf(3), torch.rand(3, dtype=torch.float64)
+        y = OWN_INPUT[place](run, function, x, buffer)
+        return gradients(y, x), buffer
+
+    return program
+
+
+def write_then_use(x, buffer):
+    buffer.add_(1)
+    return (x.sin() * buffer).exp()
+
+
+def use_then_write(x, buffer):
+    y = (x.sin() * buffer).exp()
+    buffer.add_(1)
+    return y
+
+
+@runs("region", "nested")
+def test_function_mutates_its_positional_input(run):
+    assert_as_eager_or_error(own_input("positional", write_then_use), run, naming="args[1]")
+
+
+@pytest.mark.parametrize(
+    ("place", "name"), [("list", "args[1][0]"), ("dict", "args[1]['buffer']"), ("kwarg", "kwargs['buffer']")]
+)
+@runs("region", "nested", torch_fails=SILENT)
+def test_function_mutates_its_nested_input(run, place, name):
+    assert_as_eager_or_error(own_input(place, write_then_use), run, naming=name)
+
+
+def assert_raises_as_eager(program, run):
+    for caller in (plain, run):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            program(caller)
+
+
+@runs("region", "nested")
+def test_function_mutates_what_it_saved_of_its_positional_input(run):
+    assert_raises_as_eager(own_input("positional", use_then_write), run)
+
+
+@pytest.mark.parametrize("place", ["list", "dict", "kwarg"])
+@runs("region", "nested", torch_fails=UNNOTICED)
+def test_function_mutates_what_it_saved_of_its_nested_input(run, place):
+    assert_raises_as_eager(own_input(place, use_then_write), run)
+
+
+# Nested tensors under outer hooks
+
+CONTAINERS = {
+    "list": lambda run, fn, h: run(lambda c: fn(c[0]), [h]),
+    "dict": lambda run, fn, h: run(lambda c: fn(c["h"]), {"h": h}),
+    "dataclass": lambda run, fn, h: run(lambda c: fn(c.mask), Batch(h)),
+    "kwarg": lambda run, fn, h: run(lambda *, h: fn(h), h=h),
+    "partial": lambda run, fn, h: run(functools.partial(fn, h)),
+}
+
+
+@runs(torch_fails=SILENT)
+def test_nested_tensors_under_an_outer_region_are_not_kept(run, no_gc):
+    """The inner region's input is an activation of the outer one, gone when that has run forward."""
+
+    def outer(x, place):
+        h = x * 2.0
+        alive.append(weakref.ref(h))
+        return CONTAINERS[place](run, lambda h: h.sin().cos(), h).tan()
+
+    for place in CONTAINERS:
+        alive: list[Any] = []
+        x = leaf(3)
+        y = run(outer, x, place)
+        assert alive[0]() is None, place
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().tan().sum(), x)[0])
+
+
+@runs(torch_fails=SILENT)
+def test_nested_tensors_under_save_on_cpu_go_through_its_hooks(run, no_gc):
+    """Hooks that keep a copy, as ``save_on_cpu`` does of a tensor on an accelerator."""
+    for place in CONTAINERS:
+        packed: list[int] = []
+
+        def pack(tensor, packed=packed):
+            packed.append(tensor.data_ptr())
+            return tensor.detach().clone()
+
+        x = leaf(3)
+        h = x * 2.0
+        alive, pointer = weakref.ref(h), h.data_ptr()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = CONTAINERS[place](run, lambda h: h.sin().cos(), h)
+        del h
+        assert pointer in packed, place
+        assert alive() is None
+        y.sum().backward()
+        assert torch.equal(x.grad, torch.autograd.grad((x * 2.0).sin().cos().sum(), x)[0])
+
+
+# requires_grad changed before backward
+
+
+def assert_requires_grad_is_noticed(y, name):
+    with pytest.raises(torch.utils.checkpoint.CheckpointError) as caught:
+        y.sum().backward()
+    assert "requires_grad" in str(caught.value)
+    assert re.search(name, str(caught.value))
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "unfrozen"])
+@runs(*FORMS, torch_fails=SILENT)
+def test_parameter_frozen_or_unfrozen_before_backward(run, frozen):
+    layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 5, dtype=torch.float64), nn.Tanh())
+    layer[1].weight.requires_grad_(frozen)
+    y = run(layer, leaf(2, 3))
+    layer[1].weight.requires_grad_(not frozen)
+    assert_requires_grad_is_noticed(y, r"weight|float64\[5, 3\]")
+
+
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(
+    ("place", "name"), [("positional", r"args\[1\]"), ("list", r"args\[1\]\[0\]"), ("kwarg", r"kwargs\['buffer'\]")]
+)
+@runs("region", "nested", torch_fails=(SILENT, UNNOTICED))
+def test_argument_frozen_or_unfrozen_before_backward(run, place, name, required):
+    x, scale = leaf(3), torch.rand(3, dtype=torch.float64, requires_grad=required)
+    y = OWN_INPUT[place](run, lambda x, buffer: (x.sin() * buffer).exp(), x, scale)
+    scale.requires_grad_(not required)
+    assert_requires_grad_is_noticed(y, name)
+
+
+# Parameters that are freed after forward and filled again
+
+
+class Scale(nn.Module):
+    """Multiplies by a parameter, which autograd saves as it is."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(size))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def shard_by_data(layer):
+    """Frees and fills a layer's weight as ZeRO-3 does, by another storage: for its forward, and where it gets a gradient."""
+    full = layer.weight.detach().clone()
+
+    def gather(*_):
+        layer.weight.data = full.clone()
+
+    def release(*_):
+        layer.weight.data = torch.empty(0)
+
+    release()
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(release)
+    if layer.weight.requires_grad:
+        layer.register_full_backward_pre_hook(gather)
+
+
+def shard_in_place(layer):
+    """Frees and fills a layer's weight as FSDP does, in one storage: for its forward and its backward."""
+    weight, full = layer.weight, layer.weight.detach().clone()
+    storage = weight.untyped_storage()
+
+    def gather(*_):
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+            storage.resize_(full.nbytes)
+            weight.copy_(full)
+
+    def release(*_):
+        storage.resize_(0)
+
+    release()
+    layer.register_forward_pre_hook(gather)
+    layer.register_forward_hook(release)
+    layer.register_full_backward_pre_hook(gather)
+
+
+def sharded(shard, *, trainable):
+    """Returns a program over two layers, which are sharded where they run in a region."""
+
+    def program(run):
+        layers = nn.Sequential(Scale(3), nn.Tanh(), Scale(3), nn.Tanh()).requires_grad_(trainable)
+        x = torch.rand(2, 3, requires_grad=True)
+        if run is not plain:
+            shard(layers[0])
+            shard(layers[2])
+        y = run(layers, x)
+        return gradients(y, x, *(p for p in layers.parameters() if trainable))
+
+    return program
+
+
+@pytest.mark.parametrize(("shard", "trainable"), [(shard_by_data, True), (shard_in_place, True), (shard_in_place, False)])
+@runs(*FORMS)
+def test_parameter_storage_freed_and_refilled(run, shard, trainable):
+    assert_as_eager(sharded(shard, trainable=trainable), run)
+
+
+@runs(*FORMS, torch_fails=RuntimeError)
+def test_storage_of_a_frozen_parameter_freed_and_refilled(run):
+    assert_as_eager(sharded(shard_by_data, trainable=False), run)
