@@ -1,7 +1,7 @@
 """Runs of a program: plainly, and with its functions called as regions of one library.
 
-A program is a function of one argument, which calls functions: :func:`plain`, or a :class:`Run`. It makes whatever it needs
-itself, and returns what is to be compared.
+A program is a function of a :class:`Run`, by which it calls functions. It makes whatever it needs itself, and returns what is
+to be compared.
 """
 
 from __future__ import annotations
@@ -28,13 +28,8 @@ SILENT, UNNOTICED = AssertionError, pytest.fail.Exception
 _OURS_ALONE = {"name", "preserve_buffers"}
 
 
-def plain(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function, and that is all."""
-    return function(*args, **kwargs)
-
-
 class Run:
-    """Calls functions as regions.
+    """Calls functions as regions; :data:`plain` just calls them.
 
     Attributes:
         ours: Whether regions are this package's, not torch's.
@@ -62,29 +57,34 @@ class Run:
         return torch.utils.checkpoint.checkpoint_sequential(steps, 2, packed, use_reentrant=False, **self._options)
 
     def _region(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._library == "plain":
+            return function(*args, **kwargs)
         if self.ours:
             return ckpt_hooks.checkpoint(**self._options)(function)(*args, **kwargs)
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **self._options, **kwargs)
 
     def having(self, **options: Any) -> Run:
         """Returns a run with options; torch's does without those that it lacks."""
-        if not self.ours:
+        if self._library == "torch":
             options = {name: value for name, value in options.items() if name not in _OURS_ALONE}
             if options.get("determinism_check", "none") != "none":
                 del options["determinism_check"]
         return Run(self._library, self.form, **self._options, **options)
 
     def track_rng(self, source: Any) -> contextlib.AbstractContextManager[Any]:
-        """Tells the library of a source of random numbers; torch's takes none."""
+        """Tells the library of a source of random numbers, for a block; torch takes none."""
         return ckpt_hooks.track_rng(source) if self.ours else contextlib.nullcontext()
 
     def is_recomputing(self) -> bool:
-        """Whether this is a rerun; torch's does not say."""
+        """Whether this is a rerun; torch does not say."""
         return self.ours and ckpt_hooks.is_recomputing()
 
     def group(self) -> contextlib.AbstractContextManager[Any]:
         """Returns the library's ``GraphExecGroup``."""
         return (ckpt_hooks if self.ours else torch.utils.checkpoint).GraphExecGroup()
+
+
+plain = Run("plain")
 
 
 def runs(*forms: str, torch_fails: type[BaseException] | tuple[type[BaseException], ...] | None = None) -> pytest.MarkDecorator:
@@ -105,7 +105,7 @@ def runs(*forms: str, torch_fails: type[BaseException] | tuple[type[BaseExceptio
     )
 
 
-def outcome(program: Callable[[Any], Any], run: Any) -> list[Any]:
+def outcome(program: Callable[[Run], Any], run: Run) -> list[Any]:
     """Runs a program from given seeds; returns what it returned, as a flat list, and where it left the streams."""
     torch.manual_seed(1)
     random.seed(1)
@@ -127,13 +127,14 @@ def same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def assert_as_eager(program: Callable[[Any], Any], run: Run) -> None:
+def assert_as_eager(program: Callable[[Run], Any], run: Run) -> None:
     """Asserts that a program comes to the same with regions as without, bit for bit."""
     expected, found = outcome(program, plain), outcome(program, run)
+    assert len(found) == len(expected)
     assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
 
 
-def assert_as_eager_or_error(program: Callable[[Any], Any], run: Run, *, naming: str) -> None:
+def assert_as_eager_or_error(program: Callable[[Run], Any], run: Run, *, naming: str) -> None:
     """Asserts the same, or that an error says what is in the way; ours by name."""
     try:
         assert_as_eager(program, run)

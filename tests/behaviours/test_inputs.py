@@ -194,7 +194,7 @@ def test_iterator_argument(run, arguments):
         return x
 
     args, kwargs = arguments([leaf(3), leaf(3)])
-    with pytest.raises(TypeError, match="iterator|generator|map"):
+    with pytest.raises(TypeError, match=r"iterator|generator|map"):
         run(function, leaf(3), *args, **kwargs)
 
 
@@ -292,7 +292,7 @@ def test_nested_tensors_under_an_outer_region_are_not_kept(run, no_gc):
 @runs(torch_fails=SILENT)
 def test_nested_tensors_under_save_on_cpu_go_through_its_hooks(run, no_gc):
     """Hooks that keep a copy, as ``save_on_cpu`` does of a tensor on an accelerator."""
-    for place in CONTAINERS:
+    for place, call in CONTAINERS.items():
         packed: list[int] = []
 
         def pack(tensor, packed=packed):
@@ -303,7 +303,7 @@ def test_nested_tensors_under_save_on_cpu_go_through_its_hooks(run, no_gc):
         h = x * 2.0
         alive, pointer = weakref.ref(h), h.data_ptr()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = CONTAINERS[place](run, lambda h: h.sin().cos(), h)
+            y = call(run, lambda h: h.sin().cos(), h)
         del h
         assert pointer in packed, place
         assert alive() is None

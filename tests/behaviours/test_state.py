@@ -1,0 +1,339 @@
+"""State and side effects: buffers are written once, and code that must not run twice can tell."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, assert_as_eager_or_error, gradients, runs, same
+from tests.measure import leaf
+
+# Buffers
+
+
+class Rebound(nn.Module):
+    """Tracks a mean in a buffer that each forward replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return (x - self.mean).sin()
+
+
+class Amax(nn.Module):
+    """Scales by a history of largest values, as FP8 layers do, written in place or replaced."""
+
+    def __init__(self, *, in_place):
+        super().__init__()
+        self.in_place = in_place
+        self.register_buffer("history", torch.ones(4, dtype=torch.float64))
+        self.register_buffer("scale", torch.ones((), dtype=torch.float64))
+
+    def forward(self, x):
+        scale = 1 / self.history.max()
+        newest = x.detach().abs().max()
+        if self.in_place:
+            self.history.copy_(self.history.roll(1))
+            self.history[0] = newest
+            self.scale.copy_(scale)
+        else:
+            self.history = torch.cat([newest[None], self.history[:-1]])
+            self.scale = scale
+        return (x * scale).sin()
+
+
+def batch_norm(**options):
+    return nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64, **options), nn.Tanh())
+
+
+def spectral_norm():
+    return nn.Sequential(nn.utils.spectral_norm(nn.Linear(3, 3, dtype=torch.float64)), nn.Tanh())
+
+
+def spectral_norm_parametrization():
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(3, 3, dtype=torch.float64)), nn.Tanh())
+
+
+def fake_quantize(name):
+    quantization = pytest.importorskip("torch.ao.quantization")
+    kind = getattr(quantization, name)
+    observed = kind(observer=quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=255)
+    return nn.Sequential(nn.Linear(3, 3), observed, nn.Tanh())
+
+
+BUFFERED = {
+    "BatchNorm": batch_norm,
+    "BatchNorm, cumulative": functools.partial(batch_norm, momentum=None),
+    "rebound": Rebound,
+    "spectral_norm": spectral_norm,
+    "spectral_norm parametrization": spectral_norm_parametrization,
+    "FakeQuantize": functools.partial(fake_quantize, "FakeQuantize"),
+    "FusedMovingAvgObsFakeQuantize": functools.partial(fake_quantize, "FusedMovingAvgObsFakeQuantize"),
+    "FP8 amax in place": functools.partial(Amax, in_place=True),
+    "FP8 amax rebound": functools.partial(Amax, in_place=False),
+}
+
+
+def make(kind):
+    """Returns a module whose buffers have been written before."""
+    module = BUFFERED[kind]()
+    module(3 * data(module))
+    return module
+
+
+def data(module):
+    dtype = next((p.dtype for p in module.parameters()), torch.float64)
+    return torch.randn(4, 3, dtype=dtype, requires_grad=True)
+
+
+def results(y, x, module):
+    """Returns gradients and buffers after a backward, and whether the buffers are the objects that forward left there."""
+    before = dict(module.named_buffers())
+    found = gradients(y, x, *module.parameters())
+    after = dict(module.named_buffers())
+    return found, after, [after[name] is before[name] for name in before]
+
+
+@pytest.mark.parametrize("kind", list(BUFFERED))
+@runs(*FORMS, torch_fails=SILENT)
+def test_buffers_are_updated_once(run, kind):
+    def program(run):
+        module = make(kind)
+        x = data(module)
+        return results(run(module, x), x, module)
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("kind", list(BUFFERED))
+@runs("region", "nested", torch_fails=SILENT)
+def test_buffers_of_a_module_that_two_regions_share(run, kind):
+    """Each rerun sees the buffers as they were before its forward; in the end they are what the last forward left."""
+
+    def program(run):
+        module = make(kind)
+        x = data(module)
+        return results(run(module, run(module, x)), x, module)
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_batch_norm_with_several_backwards(run):
+    """Two forwards before their backwards, one of which runs twice."""
+
+    def program(run):
+        module = batch_norm()
+        x = data(module)
+        first, second = run(module, x), run(module, x * 2)
+        first.sum().backward(retain_graph=True)
+        first.sum().backward()
+        return results(second, x, module)
+
+    assert_as_eager(program, run)
+
+
+def through_closure(run, module, x):
+    return run(lambda x: module(x).sin(), x)
+
+
+def through_default_argument(run, module, x):
+    def function(x, module=module):
+        return module(x).sin()
+
+    return run(function, x)
+
+
+def through_partial(run, module, x):
+    return run(functools.partial(lambda module, x: module(x).sin(), module), x)
+
+
+_global_module = batch_norm()
+
+
+def uses_global(x):
+    return _global_module(x).sin()
+
+
+class Block(nn.Module):
+    """Has a part of itself checkpointed."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norm = norm
+
+    def part(self, x):
+        return self.norm(x).sin()
+
+
+REACHED = {
+    "module": lambda run, module, x: run(module, x),
+    "bound method": lambda run, module, x: run(module.forward, x),
+    "method of a parent": lambda run, module, x: run(Block(module).part, x),
+    "partial": through_partial,
+    "closure": through_closure,
+    "default argument": through_default_argument,
+    "argument": lambda run, module, x: run(lambda x, module: module(x).sin(), x, module),
+    "argument in a list": lambda run, module, x: run(lambda x, c: c[0](x).sin(), x, [module]),
+    "keyword": lambda run, module, x: run(lambda x, *, module: module(x).sin(), x, module=module),
+    "global": lambda run, module, x: run(uses_global, x),
+}
+
+
+@pytest.mark.parametrize("way", list(REACHED))
+@runs(*FORMS, torch_fails=SILENT)
+def test_batch_norm_however_the_function_reaches_it(run, monkeypatch, way):
+    def program(run):
+        module = batch_norm()
+        monkeypatch.setitem(globals(), "_global_module", module)
+        x = data(module)
+        return results(REACHED[way](run, module, x), x, module)
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested")
+def test_preserve_buffers_false_updates_them_with_each_run(run):
+    module = nn.Sequential(nn.BatchNorm1d(3, dtype=torch.float64), nn.Tanh())
+    x = data(module)
+    y = run.having(preserve_buffers=False)(module, x)
+    assert module[0].num_batches_tracked == 1
+    y.sum().backward()
+    assert module[0].num_batches_tracked > 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "buffer"), [("BatchNorm", "0.running_var"), ("FP8 amax in place", "history"), ("FP8 amax rebound", "history")]
+)
+@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
+def test_buffers_that_another_graph_has_saved(run, kind, buffer):
+    """Putting buffers back is no change that a graph outside of the region would notice."""
+
+    def program(run):
+        module = make(kind)
+        x = data(module)
+        y = run(module, x)
+        z = x.sum() * module.get_buffer(buffer)
+        y.sum().backward()
+        return results(z, x, module)
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_buffers_after_a_failed_rerun(run):
+    module, fails = batch_norm(), False
+
+    def function(x):
+        y = module(x)
+        if fails:
+            raise ValueError("not now")
+        return y.sin()
+
+    x = data(module)
+    y = run(function, x).sum()
+    expected = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    fails = True
+    with pytest.raises(ValueError, match="not now"):
+        y.backward()
+    assert all(same(buffer, expected[name]) for name, buffer in module.named_buffers())
+    fails = False
+    y.backward()
+    assert all(same(buffer, expected[name]) for name, buffer in module.named_buffers())
+
+
+# Side effects
+
+
+@runs(*FORMS, torch_fails=SILENT)
+def test_logging_and_counters(run):
+    calls = []
+
+    def function(x):
+        if not run.is_recomputing():
+            calls.append(1)
+        return x.sin().exp()
+
+    run(function, leaf(3)).sum().backward()
+    assert calls == [1]
+
+
+@runs(*FORMS, torch_fails=SILENT)
+def test_aux_losses(run):
+    def program(run):
+        losses = []
+
+        def function(x):
+            h = x.sin().exp()
+            loss = h.square().mean()
+            if not run.is_recomputing():
+                losses.append(loss)
+            return h.cos()
+
+        x = leaf(3)
+        total = run(function, x).sum() + losses[0]
+        return gradients(total, x), losses
+
+    assert_as_eager(program, run)
+
+
+CACHE_READERS = {
+    "as many tensors": lambda cache: torch.stack(cache).sum(0).sin(),
+    "other shapes": lambda cache: torch.cat(cache).sin().sum(),
+}
+
+
+def attend(x, cache, read):
+    cache.append(x.exp())
+    return x * read(cache)
+
+
+@pytest.mark.parametrize("read", CACHE_READERS.values(), ids=CACHE_READERS)
+@runs(*FORMS, torch_fails=(SILENT, RuntimeError))
+def test_function_appends_to_a_list_it_was_given(run, read):
+    def program(run):
+        cache, x = [], leaf(3)
+        y = run(attend, run(attend, x, cache, read), cache, read)
+        return gradients(y, x), cache
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
+def test_function_adds_to_a_dict_it_was_given(run):
+    def program(run):
+        def function(x, cache):
+            cache["keys"] = torch.cat([cache["keys"], x.exp()]) if "keys" in cache else x.exp()
+            return (x.sum() * cache["keys"]).sin()
+
+        cache, x = {}, leaf(3)
+        y = run(function, run(function, x, cache), cache)
+        return gradients(y, x), cache
+
+    assert_as_eager(program, run)
+
+
+def closed_over(read):
+    """Returns a program whose function appends to a list of its closure."""
+
+    def program(run):
+        keys_seen, x = [], leaf(3)
+        return gradients(run(lambda x: attend(x, keys_seen, read), x), x), keys_seen
+
+    return program
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_function_appends_to_a_list_it_closes_over(run):
+    assert_as_eager_or_error(closed_over(CACHE_READERS["as many tensors"]), run, naming="keys_seen")
+
+
+@runs("region", "nested")
+def test_function_appends_to_a_list_it_closes_over_and_other_shapes_are_saved(run):
+    assert_as_eager_or_error(closed_over(CACHE_READERS["other shapes"]), run, naming="keys_seen")
