@@ -1,0 +1,362 @@
+"""Determinism and errors: a rerun that does something else is noticed, one that fails or is cut short does no harm."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+import ckpt_hooks
+from tests.behaviours.runs import (
+    FORMS,
+    SILENT,
+    UNNOTICED,
+    Run,
+    assert_as_eager,
+    assert_as_eager_or_error,
+    gradients,
+    plain,
+    runs,
+    same,
+)
+from tests.measure import leaf
+
+
+class Switch:
+    """A function that does one thing at first and, once ``then`` was called, another thing."""
+
+    def __init__(self, first, other):
+        self.function, self.other = first, other
+
+    def __call__(self, x):
+        return self.function(x)
+
+    def then(self):
+        self.function = self.other
+
+
+# Other tensors than those of forward
+
+
+def first(x):
+    return x.sin().cos().exp()
+
+
+# What the rerun does instead, and what the error should say: index, node, expected, found.
+DIFFERENCES = {
+    "count": (lambda x: x.sin(), 1, "CosBackward0", "3 tensors", "1 tensors"),
+    "shape": (lambda x: first(x[:2]), 0, "SinBackward0", "float64[3] on cpu", "float64[2] on cpu"),
+    "dtype": (lambda x: first(x.float()), 0, "SinBackward0", "float64[3] on cpu", "float32[3] on cpu"),
+    "device": (lambda x: first(x.to("meta")), 0, "SinBackward0", "float64[3] on cpu", "float64[3] on meta"),
+    "later": (lambda x: x.sin()[:2].cos().exp(), 1, "CosBackward0", "float64[3] on cpu", "float64[2] on cpu"),
+}
+
+
+def raised_by(run, first, other, **options):
+    """Returns the error of a region that does something else when it is rerun."""
+    function = Switch(first, other)
+    y = run.having(**options)(function, leaf(3) * 2.0)
+    function.then()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError) as caught:
+        y.sum().backward()
+    return caught.value
+
+
+@pytest.mark.parametrize("difference", list(DIFFERENCES))
+@runs(*FORMS)
+def test_other_metadata_is_an_error(run, difference):
+    raised_by(run, first, DIFFERENCES[difference][0])
+
+
+@runs("region", "nested")
+def test_more_tensors_are_an_error(run):
+    raised_by(run, lambda x: x.sin().cos(), lambda x: x.sin().cos().exp().tan(), early_stop=False)
+
+
+@pytest.mark.parametrize("difference", list(DIFFERENCES))
+@runs(torch_fails=AttributeError)
+def test_other_metadata_is_said_where(run, difference):
+    other, index, grad_fn, expected, found = DIFFERENCES[difference]
+    error = raised_by(run, first, other, name="block")
+    assert (error.region, error.index, error.expected, error.found) == (("block",), index, expected, found)
+    assert error.grad_fn == grad_fn
+    assert "block" in str(error)
+    assert grad_fn in str(error)
+    assert isinstance(error, ckpt_hooks.DeterminismError)
+
+
+@runs(torch_fails=AttributeError)
+def test_more_tensors_are_said_where(run):
+    error = raised_by(run, lambda x: x.sin().cos(), lambda x: x.sin().cos().exp().tan(), name="block", early_stop=False)
+    assert (error.region, error.index, error.expected) == (("block",), 2, "2 tensors")
+    assert error.found.startswith("3 tensors")
+    assert error.grad_fn is None or error.grad_fn.endswith("Backward0")
+
+
+@runs(torch_fails=AttributeError)
+def test_the_regions_path_is_said(run):
+    function = Switch(lambda x: x.sin().exp(), lambda x: x[:2].sin().exp())
+    y = run.having(name="outer")(lambda x: run.having(name="inner")(function, x.cos()) * 2, leaf(3))
+    function.then()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError) as caught:
+        y.sum().backward()
+    assert caught.value.region == ("outer", "inner")
+    assert "inner" in str(caught.value)
+
+
+# Other values
+
+_scale = 1.0
+
+
+def by_global(run):
+    x = leaf(3)
+    y = run(lambda x: (x * _scale).sin().exp(), x)
+    return y, lambda: globals().__setitem__("_scale", 2.0)
+
+
+class ScaledInTraining(nn.Module):
+    """Does something else when it is not training."""
+
+    def forward(self, x):
+        return (x * (2.0 if self.training else 1.0)).sin().exp()
+
+
+def by_eval(run):
+    module = ScaledInTraining()
+    return run(module, leaf(3)), module.eval
+
+
+def by_swapped_operators(run):
+    function = Switch(lambda x: x.sin().cos().exp(), lambda x: x.cos().sin().exp())
+    return run(function, leaf(3)), function.then
+
+
+def by_swapped_rows(run):
+    """The same numbers at other places."""
+    function = Switch(lambda x: x.sin().cos(), lambda x: x.flip(0).sin().cos())
+    return run(function, leaf(3)), function.then
+
+
+VALUES = {"global changed": by_global, "eval before backward": by_eval, "operators swapped": by_swapped_operators}
+
+
+def fails_by_values(make, run):
+    y, change = make(run)
+    change()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError) as caught:
+        y.sum().backward()
+    return caught.value
+
+
+@pytest.fixture(autouse=True)
+def _scale_is_put_back(monkeypatch):
+    monkeypatch.setitem(globals(), "_scale", 1.0)
+
+
+@pytest.mark.parametrize("check", ["values", "sampled_values", lambda tensor: tensor.double().sum(), lambda t: t.tolist()])
+@pytest.mark.parametrize("change", list(VALUES))
+@runs("region", "nested", torch_fails=UNNOTICED)
+def test_other_values_are_noticed(run, change, check):
+    error = fails_by_values(VALUES[change], run.having(determinism_check=check))
+    assert isinstance(error, ckpt_hooks.DeterminismError)
+    assert isinstance(error.index, int)
+    assert error.expected != error.found
+
+
+@pytest.mark.parametrize("check", ["sampled_values", lambda tensor: tensor.tolist()])
+@runs("region", "nested", torch_fails=UNNOTICED)
+def test_the_same_values_at_other_places_are_noticed(run, check):
+    fails_by_values(by_swapped_rows, run.having(determinism_check=check))
+
+
+@pytest.mark.parametrize("check", ["default", "none"])
+@pytest.mark.parametrize("change", list(VALUES))
+@runs("region", "nested")
+def test_other_values_pass_where_values_are_not_compared(run, change, check):
+    y, change_it = VALUES[change](run.having(determinism_check=check))
+    change_it()
+    y.sum().backward()
+
+
+@runs(torch_fails=UNNOTICED)
+def test_other_values_are_said_where(run):
+    function = Switch(lambda x: x.sin().cos().exp(), lambda x: x.cos().cos().exp())
+    error = fails_by_values(
+        lambda run: (run(function, leaf(3)), function.then), run.having(determinism_check="values", name="block")
+    )
+    assert (error.region, error.index, error.grad_fn) == (("block",), 1, "CosBackward0")
+    assert "block" in str(error)
+    assert "CosBackward0" in str(error)
+
+
+def of_many_kinds(run):
+    """Saves tensors of many dtypes and layouts, with values that are not equal to themselves."""
+
+    def function(x, z, index):
+        h = x.float().bfloat16().sin()
+        h = h.t()[1:, ::2].exp().double()
+        picked = x.double()[index].masked_fill(x.double()[index] > 0, 0.5)
+        empty = x[:0].exp().sum()
+        infinite = (x / 0).sin() * (x / 0)
+        return h.sum() + picked.tan().sum() + (z * z.conj()).real.sum() + empty + infinite.half().sin().sum()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    z = torch.randn(3, dtype=torch.complex128, requires_grad=True)
+    y = run(function, x, z, torch.tensor([2, 0]))
+    y.backward()
+    return [torch.nan_to_num(t, nan=7.0) for t in (y.detach(), x.grad)] + [z.grad]
+
+
+@pytest.mark.parametrize("check", ["default", "none", "values", "sampled_values", lambda tensor: tuple(tensor.shape)])
+@runs(*FORMS[:2])
+def test_exact_reruns_pass_every_check(run, check):
+    assert_as_eager(of_many_kinds, run.having(determinism_check=check))
+
+
+@pytest.mark.parametrize("result", ["tensor", "number"])
+def test_a_check_of_ones_own_sees_each_saved_tensor_of_both_runs(result):
+    seen = []
+
+    def check(tensor):
+        seen.append(tensor.detach().clone())
+        return tensor.sum() if result == "tensor" else tensor.sum().item()
+
+    x = leaf(3)
+    Run("ours").having(determinism_check=check)(lambda x: (x * 2).sin().cos(), x).sum().backward()
+    expected = [x.detach() * 2, (x.detach() * 2).sin()]
+    assert [same(a, b) for a, b in zip(seen, expected * 2, strict=True)] == [True] * 4
+
+
+@pytest.mark.parametrize("check", ["value", "", None, 3])
+@runs()
+def test_unknown_check(run, check):
+    call = ckpt_hooks.checkpoint if run.ours else torch.utils.checkpoint.checkpoint
+    with pytest.raises(ValueError, match="determinism_check") as caught:
+        call(torch.sin, leaf(3), use_reentrant=False, determinism_check=check)
+    choices = ["default", "none", *(["values", "sampled_values"] if run.ours else [])]
+    assert all(re.search(rf"'{choice}'", str(caught.value)) for choice in choices)
+
+
+# Errors in a rerun
+
+
+def failing_once(backward):
+    """Returns a program whose function fails when it is rerun for the first time."""
+
+    def program(run):
+        calls = []
+
+        def function(x):
+            calls.append(1)
+            h = F.dropout(x.sin(), 0.5)
+            if len(calls) == 2 and run is not plain:
+                raise ValueError("not now")
+            return h.exp().cos()
+
+        x = leaf(8)
+        y = run(function, x).sum()
+        backward(run, y)
+        return y, x.grad
+
+    return program
+
+
+def twice(run, y):
+    if run is not plain:
+        with pytest.raises(ValueError, match="not now"):
+            y.backward()
+    y.backward()
+
+
+def twice_in_a_group(run, y):
+    with run.group():
+        twice(run, y)
+
+
+@runs(*FORMS)
+def test_backward_again_after_an_error_in_the_rerun(run):
+    assert_as_eager(failing_once(twice), run)
+
+
+@runs(*FORMS, torch_fails=(SILENT, RuntimeError))
+def test_backward_again_after_an_error_in_the_rerun_in_a_group(run):
+    assert_as_eager(failing_once(twice_in_a_group), run)
+
+
+def with_fallback(x):
+    try:
+        return x.sin().exp().cos()
+    except Exception:
+        return x.tan().tan()
+
+
+def with_bare_fallback(x):
+    try:
+        return x.sin().exp().cos()
+    except:  # noqa: E722 (what is caught is the point)
+        return x.tan().tan()
+
+
+def with_fallback_halfway(x):
+    try:
+        h = x.sin().exp()
+    except Exception:
+        h = x.tan().tan()
+    return h * 2
+
+
+def simple(function):
+    def program(run):
+        x = leaf(3)
+        return gradients(run(function, x), x)
+
+    return program
+
+
+@pytest.mark.parametrize("function", [with_fallback, with_fallback_halfway])
+@runs(*FORMS, torch_fails=AssertionError)
+def test_except_exception_around_the_early_stop(run, function):
+    assert_as_eager(simple(function), run)
+
+
+@runs(*FORMS, torch_fails=AssertionError)
+def test_bare_except_around_the_early_stop(run):
+    assert_as_eager_or_error(simple(with_bare_fallback), run, naming="")
+
+
+# Operators and functions with ways of their own
+
+
+@runs(*FORMS, torch_fails=SILENT)
+def test_rrelu_last_in_the_region(run):
+    assert_as_eager(simple(nn.RReLU()), run)
+
+
+@runs(*FORMS, torch_fails=SILENT)
+def test_rrelu_last_in_the_region_after_others(run):
+    assert_as_eager(simple(nn.Sequential(nn.Tanh(), nn.RReLU())), run)
+
+
+class Twice(torch.autograd.Function):
+    """Unpacks what it saved twice in its backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        (again,) = ctx.saved_tensors
+        return grad * (x + again).cos()
+
+
+@runs(*FORMS, torch_fails=RuntimeError)
+def test_saved_tensor_unpacked_twice_in_one_backward(run):
+    assert_as_eager(simple(lambda x: Twice.apply(x.exp()).tan()), run)
