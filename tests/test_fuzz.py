@@ -9,10 +9,11 @@ import re
 import pytest
 import torch
 
-from tests.fuzz.features import CORE, FEATURES, parse
+from tests.fuzz import statements
+from tests.fuzz.features import ABSENT, CORE, FEATURES, parse
 from tests.fuzz.generate import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
-from tests.fuzz.programs import Region, walk
+from tests.fuzz.programs import CONTAINERS, MODES, Region, walk
 from tests.fuzz.run import Tally, fuzz, is_failure, minimal
 
 
@@ -68,7 +69,8 @@ def test_programs_have_what_they_are_made_of():
     regions = [node for program in programs for node in walk(program.body) if isinstance(node, Region)]
     assert {region.packing for region in regions} == {"tuple", "list", "dict", "nested"}
     styles = {binding.style for region in regions for binding in region.bindings}
-    assert styles == {"positional", "keyword", "partial", "partial keyword", "list", "dict"}
+    assert styles == {"positional", "keyword", "partial", "partial keyword", *CONTAINERS}
+    assert {program.ending.mode for program in programs} == set(MODES)
 
     def depth(body):
         return max([isinstance(node, Region) + depth(getattr(node, "body", [])) for node in body], default=0)
@@ -76,10 +78,14 @@ def test_programs_have_what_they_are_made_of():
     assert {depth(program.body) for program in programs} == {1, 2, 3, 4}
     text = "\n".join(program.source() for program in programs)
     assert len(set(re.findall(r"\w+(?=\()", text))) > 250
-    marks = ["autocast", "no_grad", "fork_rng", "except", ".apply(", "torch.autograd.grad(", "generator=g"]
-    if importlib.util.find_spec("numpy") is not None:
-        marks.append("np.random")
-    for mark in marks:
+    modules = {constructor.split("(")[0] for made in statements.MODULES.values() for _, constructor, _ in made}
+    blocks = {header.split("(")[0] for made in statements.BLOCKS.values() for header, _ in made}
+    marks = ["except", ".apply(", "torch.autograd.grad(", "generator=g", "in_segments(run, "]
+    if "python_random" not in ABSENT:
+        marks += ["random.random", 'track_rng("python")']
+    if "numpy_random" not in ABSENT and importlib.util.find_spec("numpy") is not None:
+        marks += ["np.random", 'track_rng("numpy")']
+    for mark in [*modules, *blocks, *marks]:
         assert mark in text
 
 

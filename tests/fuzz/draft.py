@@ -12,6 +12,7 @@ import random
 
 import torch
 
+from .features import ABSENT
 from .programs import Line, Node, Region, listed, names_in
 from .scripts import base_namespace
 
@@ -43,6 +44,7 @@ class Scope:
     def __init__(self, depth: int) -> None:
         self.names: list[str] = []
         self.functions: list[Region] = []
+        self.generators: list[str] = []
         self.depth = depth
 
 
@@ -51,7 +53,7 @@ class Draft:
 
     def __init__(self, seed: int, features: frozenset[str]) -> None:
         self.seed = seed
-        self.features = features
+        self.features = features - ABSENT
         self.random = random.Random(seed)
         self.values = base_namespace()
         self.values["run"] = lambda function, *args, **kwargs: function(*args, **kwargs)
@@ -62,8 +64,10 @@ class Draft:
         self.count = 0
         self.dtype = self.random.choice(["torch.float64", "torch.float32"])
         self.frozen: set[int] = set()  # storages that regions read from outside: not to be written to
+        self.closed: set[int] = set()  # those of them that regions close over
         self.hooked: set[int] = set()  # storages of tensors with hooks: not to be written to either
         self.saved: set[int] = set()  # storages that autograd saved
+        self.passing: set[int] = set()  # those of them that a backward inside forward alone had saved
         self.held: list[torch.Tensor] = []  # keeps those storages, so that no other gets the same address
         self.stale = False
         self.copying = 0  # how many blocks there are around whose hooks copy what is saved
@@ -81,6 +85,11 @@ class Draft:
     @property
     def visible(self) -> list[str]:
         return [name for scope in self.scopes for name in scope.names]
+
+    @property
+    def functions(self) -> list[Region]:
+        """Those of earlier regions that another call may be written of."""
+        return [region for scope in self.scopes for region in scope.functions]
 
     def pick(self, suits=is_float) -> str | None:
         """Returns a name to read whose value suits, the later ones rather, or None."""
@@ -111,9 +120,11 @@ class Draft:
         self.hooked.add(storage_of(self.values[name]))
         return name
 
-    def freeze(self, name: str) -> None:
+    def freeze(self, name: str, *, closed: bool = False) -> None:
         if isinstance(self.values[name], torch.Tensor):
             self.frozen.add(storage_of(self.values[name]))
+            if closed or (len(self.scopes) > 1 and name not in self.scopes[-1].names):
+                self.closed.add(storage_of(self.values[name]))
 
     def leaf(self, shape, dtype: str, *, needs_grad: bool) -> str:
         name = self.fresh()
@@ -136,18 +147,26 @@ class Draft:
 
     def parameter(self, shape: tuple[int, ...], dtype: torch.dtype) -> str:
         """Returns a leaf of a shape: one there is, or a new one, which stands in the setup if its statement is taken."""
-        leaves = [name for node in self.setup for name in node.defines() if name.startswith("v")]
+        leaves = self.set_up_names("v")
         fitting = [name for name in leaves if self.values[name].shape == shape and self.values[name].dtype == dtype]
         if fitting and self.chance(0.6):
-            return self.random.choice(fitting)
+            name = self.random.choice(fitting)
+            self.freeze(name)
+            return name
         name = self.fresh()
         size = ", ".join(map(str, shape))
         suffix = "" if self.chance(0.15) else ", requires_grad=True"
         self.set_up(Line(f"{name} = torch.randn({size}, dtype={dtype}{suffix})"))
         return name
 
+    def set_up_names(self, letter: str) -> list[str]:
+        return [name for node in self.setup for name in node.defines() if name.startswith(letter)]
+
     def generator(self) -> str:
-        present = [name for node in self.setup for name in node.defines() if name.startswith("g")]
+        given = self.scopes[-1].generators
+        if given and self.chance(0.5):
+            return self.random.choice(given)
+        present = self.set_up_names("g")
         if present and self.chance(0.7):
             return self.random.choice(present)
         name = self.fresh("g")
@@ -172,7 +191,9 @@ class Draft:
         if not self.stale and any(version not in (-1, tensor._version) for tensor, version in saved):
             raise ValueError("writes to what it saves")
         self.held += (tensor for tensor, _ in saved)
-        self.saved.update(storage_of(tensor) for tensor, _ in saved)
+        new = {storage_of(tensor) for tensor, _ in saved}
+        self.saved |= new
+        self.passing -= new
 
     def attempt(self, text: str) -> list[Node] | None:
         """Executes an expression; returns the statement that gives its value names, or None if it will not do."""

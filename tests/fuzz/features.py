@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["CORE", "FEATURES", "parse"]
+import ckpt_hooks
+
+__all__ = ["ABSENT", "CORE", "FEATURES", "parse"]
 
 #: What a runtime must get right without being told anything.
 CORE = frozenset(
@@ -19,6 +21,7 @@ CORE = frozenset(
         "closures",  # values of outer functions read in regions
         "containers",  # lists, dicts, keywords, partials; several results, some of them not used
         "modules",
+        "sequential",  # functions in segments
         "nesting",  # regions in regions, to depth 4; without it all regions are siblings
         "inner_backward",  # autograd.grad and backward inside forward
         "hooks",  # the user's own saved-tensor hooks
@@ -32,15 +35,19 @@ CORE = frozenset(
 #: All features; those not in :data:`CORE` need what a function frame is not told, or cannot do.
 FEATURES = CORE | {
     "ambient",  # default dtype and device, context variables and backend flags that are others in backward
+    "closure_mutation",  # writes to what regions close over and plain autograd has no need of
     "buffers",  # modules that update their own buffers
     "generators",  # torch.Generator objects in closures and arguments
-    "input_mutation",  # writes to a region's arguments and to what it closes over
-    "numpy_random",
-    "python_random",
+    "input_mutation",  # writes to a region's arguments
+    "numpy_random",  # NumPy's global generator, with ckpt_hooks.track_rng
+    "python_random",  # that of the random module, likewise
     "side_effects",  # a list that a region appends to
     "stale_saves",  # writes to what backward needs: plain autograd raises
     "step_in_backward",  # parameters updated as soon as their gradients are there
 }
+
+#: Those that there is nothing to test of yet.
+ABSENT = frozenset() if hasattr(ckpt_hooks, "track_rng") else frozenset({"numpy_random", "python_random"})
 
 
 def parse(text: str) -> frozenset[str]:

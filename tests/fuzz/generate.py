@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import random
+import re
 import warnings
 
 import torch
@@ -10,13 +12,14 @@ import torch
 from . import ops, statements
 from .draft import Draft, Scope, is_float, is_usable, storage_of
 from .features import CORE
-from .programs import MODES, Binding, Block, Ending, Line, Node, Program, Region, names_in, walk
+from .programs import CONTAINERS, MODES, Binding, Block, Ending, Line, Node, Program, Region, names_in, walk
 from .slots import Slots
 
 __all__ = ["generate"]
 
 _DEEPEST = 4  # regions in regions
-_WEIGHTS = {"operators": 4, "in_place": 5}
+_DRAWS = {"python_random": "random.random()", "numpy_random": "np.random.rand()"}
+_WEIGHTS = {"operators": 4, "in_place": 5, "ambient": 3, "buffers": 3, "generators": 2, "python_random": 2, "numpy_random": 2}
 
 
 def generate(seed: int, features: frozenset[str] = CORE) -> Program:
@@ -30,7 +33,11 @@ class _Generator(Draft):
     """Draws statements; each method that makes some may fail, and returns None then."""
 
     def program(self) -> Program:
-        torch.manual_seed(self.seed)
+        self.seed_all()
+        if self.has("input_mutation") and self.has("handlers"):  # a handler hides the error that a rerun is at liberty to raise
+            self.features -= {self.random.choice(["input_mutation", "handlers"])}
+        if self.has("endings") and self.chance(0.5):  # most of them want the leaves as they were
+            self.features -= {"step_in_backward"}
         for _ in range(self.random.randint(1, 3)):
             shape = [self.random.randint(1, 4) for _ in range(self.random.choice([1, 2, 2, 2, 3, 3]))]
             self.leaf(shape, self.dtype, needs_grad=True)
@@ -38,16 +45,45 @@ class _Generator(Draft):
             self.leaf([3, 3], self.dtype, needs_grad=False)
         if self.has("side_effects"):
             self.setup.append(Line("log = []"))
-        around = self.random.choice(statements.BLOCKS["autocast"])[0] if self.has("autocast") and self.chance(0.1) else ""
-        with eval(around[5:-1], self.values) if around else contextlib.nullcontext():
+        around, tracking = self.surroundings(0.1), []
+        for name in ("python", "numpy"):
+            if self.has(f"{name}_random") and (name != "numpy" or "np" in self.values):
+                (tracking if self.chance(0.3) else around).append(f'with ckpt_hooks.track_rng("{name}"):')
+        with self.inside(around + tracking):
             body = self.statements(self.random.choice([4, 6, 8, 12, 16]))
             while not any(isinstance(node, Region) for node in walk(body)):
                 body += self.region() or []
+        for header in tracking:
+            body = [Block(header, body)]
+        after = self.aftermath()
         if self.has("step_in_backward"):
             leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines()]
             self.setup.append(Line(f"step_in_backward([{', '.join(leaves)}])"))
         steps = 2 if self.has("endings") and self.chance(0.15) else 1
-        return Program(self.seed, self.setup, body, self.ending(body), around, steps)
+        return Program(self.seed, self.setup, body, self.ending(body), after, around, steps)
+
+    def seed_all(self) -> None:
+        """Seeds the global generators, since what statements draw says whether they do."""
+        torch.manual_seed(self.seed)
+        random.seed(self.seed)
+        if "np" in self.values:
+            self.values["np"].random.seed(self.seed % 2**32)
+
+    def surroundings(self, probability: float) -> list[str]:
+        """Returns headers of blocks around a whole part of the program."""
+        headers = []
+        for feature in ("autocast", "ambient"):
+            if self.has(feature) and self.chance(probability):
+                header, _ = self.random.choice(statements.BLOCKS[feature])
+                headers.append(header.format(k=self.random.choice([0.5, 1.5])))
+        return headers
+
+    def inside(self, headers: list[str]) -> contextlib.ExitStack:
+        """Enters blocks."""
+        stack = contextlib.ExitStack()
+        for header in headers:
+            stack.enter_context(eval(f"_nested({header[5:-1]})", {**self.values, "_nested": _nested}))
+        return stack
 
     def statements(self, number: int) -> list[Node]:
         """Returns about that many statements."""
@@ -61,6 +97,7 @@ class _Generator(Draft):
             self.module: 1,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
+            self.call: 0.5 + self.has("generators") if self.has("sequential") or self.has("generators") else 0,
         }
         while len(body) < number:
             (make,) = self.random.choices(list(kinds), list(kinds.values()))
@@ -73,12 +110,18 @@ class _Generator(Draft):
                 number -= 1
         return body
 
+    def feature(self, tables, only: tuple[str, ...] = ()) -> str | None:
+        """Returns one of the features that are on and in a table, by weight."""
+        features = [feature for feature in tables if self.has(feature) and (not only or feature in only)]
+        weights = [_WEIGHTS.get(feature, 1) for feature in features]
+        return self.random.choices(features, weights)[0] if features else None
+
     def template(self, tables, only: tuple[str, ...] = ()) -> tuple[int, str] | None:
         """Returns the least rank and the text of a template of the features that are on."""
-        features = [feature for feature in tables if self.has(feature) and (not only or feature in only)]
-        if not features:
+        feature = self.feature(tables, only)
+        if feature is None:
             return None
-        ranks = tables[self.random.choices(features, [_WEIGHTS.get(feature, 1) for feature in features])[0]]
+        ranks = tables[feature]
         (rank,) = self.random.choices(list(ranks), [len(templates) for templates in ranks.values()])
         return rank, self.random.choice(ranks[rank])
 
@@ -97,7 +140,7 @@ class _Generator(Draft):
         rank, template = found
         here = [name for name in self.scopes[-1].names if self.writable(self.values[name]) and self.values[name].dim() >= rank]
         saved = [name for name in here if storage_of(self.values[name]) in self.saved]
-        self.stale = bool(saved) and self.chance(0.3)
+        self.stale = bool(saved) and self.chance(0.1)
         here = saved if self.stale else [name for name in here if name not in saved]
         first: list[Node] = []
         if here and self.chance(0.7):
@@ -120,37 +163,27 @@ class _Generator(Draft):
         storage = storage_of(value)
         if storage in self.hooked:
             return False
-        if storage in self.frozen and not (self.has("input_mutation") and self.chance(0.5)):
+        if storage in self.closed or (storage in self.frozen and not (self.has("input_mutation") and self.chance(0.5))):
             return False
         return storage not in self.saved or self.has("stale_saves")
 
     def block(self) -> list[Node] | None:
-        chosen = [
-            block
-            for feature in statements.BLOCKS
-            if self.has(feature)
-            for block in self.random.sample(statements.BLOCKS[feature], 1)
-        ]
-        x = self.pick()
-        if not chosen or x is None:
+        feature, x = self.feature(statements.BLOCKS), self.pick()
+        if feature is None or x is None:
             return None
-        header, footer = self.random.choice(chosen)
+        header, footer = self.random.choice(statements.BLOCKS[feature])
         header = header.format_map(Slots(self, x))
-        if header.startswith("with ") and "suppress" not in header:
-            context = eval(f"_nested({header[5:-1]})", {**self.values, "_nested": _nested})
-        else:
-            context = contextlib.nullcontext()
         self.copying += "hooks" in header or "save_on_cpu" in header
-        with context:
+        with self.inside([header] if header.startswith("with ") and "suppress" not in header else []):
             body = self.statements(self.random.randint(1, 5))
         self.copying -= "hooks" in header or "save_on_cpu" in header
         return [Block(header, body, footer)] if body else None
 
     def module(self) -> list[Node] | None:
-        features = [feature for feature in statements.MODULES if self.has(feature)]
-        if not features:
+        feature = self.feature(statements.MODULES)
+        if feature is None:
             return None
-        rank, constructor, use = self.random.choice(statements.MODULES[self.random.choice(features)])
+        rank, constructor, use = self.random.choice(statements.MODULES[feature])
         x = self.of_rank(rank)
         if x is None:
             return None
@@ -161,10 +194,13 @@ class _Generator(Draft):
         else:
             name = self.fresh("m")
             self.set_up(Line(f"{name} = {constructor.format_map(slots)}.to({self.values[x].dtype})"))
-        if "({x})" in use and self.chance(0.4):
-            use = "run({f}, {x})" + use.split("({x})")[1]
-            self.freeze(x)
         slots["f"] = name
+        given, rest = re.fullmatch(r"{f}\(((?:[^()]|\([^()]*\))*)\)(.*)", use).groups()
+        if self.may_nest() and self.chance(0.5):
+            slots["input"] = given.format_map(slots)
+            ways = statements.WAYS_TO_A_MODULE if given.count("{x}") == 1 else statements.WAYS_TO_A_MODULE[:4]
+            use = self.random.choice(ways) + rest
+            self.freeze(x, closed="lambda:" in use)
         return self.attempt(use.format_map(slots))
 
     def inner_backward(self) -> list[Node] | None:
@@ -173,22 +209,62 @@ class _Generator(Draft):
             return None
         v, u, w = self.fresh(), self.fresh(), self.fresh()
         slots = Slots(self, x, v=v, u=u, w=w)
-        unary = [text for text in ops.EXPRESSIONS["operators"][0][:40] if set("dbyzP").isdisjoint(text.split("{")[1:])]
-        slots["unary_v"] = self.random.choice(unary).replace("{x}", v)
-        slots["unary_x"] = self.random.choice(unary).replace("{x}", x)
-        return self.execute(*(text.format_map(slots) for text in self.random.choice(statements.INNER_BACKWARD)))
+        slots["unary_v"] = self.random.choice(ops.UNARY).replace("{x}", v)
+        slots["unary_x"] = self.random.choice(ops.UNARY).replace("{x}", x)
+        before = frozenset(self.saved)
+        made = self.execute(*(text.format_map(slots) for text in self.random.choice(statements.INNER_BACKWARD)))
+        self.passing |= self.saved - before
+        return made
 
     def side_effect(self) -> list[Node] | None:
-        features = [feature for feature in statements.SIDE_EFFECTS if self.has(feature)]
-        x = self.of_rank(1)
-        if not features or x is None:
+        feature, x = self.feature(statements.SIDE_EFFECTS), self.of_rank(1)
+        if feature is None or x is None:
             return None
-        template = self.random.choice(statements.SIDE_EFFECTS[self.random.choice(features)])
+        template = self.random.choice(statements.SIDE_EFFECTS[feature])
         return self.execute(template.format_map(Slots(self, x, d="0")))
+
+    def may_nest(self) -> bool:
+        """Whether there may be a region here."""
+        return self.scopes[-1].depth < (_DEEPEST if self.has("nesting") else 1)
+
+    def call(self) -> list[Node] | None:
+        """A region that is a function of the prelude or several functions."""
+        feature, x = self.feature(statements.CALLS), self.pick()
+        if x is None or feature is None or not self.may_nest():
+            return None
+        for region in self.functions:
+            exec("\n".join(region.definition()), self.values)
+        self.freeze(x)
+        made = self.attempt(self.random.choice(statements.CALLS[feature]).format_map(Slots(self, x)))
+        for name in made[0].defines() if made else []:  # which functions in it may have given to regions of theirs
+            self.freeze(name)
+        return made
+
+    def aftermath(self) -> list[Node]:
+        """Writes after forward: to what regions were given, if nothing else needs it, and to what backward needs."""
+        made: list[Node] = []
+        values = [(name, self.values[name]) for name in self.scopes[0].names if is_float(self.values[name])]
+        values = [(name, storage_of(value)) for name, value in values if storage_of(value) not in self.hooked]
+        choices = []
+        for feature, storages in (
+            ("input_mutation", self.frozen - self.saved - self.closed),
+            ("closure_mutation", self.closed - self.saved),
+            ("stale_saves", self.saved - self.passing),
+        ):
+            if self.has(feature) and self.chance(0.15 if feature == "stale_saves" else 0.5):
+                choices.append(("v", [name for name, storage in values if storage in storages]))
+        if self.has("stale_saves") and self.chance(0.1):
+            choices.append(("m", self.set_up_names("m")))
+        self.stale = True
+        for letter, names in choices:
+            if names:
+                template = self.random.choice(statements.AFTERMATH[letter])
+                made += self.execute(template.format(x=self.random.choice(names), k=self.random.choice([0.5, 1.5]))) or []
+        return made
 
     def region(self) -> list[Node] | None:
         depth = self.scopes[-1].depth
-        if depth >= (_DEEPEST if self.has("nesting") else 1):
+        if not self.may_nest():
             return None
         candidates = [name for name in self.visible if is_usable(self.values[name])]
         picked = [self.pick(), *self.random.sample(candidates, min(len(candidates), self.random.randint(0, 2)))]
@@ -201,9 +277,13 @@ class _Generator(Draft):
             self.values[parameter] = self.values[argument]
             self.freeze(argument)
             scope.names.append(parameter)
-            styles = ["positional"] * 5 + ["keyword", "list", "dict", "partial", "partial keyword"]
-            style = self.random.choice(styles) if self.has("containers") else "positional"
-            bindings.append(Binding(parameter, argument, style))
+            bindings.append(Binding(parameter, argument, self.style()))
+        if self.has("generators") and self.chance(0.3):
+            argument, parameter = self.generator(), self.fresh("g")
+            self.setup, self.pending = self.setup + self.pending, []
+            self.values[parameter] = self.values[argument]
+            scope.generators.append(parameter)
+            bindings.append(Binding(parameter, argument, self.style()))
         parameters = list(scope.names)
         self.scopes.append(scope)
         body = self.statements(self.random.randint(1, max(2, 8 - depth)))
@@ -224,19 +304,22 @@ class _Generator(Draft):
         region = Region(name, bindings, body, pairs)
         if self.has("containers"):
             region.packing = self.random.choice(["tuple", "tuple", "tuple", "list", "dict", "nested"])
-            region.forgets = self.chance(0.2)
+            region.change = self.random.randrange(12) if self.chance(0.3) else None
         if self.has("modules") and self.chance(0.1):
             region.wrapper = "Wrapped({})"
         if region.plain():
             self.scopes[-1].functions.append(region)
         return self.take(region)
 
+    def style(self) -> str:
+        styles = ["positional"] * 5 + ["keyword", "partial", "partial keyword", *CONTAINERS]
+        return self.random.choice(styles) if self.has("containers") else "positional"
+
     def again(self) -> list[Node] | None:
         """Calls the function of an earlier region once more, with other arguments of the same shapes."""
-        functions = [region for scope in self.scopes for region in scope.functions]
-        if not functions or self.scopes[-1].depth >= _DEEPEST:
+        if not self.functions or not self.may_nest():
             return None
-        region = self.random.choice(functions)
+        region = self.random.choice(self.functions)
         arguments = []
         for binding in region.bindings:
             old = self.values[binding.argument]
@@ -259,7 +342,8 @@ class _Generator(Draft):
             chosen.append(kept[-1])
         ending = Ending("once", list(dict.fromkeys([*chosen, *(name for name in names if self.chance(0.2))])), chosen)
         if self.has("endings"):
-            ending.draws = self.chance(0.3)
+            if self.chance(0.3):
+                ending.draws = ["torch.rand(3)", *(text for name, text in _DRAWS.items() if self.has(name))]
             if self.chance(0.6):
                 # Leaves that change in a backward are not there for another one.
                 single = ["once", "part", "thread", "no_grad"]
@@ -267,9 +351,12 @@ class _Generator(Draft):
             if self.chance(0.4):
                 # A function that is called again in backward needs what it closes over.
                 regions = [node for node in walk(body) if isinstance(node, Region)]
-                needed = {name for region in regions for line in region.definition() for name in names_in(line)}
+                lines = [line for region in regions for line in region.definition()]
+                lines += [node.text for node in walk(body) if isinstance(node, Line) and "lambda" in node.text]
+                needed = {name for line in lines for name in names_in(line)}
                 leaves = {name for node in self.setup for name in node.defines()}
                 ending.discarded = [name for name in names if name not in needed | leaves | set(ending.outputs)]
+        ending.around = next(iter(self.surroundings(0.3)[-1:]), "") if self.has("ambient") else ""
         return ending
 
 

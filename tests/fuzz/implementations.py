@@ -12,6 +12,8 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 
+from .observe import plain
+
 __all__ = ["IMPLEMENTATIONS", "Implementation", "Run"]
 
 #: Runs a function as a region: ``run(function, *args, **kwargs)``.
@@ -55,6 +57,9 @@ def varied() -> Run:
     return run
 
 
+#: What programs find beside ``curried`` and ``varied``.
+checkpoint_sequential = ckpt_hooks.checkpoint_sequential
+
 _OURS = "from ckpt_hooks import checkpoint"
 _TORCH = "from torch.utils.checkpoint import checkpoint"
 
@@ -78,7 +83,7 @@ IMPLEMENTATIONS = {
             functools.partial(ckpt_hooks.checkpoint, debug=True),
             f"{_OURS}\n\nrun = functools.partial(checkpoint, debug=True)",
         ),
-        _stateless("plain", lambda function, *args, **kwargs: function(*args, **kwargs), "run = plain"),
+        _stateless("plain", plain, "run = plain"),
         Implementation("ours-varied", varied, "from tests.fuzz.implementations import varied\n\nrun = varied()"),
     )
 }

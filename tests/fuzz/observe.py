@@ -93,8 +93,13 @@ def observe(program, run):
     see("state", "modes", (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._len_torch_function_stack(), hooks))
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
     see("state", "autocast", autocast)
+    kernels = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
+    flags = torch.backends.mkldnn.enabled, torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
+    see("state", "backends", (*kernels, *flags, torch.are_deterministic_algorithms_enabled(), torch.get_default_device()))
     torch.set_grad_enabled(True)  # the next run is not to suffer from this one
     torch.set_default_dtype(torch.float32)
+    torch.set_float32_matmul_precision("highest")
+    torch.use_deterministic_algorithms(False)
     return seen, error
 
 

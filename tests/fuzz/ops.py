@@ -10,7 +10,9 @@ stands without need, torch 2.13 crashes or reads what nobody wrote without it.
 
 from __future__ import annotations
 
-__all__ = ["EXPRESSIONS", "by_rank"]
+import re
+
+__all__ = ["EXPRESSIONS", "UNARY", "by_rank"]
 
 _ELEMENTWISE = """
 {x}.sin()
@@ -359,15 +361,32 @@ random.choice([{x}.sin(), {x}.cos()])
 
 _NUMPY_RANDOM = """
 {x} * float(np.random.rand())
+{x}.sin() if np.random.rand() < 0.5 else {x}.cos()
 {x} * torch.from_numpy(np.random.rand(*{x}.shape)).to({x}.dtype)
 """
 
-_AMBIENT = """
+_AMBIENT_0 = """
 {x} * FACTOR.get()
+({x} * FACTOR.get()).sin()
 {x} * torch.full({x}.shape, 0.1).exp()
-{x} @ torch.eye({n})[:, :2]
-{x} * torch.arange({n})
+{x}.sin() + torch.tensor(0.1)
+{x} * (0.5 if torch.get_default_device().index is None else 1.5)
+{x}.sin() if torch.are_deterministic_algorithms_enabled() else {x}.cos()
+({x} / len(torch.get_float32_matmul_precision())).sin()
+{x}.tanh() if torch.backends.mkldnn.enabled else {x}.sigmoid() * {x}
+{x}.tanh() if torch.backends.cudnn.deterministic else {x}.sigmoid() * {x}
+{x} * {x}.sin()
+"""
+
+_AMBIENT_1 = """
+{x} @ torch.eye({n}, dtype={x}.dtype)[:, :2]
+{x} @ {P(n,2)}
+{x} * torch.linspace(0, 1, {n})
+"""
+
+_AMBIENT_2 = """
 F.scaled_dot_product_attention({x}, {y}, {x})
+F.scaled_dot_product_attention({x}[None, None], {y}[None, None], {x}[None, None])[0, 0]
 """
 
 
@@ -375,6 +394,9 @@ def by_rank(**texts):
     """Returns templates by least rank, from texts by name such as ``rank_2``."""
     return {int(name[-1]): text.strip().split("\n") for name, text in texts.items()}
 
+
+#: Expressions of one tensor alone that keep its shape.
+UNARY = [text for text in _ELEMENTWISE.strip().split("\n")[:40] if set(re.findall(r"{(.*?)}", text)) == {"x"}]
 
 #: By feature, then by least rank.
 EXPRESSIONS = {
@@ -385,5 +407,5 @@ EXPRESSIONS = {
     "generators": by_rank(rank_0=_GENERATORS),
     "python_random": by_rank(rank_0=_PYTHON_RANDOM),
     "numpy_random": by_rank(rank_0=_NUMPY_RANDOM),
-    "ambient": by_rank(rank_1=_AMBIENT),
+    "ambient": by_rank(rank_0=_AMBIENT_0, rank_1=_AMBIENT_1, rank_2=_AMBIENT_2),
 }

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
+import sys
 
 import torch
 
@@ -179,6 +181,16 @@ class Wrapped(torch.nn.Module):
         return self.function(*args, **kwargs)
 
 
+@dataclasses.dataclass
+class Held:
+    """What holds arguments and is no list, dict or tuple."""
+
+    field_0: object
+    field_1: object = None
+    field_2: object = None
+    field_3: object = None
+
+
 class Counted(torch.nn.Module):
     """A module that counts its calls in a buffer, on which its output depends."""
 
@@ -189,6 +201,48 @@ class Counted(torch.nn.Module):
     def forward(self, x):
         self.calls.add_(1)
         return x.sin() * self.calls.clone()
+
+
+class Rescaled(torch.nn.Module):
+    """A module whose buffer is another tensor after each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        self.scale = 0.9 * self.scale + 0.1 * x.detach().abs().amax()
+        return x.sin() / self.scale
+
+
+class Delayed(torch.nn.Module):
+    """A module that scales by the largest values of earlier calls, as FP8 layers do, and notes its own in a buffer it rolls."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("history", torch.zeros(3))
+
+    def forward(self, x):
+        scale = 1 / (1 + self.history.amax())
+        self.history = torch.roll(self.history, -1)
+        self.history[0] = x.detach().abs().amax()
+        return (x * scale).tanh()
+
+
+def noisy(x, generator):
+    """Draws twice from a generator."""
+    kept = torch.rand(x.shape, generator=generator) > 0.3
+    return (x * kept).sin() * torch.rand(x.shape, generator=generator)
+
+
+def in_segments(run, functions, segments, x):
+    """Calls functions one after the other, in segments by the checkpoint_sequential that stands beside ``run``, if any."""
+    beside = sys.modules[getattr(run, "func", run).__module__]
+    if hasattr(beside, "checkpoint_sequential"):
+        return beside.checkpoint_sequential(functions, segments, x, use_reentrant=False)
+    for function in functions:
+        x = function(x)
+    return x
 
 
 def step_in_backward(leaves):
@@ -211,13 +265,20 @@ def unchanged(tensor):
 
 
 @contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
+def setting(change, before, value):
+    """Changes a setting, and back to what it was before."""
+    change(value)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        change(before)
+
+
+class SineIsCosine(torch.overrides.TorchFunctionMode):
+    """Takes the one for the other."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return (torch.Tensor.cos if function is torch.Tensor.sin else function)(*args, **(kwargs or {}))
 
 
 FACTOR = contextvars.ContextVar("FACTOR", default=1.0)

@@ -10,7 +10,7 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-__all__ = ["Binding", "Block", "Ending", "Line", "Node", "Program", "Region", "names_in", "walk"]
+__all__ = ["CONTAINERS", "Binding", "Block", "Ending", "Line", "Node", "Program", "Region", "names_in", "walk"]
 
 _NAME = re.compile(r"\b[vmfg]\d+\b")
 _TARGETS = re.compile(r"^((?:[vmfg]\d+, ?)*[vmfg]\d+),? = ")
@@ -62,6 +62,41 @@ class Block:
         return [self.header, *indented(self.body), *self.footer]
 
 
+@dataclasses.dataclass(frozen=True)
+class Container:
+    """A kind of container that holds arguments, as pieces of source.
+
+    Attributes:
+        item: One of the things in it.
+        whole: The container.
+        read: What follows its name to read a thing in it.
+        changes: What follows its name to change it.
+    """
+
+    item: str
+    whole: str
+    read: str
+    changes: tuple[str, ...]
+
+    def make(self, names: list[str]) -> str:
+        return self.whole.format(items=", ".join(self.item.format(name=name, index=i) for i, name in enumerate(names)))
+
+
+CONTAINERS = {
+    "list": Container("{name}", "[{items}]", "[{index}]", (".clear()", ".pop()", ".append(None)", "[0] = None")),
+    "dict": Container(
+        "'key {index}': {name}",
+        "{{{items}}}",
+        "['key {index}']",
+        (".clear()", ".popitem()", "['another'] = None", "['key 0'] = None"),
+    ),
+    "dataclass": Container("{name}", "Held({items})", ".field_{index}", (".field_0 = None",)),
+    "deep": Container(
+        "{name}", "{{'deep': ([{items}],)}}", "['deep'][0][{index}]", (".clear()", "['deep'][0].pop()", "['deep'][0][0] = None")
+    ),
+}
+
+
 @dataclasses.dataclass
 class Binding:
     """One argument of a region.
@@ -69,8 +104,8 @@ class Binding:
     Attributes:
         parameter: Its name in the function.
         argument: Its name around it.
-        style: How it is handed over: ``"positional"``, ``"keyword"``, ``"partial"``, ``"partial keyword"``, ``"list"`` or
-            ``"dict"``; those of one region that are in a list are in the same one.
+        style: How it is handed over: ``"positional"``, ``"keyword"``, ``"partial"``, ``"partial keyword"`` or a key of
+            :data:`CONTAINERS`; those of one region that are in a list are in the same one.
     """
 
     parameter: str
@@ -89,7 +124,7 @@ class Region:
         results: Pairs of a result's name around the function and in it.
         packing: How results come back: ``"tuple"``, ``"list"``, ``"dict"`` or ``"nested"``.
         wrapper: What the function is wrapped in before it is run, ``"{}"`` for nothing.
-        forgets: Whether the caller empties the list and the dict it handed over right after the call.
+        change: Which change the caller makes right after the call to the containers it handed over, or None.
         called: Whether it is called where it stands, or by later statements alone.
     """
 
@@ -99,7 +134,7 @@ class Region:
     results: list[tuple[str, str]]
     packing: str = "tuple"
     wrapper: str = "{}"
-    forgets: bool = False
+    change: int | None = None
     called: bool = True
 
     def defines(self) -> list[str]:
@@ -121,13 +156,12 @@ class Region:
         """Returns the source of the function."""
         parameters = [binding.parameter for binding in self._bound("partial") + self._bound("positional")]
         first = []
-        for style in ("list", "dict"):
+        for style, container in CONTAINERS.items():
             bound = self._bound(style)
             if bound:
                 holder = f"{self.name}_{style}"
                 parameters.append(holder)
-                keys = [repr(f"key {index}") for index in range(len(bound))] if style == "dict" else range(len(bound))
-                first += [f"{binding.parameter} = {holder}[{key}]" for key, binding in zip(keys, bound, strict=True)]
+                first += [f"{b.parameter} = {holder}{container.read.format(index=i)}" for i, b in enumerate(bound)]
         keywords = [binding.parameter for binding in self._bound("keyword") + self._bound("partial keyword")]
         signature = ", ".join([*parameters, *(["*", *keywords] if keywords else [])])
         body = [f"    {line}" for line in first] + (indented(self.body) if self.body else [])
@@ -148,18 +182,14 @@ class Region:
         """Returns the source of the call, from making its containers to taking its results apart."""
         before, after = [], []
         arguments = [binding.argument for binding in self._bound("positional")]
-        for style in ("list", "dict"):
+        for style, container in CONTAINERS.items():
             bound = self._bound(style)
             if bound:
                 holder = f"{self.name}_{style}"
                 arguments.append(holder)
-                if style == "list":
-                    items = "[" + ", ".join(binding.argument for binding in bound) + "]"
-                else:
-                    items = "{" + ", ".join(f"'key {i}': {binding.argument}" for i, binding in enumerate(bound)) + "}"
-                before.append(f"{holder} = {items}")
-                if self.forgets:
-                    after.append(f"{holder}.clear()")
+                before.append(f"{holder} = {container.make([binding.argument for binding in bound])}")
+                if self.change is not None:
+                    after.append(f"{holder}{container.changes[self.change % len(container.changes)]}")
         arguments += [f"{binding.parameter}={binding.argument}" for binding in self._bound("keyword")]
         function = self.wrapper.format(self.name)
         held = [binding.argument for binding in self._bound("partial")]
@@ -193,9 +223,11 @@ def indented(body: list[Node]) -> list[str]:
     return [f"    {line}" for node in body for line in node.render()] or ["    pass"]
 
 
-def under(header: str, lines: list[str]) -> list[str]:
-    """Returns lines of source as the block of a header."""
-    return [header, *(f"    {line}" for line in lines)]
+def under(headers: list[str], lines: list[str]) -> list[str]:
+    """Returns lines of source in blocks, outermost first."""
+    for header in reversed(headers):
+        lines = [header, *(f"    {line}" for line in lines)]
+    return lines
 
 
 def walk(body: list[Node]) -> Iterator[Node]:
@@ -215,14 +247,16 @@ class Ending:
         outputs: Names to look at after forward.
         differentiable: Those of them that make up the loss.
         discarded: Names to delete before backward, so that parts of the graph are gone.
-        draws: Whether random numbers are drawn between forward and backward.
+        draws: Statements that draw random numbers between forward and backward.
+        around: Header of a block around the backward, or nothing.
     """
 
     mode: str
     outputs: list[str]
     differentiable: list[str]
     discarded: list[str] = dataclasses.field(default_factory=list)
-    draws: bool = False
+    draws: list[str] = dataclasses.field(default_factory=list)
+    around: str = ""
 
     def render(self, leaves: list[str]) -> list[str]:
         """Returns the source.
@@ -233,7 +267,7 @@ class Ending:
         lines = [f"see('output', {name!r}, {name})" for name in self.outputs]
         lines.append("see('stream', 'torch after forward', torch.get_rng_state())")
         lines += [f"del {listed(self.discarded)}"] if self.discarded else []
-        lines += ["torch.rand(3)"] if self.draws else []
+        lines += self.draws
         if self.differentiable:
             terms = [f"({name} * {name}).sum()" for name in self.differentiable]
             inputs = f"[{', '.join(leaves)}]"
@@ -241,7 +275,8 @@ class Ending:
             half = max(1, len(terms) // 2)
             one, other = " + ".join(terms[:half]), " + ".join(terms[half:]) or f"{self.differentiable[0]}.sum()"
             filled = MODES[self.mode].format(inputs=inputs, one=one, other=other, first=self.differentiable[0])
-            lines += filled.strip("\n").split("\n")
+            backward = filled.strip("\n").split("\n")
+            lines += under([self.around] if self.around else [], backward)
         return lines
 
 
@@ -308,7 +343,8 @@ class Program:
         setup: Leaves, modules and generators.
         body: The forward.
         ending: The backward.
-        around: Header of a block around both of them, or nothing.
+        after: Writes between the two.
+        around: Headers of blocks around both of them.
         steps: How many times the two run.
     """
 
@@ -316,7 +352,8 @@ class Program:
     setup: list[Line]
     body: list[Node]
     ending: Ending
-    around: str = ""
+    after: list[Node] = dataclasses.field(default_factory=list)
+    around: list[str] = dataclasses.field(default_factory=list)
     steps: int = 1
 
     def source(self) -> str:
@@ -334,10 +371,9 @@ class Program:
                 looks.append(f"see('stream', {name!r}, {name}.get_state())")
         if "log = []" in setup:
             looks.append("see('state', 'log', log)")
-        body = [line for node in self.body for line in node.render()] + self.ending.render(leaves)
+        body = [line for node in [*self.body, *self.after] for line in node.render()] + self.ending.render(leaves)
         if self.steps > 1:
-            body = under(f"for step in range({self.steps}):", body)
-        if self.around:
-            body = under(self.around, body)
+            body = under([f"for step in range({self.steps}):"], body)
+        body = under(self.around, body)
         lines = [f"torch.default_generator.manual_seed({self.seed % 2**32})", *setup, *body, *looks]
-        return "\n".join(under("def program(run, see):", lines)) + "\n"
+        return "\n".join(under(["def program(run, see):"], lines)) + "\n"

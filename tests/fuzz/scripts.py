@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import random
@@ -14,13 +15,17 @@ import warnings
 import torch
 import torch.nn.functional as F
 
+import ckpt_hooks
+
 from . import observe, prelude
 from .implementations import Implementation
 
 __all__ = ["base_namespace", "load", "script"]
 
 _IMPORTS = {
+    "ckpt_hooks": ckpt_hooks,
     "contextlib": contextlib,
+    "dataclasses": dataclasses,
     "functools": functools,
     "random": random,
     "sys": sys,

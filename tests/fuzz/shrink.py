@@ -36,7 +36,7 @@ def shrink(program: Program, still_fails: Callable[[Program], bool]) -> Program:
 
 def _size(program: Program) -> tuple[int, int]:
     weights = {Region: 20, Block: 10, Line: 2}
-    nodes = [*program.setup, *walk(program.body)]
+    nodes = [*program.setup, *walk(program.body), *program.after]
     calls = sum(isinstance(node, Region) and node.called for node in nodes)
     return sum(weights[type(node)] for node in nodes) + calls, len(program.source())
 
@@ -45,7 +45,7 @@ def _undefined(program: Program) -> bool:
     """Whether a name is read that nothing defines, which a handler in the program might hide."""
     ending = program.ending
     read, defined = {*ending.outputs, *ending.differentiable, *ending.discarded}, set()
-    for node in [*program.setup, *walk(program.body)]:
+    for node in [*program.setup, *walk(program.body), *program.after]:
         defined.update(node.defines())
         read |= node.reads()
         if isinstance(node, Region):
@@ -57,7 +57,7 @@ def _undefined(program: Program) -> bool:
 def _bodies(program: Program) -> list[list[Node]]:
     """Returns every list of statements."""
     nested = [node.body for node in walk(program.body) if not isinstance(node, Line)]
-    return [program.setup, program.body, *nested]
+    return [program.setup, program.body, program.after, *nested]
 
 
 def _places(program: Program) -> Iterator[tuple[int, int]]:
@@ -198,7 +198,7 @@ def _simplifications(program: Program) -> Iterator[Edit]:
         node = _node(candidate, place)
         if not isinstance(node, Region):
             return False
-        node.packing, node.wrapper, node.forgets = "tuple", "{}", False
+        node.packing, node.wrapper, node.change = "tuple", "{}", None
         for binding in node.bindings:
             binding.style = "positional"
         return None
@@ -243,17 +243,19 @@ def _simplifications(program: Program) -> Iterator[Edit]:
     def run_once(candidate):
         candidate.steps = 1
 
-    def take_off(candidate):
-        candidate.around = ""
+    def take_off(candidate, header):
+        candidate.around = [other for other in candidate.around if other != header]
 
     yield run_once
-    yield take_off
+    for header in program.around:
+        yield lambda candidate, header=header: take_off(candidate, header)
+    yield lambda candidate: end(candidate, around="")
     ending = program.ending
     for mode in ("once", "twice"):
         yield lambda candidate, mode=mode: end(candidate, mode=mode)
     yield lambda candidate: end(candidate, outputs=[])
     yield lambda candidate: end(candidate, discarded=[])
-    yield lambda candidate: end(candidate, draws=False)
+    yield lambda candidate: end(candidate, draws=[])
     for name in ending.outputs:
         yield lambda candidate, name=name: end(
             candidate, outputs=[other for other in candidate.ending.outputs if other != name]

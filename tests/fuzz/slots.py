@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import ops
 from .draft import Draft, is_float
 
 __all__ = ["Slots"]
@@ -55,11 +56,30 @@ class Slots(dict):
             return draw.pick(lambda v: is_float(v) and v.shape == shape) or self["x"]
         if key == "b":
             return draw.pick(lambda v: is_float(v) and v.dim() <= len(shape) and _broadcasts(v.shape, shape)) or self["x"]
+        if key == "steps":
+            steps = [self._step() for _ in range(choose.randint(2, 5))]
+            self["segments"] = str(choose.randint(1, len(steps)))
+            return ", ".join(steps)
         if key == "own":
             return draw.own() or "no_such_tensor"
         if key == "z":
             return draw.pick(is_float) or self["x"]
         raise KeyError(key)
+
+    def _step(self) -> str:
+        """Returns a function of one tensor: an operator, a module, or one that was a region."""
+        draw = self.draw
+        functions = [region for region in draw.functions if len(region.bindings) == 1]
+        modules = draw.set_up_names("m")
+        kind = draw.random.choice(["operator"] * 3 + ["module"] * bool(modules) + ["function"] * 2 * bool(functions))
+        if kind == "function":
+            return draw.random.choice(functions).name
+        if kind == "module":
+            return draw.random.choice(modules)
+        step = draw.random.choice(ops.UNARY)
+        if draw.has("random") and draw.chance(0.2):
+            step = "F.dropout({x}, 0.3)"
+        return f"lambda v: {step.format(x='v')}"
 
 
 def _broadcasts(shape: torch.Size, to: torch.Size) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .ops import by_rank
 
-__all__ = ["BLOCKS", "INNER_BACKWARD", "IN_PLACE", "MODULES", "SIDE_EFFECTS"]
+__all__ = ["AFTERMATH", "BLOCKS", "CALLS", "INNER_BACKWARD", "IN_PLACE", "MODULES", "SIDE_EFFECTS", "WAYS_TO_A_MODULE"]
 
 _WRITES_0 = """
 {x}.mul_({k})
@@ -145,8 +145,46 @@ MODULES = {
         (2, "torch.nn.BatchNorm1d({m} if {rank} == 3 else {n}, momentum=None)", "{f}({x})"),
         (2, "torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear({n}, 3))", "{f}({x})"),
         (3, "torch.nn.InstanceNorm1d({m}, track_running_stats=True)", "{f}({x}.repeat(1, 1, 2))"),
+        (1, "torch.nn.utils.spectral_norm(torch.nn.Linear({n}, 3))", "{f}({x})"),
+        (3, "torch.nn.BatchNorm2d({m})", "{f}({x}[None].transpose(1, -2))"),
+        (1, "torch.ao.quantization.FakeQuantize()", "{f}({x})"),
         (0, "Counted()", "{f}({x})"),
+        (0, "Rescaled()", "{f}({x})"),
+        (0, "Delayed()", "{f}({x})"),
+        (1, "torch.nn.Sequential(Delayed(), torch.nn.Linear({n}, 2), Rescaled(), torch.nn.Tanh())", "{f}({x})"),
     ],
+}
+
+#: How a region comes to a module: each runs ``{f}`` on ``{input}``.
+WAYS_TO_A_MODULE = [
+    "run({f}, {input})",
+    "run({f}.forward, {input})",
+    "run(functools.partial({f}), {input})",
+    "run(functools.partial({f}.forward, {input}))",
+    "run(lambda v: {f}(v), {input})",
+    "run(lambda: {f}({input}))",
+    "run(lambda v, m={f}: m(v), {input})",
+    "run(lambda m, v: m(v), {f}, {input})",
+    "run(lambda v, *, m: m(v), {input}, m={f})",
+    "run(lambda held, v: held[0](v), [{f}], {input})",
+    "run(Wrapped({f}), {input})",
+]
+
+#: Calls of regions in one line, by feature.
+CALLS = {
+    "generators": [
+        "run(noisy, {x}, {g})",
+        "run(noisy, {x}, generator={g})",
+        "run(lambda v, held: noisy(v, held[0]), {x}, [{g}])",
+        "run(lambda v, held: noisy(v, held['key'][1]), {x}, {{'key': (1, {g})}})",
+        "run(lambda held: noisy(held.field_0, held.field_1), Held({x}, {g}))",
+        "run(functools.partial(noisy, generator={g}), {x})",
+        "run(functools.partial(noisy, {x}), {g})",
+        "run(lambda v: noisy(v, {g}), {x})",
+        "run(lambda v, function: function(v), {x}, functools.partial(noisy, generator={g}))",
+        "run(functools.partial(lambda draw, v: draw(v), lambda v: noisy(v, {g})), {x})",
+    ],
+    "sequential": ["in_segments(run, [{steps}], {segments}, {x})"],
 }
 
 #: Headers of blocks with what follows the body, by feature.
@@ -180,11 +218,18 @@ BLOCKS = {
         ("with contextlib.suppress(BaseException):", []),
     ],
     "ambient": [
-        ("with default_dtype(torch.float64):", []),
+        ("with setting(torch.set_default_dtype, torch.get_default_dtype(), torch.float64):", []),
+        ("with setting(torch.set_default_dtype, torch.get_default_dtype(), torch.bfloat16):", []),
         ("with factor({k}):", []),
-        ('with torch.device("cpu"):', []),
+        ('with torch.device("cpu:0"):', []),
+        ('with setting(torch.set_default_device, None, "cpu:0"):', []),
         ("with torch.backends.mkldnn.flags(enabled=False):", []),
+        ("with torch.backends.cudnn.flags(enabled=True, deterministic=True):", []),
         ("with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):", []),
+        ("with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):", []),
+        ("with setting(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled(), True):", []),
+        ('with setting(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision(), "medium"):', []),
+        ("with SineIsCosine():", []),
     ],
 }
 
@@ -198,5 +243,23 @@ SIDE_EFFECTS = {
         "{own}.retain_grad()",
     ],
     "seeds": ["torch.manual_seed({seed})", "torch.set_rng_state(torch.get_rng_state())", "torch.rand({part})"],
+    "python_random": ["random.seed({seed})", "random.random()", "random.shuffle([1, 2, 3])"],
+    "numpy_random": ["np.random.seed({seed})", "np.random.rand()"],
+    "generators": ["{g}.manual_seed({seed})", "torch.rand(2, generator={g})"],
     "side_effects": ["log.append(float({x}.detach().sum()))"],
+}
+
+#: What is written to between forward and backward: to a tensor, and to what a module has.
+AFTERMATH = {
+    "v": [
+        "{x}.detach().mul_({k})",
+        "{x}.detach().add_({k})",
+        "{x}.detach().zero_()",
+        "{x}.detach().copy_({x}.detach().cos())",
+    ],
+    "m": [
+        "for parameter in {x}.parameters(): parameter.detach().mul_({k})",
+        "for buffer in {x}.buffers(): buffer.zero_()",
+        "for buffer in {x}.buffers(): buffer.copy_(buffer.flip(-1) if buffer.dim() else buffer + 1)",
+    ],
 }
