@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # by torch's first region, if not here: that may be one under a fake device, or two on two threads
 import torch.utils.checkpoint
 from torch.utils._pytree import tree_flatten
 
