@@ -1,5 +1,6 @@
 """Activation checkpointing for PyTorch: exact, lean, and a drop-in for ``torch.utils.checkpoint``."""
 
+from ._ambient.tracking import track_rng
 from ._checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
 from ._contexts import noop_context_fn
 from ._runtime.groups import GraphExecGroup
@@ -26,4 +27,5 @@ __all__ = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "track_rng",
 ]

@@ -40,6 +40,7 @@ _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Siz
 
 
 _NO_KWARGS: dict[str, Any] = {}
+_NO_OBJECTS: tuple[Any, ...] = ()
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -173,10 +174,11 @@ def _stands_for_something(captured: Any) -> bool:
 class _Capture:
     """One walk over the arguments of one call."""
 
-    __slots__ = ("_containers", "_seen", "tensors")
+    __slots__ = ("_containers", "_seen", "objects", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._containers: list[_Container] = []
 
@@ -211,6 +213,7 @@ class _Capture:
                 f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
                 "once, and recomputing the function in backward would read it again. Pass a list or a tuple of its items."
             )
+        self.objects.append(value)
         return value
 
     def _tensor(self, value: torch.Tensor) -> _TensorAt:
@@ -263,7 +266,10 @@ class _Capture:
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_saved", "_strides", "_tensors", "_versions")
+    __slots__ = ("_captured", "_saved", "_strides", "_tensors", "_versions", "objects")
+
+    #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
+    objects: Sequence[Any]
 
     _captured: tuple[list[Any], dict[str, Any]] | None
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
@@ -287,6 +293,7 @@ class Arguments:
         """
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
+            self.objects = _NO_OBJECTS
             tensors: Sequence[torch.Tensor] = args
         else:
             capture = _Capture()
@@ -294,7 +301,7 @@ class Arguments:
                 [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
                 {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()},
             )
-            tensors = capture.tensors
+            tensors, self.objects = capture.tensors, capture.objects
             capture.finish()
         if top_saved_tensors_hooks(False) is None:
             self._saved = None

@@ -75,6 +75,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     preserve_rng_state: bool = True,
     name: str | None = None,
+    preserve_buffers: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
@@ -148,7 +149,7 @@ def checkpoint(
         raise unknown_determinism_check(determinism_check)
     options = DEFAULT_OPTIONS
     if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK):
-        options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check)
+        options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check=check)
     if function is None:
         if args:
             raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")
@@ -231,12 +232,14 @@ class CheckpointedFunction(Generic[P, R]):
 def _curried(
     options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool, own_options: dict[str, Any]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    options = dataclasses.replace(options, name=own_options.pop("name", None))
+    options = dataclasses.replace(
+        options, name=own_options.pop("name", None), preserve_buffers=bool(own_options.pop("preserve_buffers", True))
+    )
     if own_options:
         raise ValueError(
             f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
             "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, use_reentrant, "
-            "name. Arguments of the function go to what it returns: checkpoint(...)(function)(*args, **kwargs)."
+            "name, preserve_buffers. Arguments of the function go to what that returns: checkpoint(...)(function)(*args)."
         )
     return lambda function: CheckpointedFunction(function, options, context_fn, debug)
 

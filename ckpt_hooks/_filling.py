@@ -25,7 +25,7 @@ import torch
 
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
-from ._torch import sequence_number
+from ._torch import sequence_number, set_versions, storage_of
 from .determinism import Check, describe, version_of
 from .errors import DeterminismError, MutationError
 
@@ -66,7 +66,9 @@ class Filling:
         self._surplus = 0
         self.stopped = False
 
-    def hook(self, wanted: Collection[int] | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    def hook(
+        self, wanted: Collection[int] | None, exchanged: frozenset[int | None] = frozenset()
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the pack hook of the rerun.
 
         What it hands to autograd for the graph of the rerun is what it keeps as the value, so that user code may run backward
@@ -75,6 +77,7 @@ class Filling:
 
         Args:
             wanted: Which handles to fill; None for all that are alive.
+            exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
         """
         handles = self._frame.handles
         values = self._values
@@ -107,7 +110,9 @@ class Filling:
             else:
                 if index != final:
                     unfinished = sequence_number()
-                if type(tensor) is not plain:
+                if exchanged and storage_of(tensor) in exchanged:
+                    tensor = _copy_of(tensor)
+                elif type(tensor) is not plain:
                     tensor = tensor.detach()
             append(tensor)
             if index == stop_at and unfinished != sequence_number():
@@ -215,6 +220,12 @@ class Filling:
         return DeterminismError(
             f"region {'/'.join(region)!r}: {message}{_TIP}", region=region, index=index, expected=expected, found=found
         )
+
+
+def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
+    copy = tensor.clone()
+    set_versions((copy,), (tensor._version,))
+    return copy
 
 
 def _in_words(differences: list[tuple[int, str, str]]) -> str:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from contextvars import copy_context
 from typing import Any
 
 import torch
 
 from . import _ambient
 from ._arguments import Arguments
+from ._closures import contents_of, with_contents
 from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
+from ._module_state import State, capture_state
+from ._reach import reach
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
@@ -45,12 +49,14 @@ class RegionOptions:
     Attributes:
         preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
         early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
+        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them as they are.
         check: What is compared with forward.
         name: The region's name in errors and reports; the function's own if None.
     """
 
     preserve_rng_state: bool = True
     early_stop: bool = True
+    preserve_buffers: bool = True
     check: Check = DEFAULT_CHECK
     name: str | None = None
 
@@ -72,7 +78,17 @@ class FunctionFrame(Frame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = ("_ambient", "_arguments", "_contexts", "_function", "_options", "explain")
+    __slots__ = (
+        "_ambient",
+        "_arguments",
+        "_cells",
+        "_context",
+        "_contexts",
+        "_function",
+        "_options",
+        "_state",
+        "explain",
+    )
 
     def __init__(
         self,
@@ -105,11 +121,18 @@ class FunctionFrame(Frame):
         self._arguments = Arguments(args, kwargs, nested=parent is not None)
         self._options = options
         self._contexts = contexts
+        self._cells = contents_of(function)
+        self._state: State | None = None
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
     def __enter__(self) -> FunctionFrame:
-        self._ambient = _ambient.capture(preserve_rng_state=self._options.preserve_rng_state)
+        reached = reach(self._function, self._arguments.objects)
+        options = self._options
+        self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=reached.generators)
+        self._context = copy_context()
+        if options.preserve_buffers:
+            self._state = capture_state(reached.modules, reached.tensors)
         open_frame(self, self._options.check.facts)
         if self.observer is not None or self._contexts is not None:
             try:
@@ -142,6 +165,8 @@ class FunctionFrame(Frame):
 
     def _close(self, error: BaseException | None) -> None:
         close_frame(self)
+        if self._state is not None and not self._state.settle():
+            self._state = None
         if self.observer is not None:
             self.observer.exited(self, error)
 
@@ -169,8 +194,8 @@ class FunctionFrame(Frame):
             del error  # its traceback has this call, which would keep it alive in turn
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        ambient, options = self._ambient, self._options
-        transforms = undo = None
+        ambient, options, state = self._ambient, self._options, self._state
+        transforms = undo = rewound = None
         filling = Filling(self, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
@@ -180,14 +205,16 @@ class FunctionFrame(Frame):
             transforms = suspend_transforms()
             args, kwargs = self._arguments.restore(self._region)
             undo = _ambient.enter(ambient)
-            push_saved_tensors_hooks(filling.hook(wanted), _identity)
+            if state is None:
+                hook = filling.hook(wanted)
+            else:
+                rewound = state.rewind()
+                hook = filling.hook(wanted, state.storages())
+            push_saved_tensors_hooks(hook, _identity)
             try:
                 set_grad_enabled(True)
-                if self._contexts is None:
-                    self._function(*args, **kwargs)
-                else:
-                    with reusable(self._contexts[1]):
-                        self._function(*args, **kwargs)
+                # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
+                self._context.copy().run(self._call, args, kwargs)
             finally:
                 pop_saved_tensors_hooks()
         except StopRecompute:
@@ -198,6 +225,8 @@ class FunctionFrame(Frame):
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
             set_grad_enabled(grad_enabled)
+            if rewound is not None:
+                State.restore(rewound)
             if undo is not None:
                 _ambient.leave(undo)
             self.recomputing = reentered
@@ -205,6 +234,14 @@ class FunctionFrame(Frame):
             if transforms is not None:
                 resume_transforms(transforms)
         return filling.result(options.check)
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        function = self._function if self._cells is None else with_contents(self._function, self._cells)
+        if self._contexts is None:
+            function(*args, **kwargs)
+        else:
+            with reusable(self._contexts[1]):
+                function(*args, **kwargs)
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)

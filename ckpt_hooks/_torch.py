@@ -6,6 +6,7 @@ running the suite. Timings are for torch 2.13 on one x86-64 core.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -47,9 +48,149 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # back to what they were. 2.11 to 2.15.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
 
+_c: Any = torch._C
+
+
+def _flag(name: str, setter: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    return getattr(_c, f"_get_{name}"), getattr(_c, setter)
+
+
+def _set_deterministic(mode: bool) -> None:
+    _c._set_deterministic_algorithms(mode, warn_only=_c._get_deterministic_algorithms_warn_only())
+
+
+def _set_warn_only(warn_only: bool) -> None:
+    _c._set_deterministic_algorithms(_c._get_deterministic_algorithms(), warn_only=warn_only)
+
+
+def _reduced_precision(dtype: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
+    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
+    setter = getattr(_c, f"_set_{name}")
+    return getattr(_c, f"_get_{name}"), lambda values: setter(*values)
+
+
+# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way to say it, whose getters
+# cost a third but raise where the newer one was used to say something that it cannot.
+_precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
+_set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
+
+
+def _matmul_precision() -> bool | str:
+    try:
+        allow_tf32: bool = _c._get_cublas_allow_tf32()
+    except RuntimeError:
+        return _precision_of("cuda", "matmul")
+    return allow_tf32
+
+
+def _set_matmul_precision(allow_tf32: bool | str) -> None:
+    mkldnn = _precision_of("mkldnn", "matmul")
+    _c._set_cublas_allow_tf32(allow_tf32 in (True, "tf32"))
+    if isinstance(allow_tf32, str):
+        _set_precision_of("cuda", "matmul", allow_tf32)
+    _set_precision_of("mkldnn", "matmul", mkldnn)
+
+
+def _set_mkldnn_matmul_precision(precision: str) -> None:
+    cuda = _precision_of("cuda", "matmul")
+    _c._set_float32_matmul_precision("medium" if precision == "bf16" else "high" if cuda == "tf32" else "highest")
+    _set_precision_of("cuda", "matmul", cuda)
+    _set_precision_of("mkldnn", "matmul", precision)
+
+
+def _cudnn_precision() -> bool | tuple[str, str]:
+    try:
+        allow_tf32: bool = _c._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
+    return allow_tf32
+
+
+def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
+    _c._set_cudnn_allow_tf32(allow_tf32 in (True, ("tf32", "tf32")))
+    if isinstance(allow_tf32, tuple):
+        for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
+            _set_precision_of("cuda", operator, precision)
+
+
+#: Device types whose autocast dtype is among the flags, since it has a say also where autocast is off.
+AUTOCAST_FLAGS = ("cpu", "cuda") if torch.cuda._is_compiled() else ("cpu",)
+
+# How each switch that decides on kernels and roundings is read and set. The public forms (``torch.backends``,
+# ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler.
+# 2.11 to 2.15.
+FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_c._get_deterministic_algorithms, _set_deterministic),
+    (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    # What ``torch.autocast`` without a dtype takes.
+    *(
+        (functools.partial(torch.get_autocast_dtype, kind), functools.partial(torch.set_autocast_dtype, kind))
+        for kind in AUTOCAST_FLAGS
+    ),
+    _flag("deterministic_fill_uninitialized_memory", "_set_deterministic_fill_uninitialized_memory"),
+    _flag("flash_sdp_enabled", "_set_sdp_use_flash"),
+    _flag("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _flag("math_sdp_enabled", "_set_sdp_use_math"),
+    _flag("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _flag("overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    _flag("math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    _flag("sdp_priority_order", "_set_sdp_priority_order"),
+    _flag("mkldnn_enabled", "_set_mkldnn_enabled"),
+    _flag("mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    _flag("cudnn_enabled", "_set_cudnn_enabled"),
+    _flag("cudnn_benchmark", "_set_cudnn_benchmark"),
+    _flag("cudnn_deterministic", "_set_cudnn_deterministic"),
+    _flag("cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    _reduced_precision("fp16"),
+    _reduced_precision("bf16"),
+    (_matmul_precision, _set_matmul_precision),
+    (_cudnn_precision, _set_cudnn_precision),
+    (functools.partial(_precision_of, "mkldnn", "matmul"), _set_mkldnn_matmul_precision),
+    *(
+        (functools.partial(_precision_of, "mkldnn", operator), functools.partial(_set_precision_of, "mkldnn", operator))
+        for operator in ("conv", "rnn")
+    ),
+]
+
+
+def storage_of(tensor: torch.Tensor) -> int | None:
+    """Returns which storage a tensor is in, the same for all views of it; None for tensors that have none.
+
+    2.11 to 2.15. The public ``data_ptr`` would make a lazy copy a real one.
+    """
+    try:
+        storage: int = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+    return storage
+
+
+# Whether a tensor's storage is a lazy copy of another one's, or the other way round. 2.11 to 2.15.
+is_cow_tensor: Callable[[torch.Tensor], bool] = _c._is_cow_tensor
+
+
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a copy that shares memory until either of the two is written to; None where storage is not torch's own.
+
+    2.11 to 2.15. Memory that was shared with NumPy or among processes cannot move, which it would on a write.
+    """
+    try:
+        with torch.no_grad():
+            copy: torch.Tensor = tensor._lazy_clone()
+    except RuntimeError:
+        return None
+    return copy
+
+
 # How many ``TorchFunctionMode`` objects are active (a default device is one), and each of them, outermost first. 2.11 to 2.15.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
+
+# Puts a mode on that stack without entering it, which for some changes their state, and takes the innermost off. 2.11 to 2.15.
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
 
 # ``torch.set_grad_enabled`` without its object. 2.11 to 2.15.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled

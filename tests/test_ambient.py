@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint
-from ckpt_hooks._ambient import autocast, default_device, rng
+from ckpt_hooks import _bytes, checkpoint
+from ckpt_hooks._ambient import autocast, function_modes, rng, streams
 from tests.measure import Calls, CountOps, leaf
 
 
@@ -129,12 +129,12 @@ def test_a_normal_number_left_over_from_before_is_noticed():
 
 def test_comparing_states_fast_is_comparing_them():
     one = torch.get_rng_state()
-    assert rng._memcmp is not None
+    assert _bytes._memcmp is not None
     for position in (0, 7, 8, 100, one.numel() - 1):
         other = one.clone()
-        assert rng._same_cpu_state(one, other)
+        assert _bytes.same_bytes(one, other)
         other[position] += 1
-        assert rng._same_cpu_state(one, other) == torch.equal(one, other) is False
+        assert _bytes.same_bytes(one, other) == torch.equal(one, other) is False
 
 
 class FakeDevice(types.SimpleNamespace):
@@ -170,12 +170,12 @@ def install(monkeypatch):
 
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
-        monkeypatch.setattr(rng, "_DEVICE_TYPES", [*rng._DEVICE_TYPES, name])
-        monkeypatch.setattr(rng, "_modules_known_for", "")
+        monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, name])
+        monkeypatch.setattr(streams, "_modules_known_for", "")
         return module
 
     yield put
-    rng._modules_known_for = ""
+    streams._modules_known_for = ""
 
 
 @pytest.mark.parametrize("generators", [True, False], ids=["default_generators", "get_rng_state"])
@@ -212,7 +212,7 @@ def test_a_backend_registered_later_is_found(install, monkeypatch):
     rng.capture()
     fake = FakeDevice(1)
     monkeypatch.setattr(torch, "late_backend", fake, raising=False)
-    monkeypatch.setattr(rng, "private_backend_name", lambda: "late_backend")
+    monkeypatch.setattr(streams, "private_backend_name", lambda: "late_backend")
     assert len(rng.capture()[1]) == 1
 
 
@@ -322,13 +322,35 @@ def test_set_default_device():
     assert torch.get_default_device().type == "cpu"
 
 
-def test_capturing_a_default_device_under_other_modes():
-    class Through(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return func(*args, **(kwargs or {}))
+class Doubling(torch.overrides.TorchFunctionMode):
+    """Doubles what ``torch.Tensor.sin`` returns, and counts how often it was entered."""
 
-    meta = torch.device("meta")
-    with torch.device("meta"), Through():
-        assert default_device.capture() == meta
-    with Through():
-        assert default_device.capture() is None
+    entered = 0
+
+    def __enter__(self):
+        self.entered += 1
+        return super().__enter__()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.Tensor.sin else result
+
+
+def test_function_modes_of_forward_are_active_in_recompute_and_are_not_entered_again():
+    x, mode = leaf(3), Doubling()
+    with mode:
+        y = checkpoint(lambda x: x.sin().exp(), x)
+        expected = x.sin().exp()
+    assert torch.equal(grad(y.sum(), x)[0], grad(expected.sum(), x)[0])
+    assert mode.entered == 1
+    assert function_modes.capture() == ()
+
+
+def test_function_modes_around_backward_alone_are_not():
+    x = leaf(3)
+    y, expected = checkpoint(lambda x: x.sin().exp(), x), x.sin().exp()
+    with torch.device("meta"), Doubling():
+        before = function_modes.capture()
+        assert len(before) == 2
+        assert torch.equal(grad(y.sum(), x)[0], grad(expected.sum(), x)[0])
+        assert all(one is other for one, other in zip(before, function_modes.capture(), strict=True))

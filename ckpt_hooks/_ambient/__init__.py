@@ -8,49 +8,57 @@ here, in the cheapest way there is, before any of them is called.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
-from . import autocast, default_device, rng
+from . import autocast, flags, function_modes, rng
 
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave"]
 
-#: Random generators, autocast, default device: what each module's ``capture`` answered.
-Ambient = tuple["rng.Snapshot | None", "autocast.Snapshot | None", "torch.device | None"]
+#: Random streams, flags, autocast, function modes: what each module's ``capture`` answered.
+Ambient = tuple["rng.Snapshot", flags.Snapshot, "autocast.Snapshot | None", function_modes.Snapshot]
 #: What each module's ``enter`` answered.
-Undo = tuple[rng.Snapshot, "autocast.Snapshot | None", "default_device.Undo | None"]
+Undo = tuple[rng.Undo, flags.Snapshot, "autocast.Snapshot | None", "function_modes.Snapshot | None"]
+
+_NO_MODES: function_modes.Snapshot = ()
 
 
-def capture(*, preserve_rng_state: bool) -> Ambient:
+def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
     """Returns the state of this thread.
 
     Args:
-        preserve_rng_state: Whether random generators are part of it. If not, a recompute draws what comes next, but still
+        preserve_rng_state: Whether random streams are part of it. If not, a recompute draws what comes next, but still
             leaves the streams outside where it found them.
+        generators: Random generators that the function reaches, besides the default ones.
     """
     return (
-        rng.capture() if preserve_rng_state else None,
+        rng.capture(generators, preserve=preserve_rng_state),
+        flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
-        default_device.capture() if num_function_modes() else None,
+        function_modes.capture() if num_function_modes() else _NO_MODES,
     )
 
 
 def enter(ambient: Ambient) -> Undo:
     """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`."""
-    generators, casts, device = ambient
+    streams, switches, casts, modes = ambient
     return (
-        rng.enter(generators),
+        rng.enter(streams),
+        flags.enter(switches),  # before autocast, which goes by its dtypes
         autocast.enter(casts) if casts is not None or is_any_autocast_enabled() else None,
-        default_device.enter(device) if device is not None or num_function_modes() else None,
+        function_modes.enter(modes) if modes or num_function_modes() else None,
     )
 
 
 def leave(undo: Undo) -> None:
     """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
-    generators, casts, device = undo
-    if device is not None:
-        default_device.leave(device)
+    streams, switches, casts, modes = undo
+    if modes is not None:
+        function_modes.leave(modes)
     if casts is not None:
         autocast.leave(casts)
-    rng.leave(generators)
+    flags.leave(switches)
+    rng.leave(streams)

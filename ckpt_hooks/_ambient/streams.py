@@ -1,0 +1,153 @@
+"""Random streams besides the CPU's default one: of devices, of generators that a function reaches, of sources that are tracked.
+
+Every initialised device is read whatever the arguments of a region, since nothing says where a function draws. No accelerator
+is initialised by asking.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch import private_backend_name
+
+__all__ = ["Stream", "device_streams", "has_devices", "stream_of_generator"]
+
+
+class Stream:
+    """A random stream: how to read its state and how to set it.
+
+    Attributes:
+        read: Returns the state.
+        write: Sets it.
+        restart: Sets the state that the stream had at first, where that is known.
+    """
+
+    __slots__ = ("read", "restart", "write")
+
+    def __init__(
+        self, read: Callable[[], Any], write: Callable[[Any], object], restart: Callable[[], object] | None = None
+    ) -> None:
+        self.read = read
+        self.write = write
+        self.restart = restart
+
+
+def stream_of_generator(generator: torch.Generator) -> Stream:
+    """Returns the stream of a generator, explicit or a device's default one."""
+    return Stream(generator.get_state, generator.set_state, lambda: generator.manual_seed(generator.initial_seed()))
+
+
+# Modules of torch that may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
+# module under a name of its own, which may happen after this import.
+_DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
+_modules: list[tuple[Callable[[], bool], Any]] = []
+_modules_known_for = ""
+
+
+def has_devices() -> bool:
+    """Whether this build of torch has any accelerator, be it initialised or not."""
+    private_backend = private_backend_name()
+    if private_backend != _modules_known_for:
+        _find_modules(private_backend)
+    return bool(_modules)
+
+
+def _find_modules(private_backend: str) -> None:
+    global _modules_known_for
+    _modules.clear()
+    for device_type in (*_DEVICE_TYPES, private_backend):
+        module = getattr(torch, device_type, None)
+        if not hasattr(module, "get_rng_state") or _never(module):
+            continue
+        if device_type == "mps":
+            if torch.backends.mps.is_built():
+                _modules.append((torch.backends.mps.is_available, module))
+        else:
+            _modules.append((_initialised_test(module), module))
+    _modules_known_for = private_backend
+
+
+def _never(module: Any) -> bool:
+    """Whether this build of torch lacks the backend, so that it will not be initialised."""
+    compiled: Callable[[], bool] | None = getattr(module, "_is_compiled", None)
+    return compiled is not None and not compiled()
+
+
+def _initialised_test(module: Any) -> Callable[[], bool]:
+    test: Callable[[], bool] | None = getattr(module, "is_initialized", None)
+    return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
+
+
+def device_streams(*, while_capturing: bool) -> list[Stream]:
+    """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices.
+
+    Args:
+        while_capturing: What to do while a CUDA graph is being captured, when no state can be read: to leave the streams of
+            that backend out, or to raise.
+
+    Raises:
+        RuntimeError: If a graph is being captured that is not to be left out.
+    """
+    streams: list[Stream] = []
+    for initialised, module in _modules:
+        if initialised():
+            capturing = getattr(module, "is_current_stream_capturing", None)
+            if capturing is not None and capturing():
+                if while_capturing:
+                    continue
+                raise RuntimeError(
+                    "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids to "
+                    "read the state of the device's generator. Pass preserve_rng_state=False to a region that draws no random "
+                    "numbers; leave one that does out of the graph."
+                )
+            streams += _streams_of(module)
+    return streams
+
+
+_known: dict[int, tuple[object, tuple[Stream, ...]]] = {}
+
+
+def _streams_of(module: Any) -> tuple[Stream, ...]:
+    # What says which devices there are: the tuple of generators, or their number.
+    generators = getattr(module, "default_generators", None)
+    devices = generators or (module.device_count() if hasattr(module, "device_count") else 1)
+    known = _known.get(id(module))
+    if known is None or (known[0] is not devices and known[0] != devices):
+        known = _known[id(module)] = devices, _make_streams(module, devices)
+    return known[1]
+
+
+def _make_streams(module: Any, devices: Any) -> tuple[Stream, ...]:
+    if not isinstance(devices, int):
+        return tuple(map(stream_of_generator, devices))
+    if devices == 1:
+        return (Stream(module.get_rng_state, module.set_rng_state, _restart_of(module)),)
+    return tuple(
+        Stream(
+            functools.partial(module.get_rng_state, index),
+            functools.partial(_write_device, module, index),
+            _restart_of(module, index),
+        )
+        for index in range(devices)
+    )
+
+
+def _write_device(module: Any, index: int, state: torch.Tensor) -> None:
+    module.set_rng_state(state, index)
+
+
+def _restart_of(module: Any, index: int | None = None) -> Callable[[], object] | None:
+    if not hasattr(module, "initial_seed") or not hasattr(module, "manual_seed"):
+        return None
+    if index is None:
+        return lambda: module.manual_seed(module.initial_seed())
+
+    def restart() -> None:
+        with module.device(index):
+            module.manual_seed(module.initial_seed())
+
+    return restart

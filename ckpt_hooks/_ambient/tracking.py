@@ -1,0 +1,100 @@
+"""Random sources that the user names: Python's, NumPy's, generators of their own."""
+
+from __future__ import annotations
+
+import importlib
+import random
+import threading
+from typing import Any
+
+from typing_extensions import Self
+
+from .streams import Stream
+
+__all__ = ["TrackedSource", "track_rng", "tracked_streams"]
+
+_lock = threading.Lock()
+_tracked: tuple[Stream, ...] = ()
+
+
+def tracked_streams() -> tuple[Stream, ...]:
+    """Returns the streams that are tracked now."""
+    return _tracked
+
+
+class TrackedSource:
+    """A random source that regions rewind: what :func:`track_rng` returns.
+
+    As a context manager it stops tracking at the end of the block.
+    """
+
+    def __init__(self, stream: Stream) -> None:
+        global _tracked
+        self._stream: Stream | None = stream
+        with _lock:
+            _tracked = (*_tracked, stream)
+
+    def remove(self) -> None:
+        """Stops tracking, for regions whose forward is yet to run; once more does nothing."""
+        global _tracked
+        with _lock:
+            _tracked = tuple(stream for stream in _tracked if stream is not self._stream)
+        self._stream = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+
+def track_rng(source: Any) -> TrackedSource:
+    """Lets every region from now on rewind a random source for its recompute, and put it back after it.
+
+    Torch's default generators, and generators among what a function is called with or closes over, need no tracking. Other
+    sources do: a recompute that draws other numbers than forward gives wrong gradients without an error. The source is
+    tracked in the whole process. Each region keeps the state that the source had when its forward began.
+
+    Args:
+        source: ``"python"`` for the module ``random``, ``"numpy"`` for NumPy's global state, or an object: a
+            ``torch.Generator``, a ``random.Random``, a ``numpy.random.Generator``, or anything that has ``get_state()`` and
+            ``set_state(state)``.
+
+    Returns:
+        The tracking: ``remove()`` ends it, and so does leaving it as a context manager.
+
+    Raises:
+        ValueError: If ``source`` is a string of another kind.
+        TypeError: If ``source`` has no state to read and set.
+        ImportError: If ``source`` is ``"numpy"``, and NumPy is not installed.
+
+    Example:
+        >>> import random
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, track_rng
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with track_rng("python"):
+        ...     y = checkpoint(lambda x: (x * random.random()).sin(), x)
+        >>> y.sum().backward()  # multiplies with the same number
+    """
+    return TrackedSource(_stream_of(source))
+
+
+def _stream_of(source: Any) -> Stream:
+    if source == "python":
+        return Stream(random.getstate, random.setstate)
+    if source == "numpy":
+        numpy_random = importlib.import_module("numpy.random")
+        return Stream(numpy_random.get_state, numpy_random.set_state)
+    if isinstance(source, str):
+        raise ValueError(f"source should be 'python', 'numpy' or an object that has a state, but got {source!r}.")
+    for read, write in (("get_state", "set_state"), ("getstate", "setstate")):
+        if callable(getattr(source, read, None)) and callable(getattr(source, write, None)):
+            return Stream(getattr(source, read), getattr(source, write))
+    bits = getattr(source, "bit_generator", source)
+    if isinstance(getattr(bits, "state", None), dict):
+        return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
+    raise TypeError(
+        f"source should be 'python', 'numpy', a generator, or an object with get_state() and set_state(state), but got "
+        f"{source!r} of type {type(source).__name__}."
+    )

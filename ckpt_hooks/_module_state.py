@@ -1,0 +1,199 @@
+"""State that forward changes besides its outputs: running statistics, power iterations, histories of maxima.
+
+A rerun must find such state as forward found it, or it computes something else, and must not change it again. What forward
+changed is known only afterwards, by object and by version; so before forward a copy is taken of each tensor that may change,
+and after it those that did not are let go. Copies are real ones for small tensors, and lazy ones for large tensors, which cost
+nothing unless the original is written to (``Tensor._lazy_clone``).
+
+For a rerun, entries that forward bound to other objects (``self.history = ...``) get the objects back that they had, and
+tensors that forward wrote to get their old content, in place, so that every view and alias of them sees it; both are undone
+when the rerun ends, versions included.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from ._bytes import same_bytes
+from ._torch import is_cow_tensor, lazy_clone, set_versions, storage_of
+
+__all__ = ["State", "StateUndo", "capture_state"]
+
+#: Tensors up to this size are copied outright. A lazy copy moves the original to other memory when that is written to, which
+#: whoever holds its address would not notice.
+_SMALL_BYTES = 1 << 16
+
+_ABSENT = object()
+#: The attribute of a module that has its plan.
+_PLAN = "_ckpt_hooks_plan"
+_NOT_STATE = frozenset({"_is_full_backward_hook", _PLAN})
+
+#: A name in a module, as the dict that holds it and the key.
+_Slot = tuple[dict[str, Any], str]
+#: What a rerun found, to be put back: slots with their objects, tensors with contents and versions.
+StateUndo = tuple[list[tuple[_Slot, Any]], list[torch.Tensor], list[torch.Tensor], tuple[int, ...]]
+
+
+class _Plan:
+    """Where the state of a module and its submodules is, found once and used as long as the module has the same submodules.
+
+    It is kept in the module's ``__dict__``, so that it dies with the module. It refers to nothing that refers to the module,
+    so that it makes no cycle, and it copies and pickles as None.
+    """
+
+    __slots__ = ("_attributes", "_children", "_containers", "_names", "_root", "_size", "_slots", "buffers")
+
+    def __init__(self, root: Module) -> None:
+        self._root = weakref.ref(root)
+        modules = [module for module in root.modules() if module is not root and type(module._modules) is dict]
+        self._containers = [root._modules, *(module._modules for module in modules)]
+        self._children = list(chain.from_iterable(map(dict.values, self._containers)))
+        self.buffers = [root._buffers, *(module._buffers for module in modules)]
+        self._attributes = [module.__dict__ for module in modules]
+        self._size = sum(map(len, self._attributes)) + len(root.__dict__.keys() | {_PLAN})
+        # Plain attributes that are tensors, or None and may become one: of the root by name, since its dict holds this plan.
+        self._names = _names_of_state(root.__dict__)
+        self._slots: list[_Slot] = [(own, name) for own in self._attributes for name in _names_of_state(own)]
+
+    def holds(self, root: Module) -> bool:
+        """Whether this is the plan of a module, and that has the submodules and attributes that it had."""
+        return (
+            self._root() is root
+            and list(chain.from_iterable(map(dict.values, self._containers))) == self._children
+            and sum(map(len, self._attributes)) + len(root.__dict__) == self._size
+        )
+
+    def slots(self, root: Module) -> list[_Slot]:
+        """Returns where a tensor is that forward might change."""
+        if not (self._names or self._slots or any(self.buffers)):
+            return []
+        slots = [(buffers, name) for buffers in self.buffers for name in buffers]
+        return slots + [(root.__dict__, name) for name in self._names] + self._slots
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _names_of_state(attributes: dict[str, Any]) -> list[str]:
+    return [
+        name
+        for name, value in attributes.items()
+        if (value is None or isinstance(value, torch.Tensor)) and name not in _NOT_STATE
+    ]
+
+
+def _plan_of(module: Module) -> _Plan:
+    plan: _Plan | None = module.__dict__.get(_PLAN)
+    if plan is None or not plan.holds(module):
+        plan = module.__dict__[_PLAN] = _Plan(module)
+    return plan
+
+
+def capture_state(modules: Sequence[Module], tensors: Sequence[torch.Tensor]) -> State | None:
+    """Takes copies of what a forward may change; None where there is nothing of the kind.
+
+    Args:
+        modules: Whose buffers, and attributes that are tensors.
+        tensors: Others, of which those that require no grad are looked at.
+    """
+    slots: list[_Slot] = []
+    for module in modules:
+        if type(module._modules) is dict:
+            slots += _plan_of(module).slots(module)
+    if not slots and not tensors:
+        return None
+    state = State(slots, tensors)
+    return state if state.slots or state.copies else None
+
+
+class State:
+    """Copies of what a forward may change; after it, of what it did change.
+
+    Attributes:
+        slots: Names in modules with the objects that they had.
+        copies: Tensors with their versions and copies, and whether these are lazy.
+    """
+
+    __slots__ = ("copies", "slots")
+
+    def __init__(self, slots: list[_Slot], tensors: Sequence[torch.Tensor]) -> None:
+        self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
+        self.copies: list[tuple[torch.Tensor, int, torch.Tensor, bool]] = []
+        seen = set()
+        for tensor in (*(value for _, value in self.slots), *tensors):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+                seen.add(id(tensor))
+                self._copy(tensor)
+
+    def _copy(self, tensor: torch.Tensor) -> None:
+        if tensor.requires_grad or tensor.is_inference() or tensor.is_meta or tensor.layout is not torch.strided:
+            return
+        if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
+            self.copies.append((tensor, tensor._version, tensor.clone(), False))
+        elif type(tensor) is torch.Tensor:
+            copy = lazy_clone(tensor)
+            if copy is not None:
+                self.copies.append((tensor, tensor._version, copy, True))
+
+    def settle(self) -> bool:
+        """Lets go of what forward did not change; returns whether anything is left.
+
+        A write that no version tells of, by a kernel from outside of torch, is seen by its making a lazy copy a real one, or
+        by comparing; other devices than the CPU are not asked to compare, so their small copies of floats are kept.
+        """
+        self.slots = [(slot, value) for slot, value in self.slots if slot[0].get(slot[1], _ABSENT) is not value]
+        self.copies = [entry for entry in self.copies if _changed(*entry)]
+        return bool(self.slots or self.copies)
+
+    def rewind(self) -> StateUndo:
+        """Puts back what forward found; returns what to give to :meth:`restore`."""
+        slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot, _ in self.slots]
+        tensors = [tensor for tensor, *_ in self.copies]
+        versions = tuple(tensor._version for tensor in tensors)
+        contents = [tensor.clone() for tensor in tensors]
+        _bind(self.slots)
+        _fill(tensors, [copy for _, _, copy, _ in self.copies], tuple(version for _, version, *_ in self.copies))
+        return slots, tensors, contents, versions
+
+    @staticmethod
+    def restore(undo: StateUndo) -> None:
+        """Puts back what :meth:`rewind` found."""
+        slots, tensors, contents, versions = undo
+        _bind(slots)
+        _fill(tensors, contents, versions)
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns which storages have their content exchanged for a rerun."""
+        return frozenset(storage_of(tensor) for tensor, *_ in self.copies)
+
+
+def _changed(tensor: torch.Tensor, version: int, copy: torch.Tensor, lazy: bool) -> bool:
+    if tensor._version != version:
+        return True
+    if lazy:
+        return not is_cow_tensor(tensor)
+    if tensor.device.type == "cpu":
+        return not same_bytes(tensor, copy)
+    return tensor.is_floating_point()
+
+
+def _bind(slots: list[tuple[_Slot, Any]]) -> None:
+    for (owner, name), value in slots:
+        if value is _ABSENT:
+            owner.pop(name, None)
+        else:
+            owner[name] = value
+
+
+def _fill(tensors: list[torch.Tensor], contents: list[torch.Tensor], versions: tuple[int, ...]) -> None:
+    if tensors:
+        with torch.no_grad():
+            for tensor, content in zip(tensors, contents, strict=True):
+                tensor.copy_(content)
+        set_versions(tuple(tensors), versions)

@@ -1,0 +1,124 @@
+"""What a function reaches besides its arguments: modules, tensors and random generators, in closures, partials, methods.
+
+A rerun has to find the state of these as forward found it. Nothing says in advance what a function will touch, so this looks
+where user code keeps such things: the module that is the function or that the method is bound to, closure cells, defaults, the
+globals that the function names, what a partial holds, and containers and attributes of plain objects found there, a few levels
+deep. It is done once a region, so it looks at no value twice and stops at what cannot hold any.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+__all__ = ["Reached", "reach"]
+
+#: How many levels of closures, containers and objects are opened.
+_DEPTH = 4
+#: Containers with more entries than this are data, not structure.
+_MOST = 1000
+
+# Types whose values hold nothing of interest.
+_DULL = frozenset(
+    {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type, type(Ellipsis), types.ModuleType}
+    | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType, torch.dtype, torch.device, torch.Size}
+    | {torch.layout, torch.memory_format, type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
+)
+_SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
+_DICTS = frozenset({dict, OrderedDict, defaultdict})
+
+
+class Reached:
+    """What was found.
+
+    Attributes:
+        modules: Roots; what is inside of them was not looked at.
+        tensors: Those outside of modules.
+        generators: Those outside of modules.
+    """
+
+    __slots__ = ("_seen", "generators", "modules", "tensors")
+
+    def __init__(self) -> None:
+        self.modules: list[Module] = []
+        self.tensors: list[torch.Tensor] = []
+        self.generators: list[torch.Generator] = []
+        self._seen: set[int] = set()
+
+    def look(self, value: Any, depth: int) -> None:
+        """Looks at a value, and into it for as many levels as ``depth`` says."""
+        kind = type(value)
+        if kind in _DULL or id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        if isinstance(value, torch.Tensor):
+            self.tensors.append(value)
+        elif isinstance(value, Module):
+            self.modules.append(value)
+        elif kind is torch.Generator:
+            self.generators.append(value)
+        elif depth > 0:
+            if kind is types.FunctionType:
+                self._look_into_function(value, depth - 1)
+            elif kind is types.MethodType:
+                self.look(value.__self__, depth)
+                self.look(value.__func__, depth)
+            elif kind is functools.partial:
+                self.look(value.func, depth)
+                self._look_at_all((*value.args, *value.keywords.values()), depth - 1)
+            elif kind in _SEQUENCES:
+                self._look_at_all(value, depth - 1)
+            elif kind in _DICTS:
+                self._look_at_all(value.values(), depth - 1)
+            else:
+                attributes = getattr(value, "__dict__", None)
+                if type(attributes) is dict and not isinstance(value, type):
+                    self._look_at_all(attributes.values(), depth - 1)
+                for name in getattr(kind, "__slots__", ()):
+                    self.look(getattr(value, name, None), depth - 1)
+
+    def _look_at_all(self, values: Any, depth: int) -> None:
+        if len(values) <= _MOST:
+            for value in tuple(values):
+                self.look(value, depth)
+
+    def _look_into_function(self, function: types.FunctionType, depth: int) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # a variable that is not assigned yet
+                continue
+            self.look(value, depth)
+        if function.__defaults__:
+            self._look_at_all(function.__defaults__, depth)
+        if function.__kwdefaults__:
+            self._look_at_all(function.__kwdefaults__.values(), depth)
+        # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
+        variables = function.__globals__
+        for name in function.__code__.co_names:
+            value = variables.get(name)
+            if isinstance(value, (Module, torch.Tensor, torch.Generator)):
+                self.look(value, 1)
+
+
+def reach(function: Any, objects: Iterable[Any] = ()) -> Reached:
+    """Returns what a function reaches.
+
+    Args:
+        function: The function, or module, method, partial, or other callable.
+        objects: Arguments of the call that are neither tensors nor containers.
+    """
+    reached = Reached()
+    if isinstance(function, Module):
+        reached.modules.append(function)
+    else:
+        reached.look(function, _DEPTH)
+    for value in objects:
+        reached.look(value, _DEPTH)
+    return reached
