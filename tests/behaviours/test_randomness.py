@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from ckpt_hooks._ambient import rng
+from ckpt_hooks._ambient import streams
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, plain, runs, same
 from tests.measure import leaf
 from tests.test_threads import in_threads
@@ -156,14 +156,14 @@ def install(monkeypatch) -> Iterator[Any]:
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
         torch.get_device_module.cache_clear()
-        monkeypatch.setattr(rng, "_modules_known_for", "")
+        monkeypatch.setattr(streams, "_modules_known_for", "")
         monkeypatch.setattr(torch.utils.checkpoint.DefaultDeviceType, "_default_device_type", name)
         return module
 
     yield put
     monkeypatch.undo()
     torch.get_device_module.cache_clear()
-    rng._modules_known_for = ""
+    streams._modules_known_for = ""
 
 
 def over_devices(install, *args, **kwargs):
@@ -308,8 +308,12 @@ def test_explicit_generator_of_several_regions(run):
     assert_as_eager(program, run)
 
 
-class Holder(types.SimpleNamespace):
-    """Holds a source where no library looks for one."""
+#: Holds how to draw from a source where no library looks for one.
+_held: dict[str, Any] = {}
+
+
+def draws(x):
+    return (x * _held["draw"]()).sin()
 
 
 class Xorshift:
@@ -339,6 +343,8 @@ SOURCES = {
     "python": lambda: ("python", random.random),
     "numpy": lambda: ("numpy", numpy().random.rand),
     "generator": lambda: (g := torch.Generator().manual_seed(1), lambda: torch.rand((), generator=g).item()),
+    "python Random": lambda: (s := random.Random(1), s.random),
+    "numpy Generator": lambda: (s := numpy().random.default_rng(1), s.random),
     "numpy RandomState": lambda: (s := numpy().random.RandomState(1), s.rand),
     "object": lambda: (s := Xorshift(), s.draw),
 }
@@ -349,12 +355,12 @@ SOURCES = {
 def test_track_rng(run, source):
     def program(run):
         tracked, draw = SOURCES[source]()
-        holder = Holder(draw=draw)
+        _held["draw"] = draw
         x = leaf(8)
         with run.track_rng(tracked):
             h = x
             for _ in range(2):
-                h = run(lambda x: (x * holder.draw()).sin(), h)
+                h = run(draws, h)
             between = draw()
             result = gradients(h, x)
         return result, between, draw()
@@ -365,20 +371,15 @@ def test_track_rng(run, source):
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_track_rng_until_removed(source):
     tracked, draw = SOURCES[source]()
-    holder = Holder(draw=draw)
     drawn = []
-
-    def function(x):
-        drawn.append(holder.draw())
-        return (x * drawn[-1]).sin()
-
+    _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
     registration = ckpt_hooks.track_rng(tracked)
     try:
-        ckpt_hooks.checkpoint(function, leaf(3)).sum().backward()
+        ckpt_hooks.checkpoint(draws, leaf(3)).sum().backward()
         assert drawn[0] == drawn[1]
     finally:
         registration.remove()
-    ckpt_hooks.checkpoint(function, leaf(3)).sum().backward()
+    ckpt_hooks.checkpoint(draws, leaf(3)).sum().backward()
     assert drawn[2] != drawn[3]
 
 
@@ -387,12 +388,8 @@ def test_track_rng_until_removed(source):
 def test_other_sources_are_left_alone_unless_asked(run, source):
     _, draw = SOURCES[source]()
     drawn = []
-
-    def function(x):
-        drawn.append(draw())
-        return (x * drawn[-1]).sin()
-
-    run(function, leaf(3)).sum().backward()
+    _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
+    run(draws, leaf(3)).sum().backward()
     assert drawn[0] != drawn[1]
 
 
@@ -417,32 +414,32 @@ def result_of(forward, seed):
 def test_two_recomputes_at_once(run):
     """Each draws twice from the default generator, the second one in between the draws of the first; masks do not mix."""
     alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
-    first_has_drawn, second_has_drawn, first_is_done = threading.Event(), threading.Event(), threading.Event()
+    recomputing, first_has_drawn, second_has_drawn, first_is_done = (threading.Event() for _ in range(4))
 
     def first(x):
         h = dropout(x)
-        if recomputing:
+        if recomputing.is_set():
             first_has_drawn.set()
             second_has_drawn.wait(0.2)  # in vain where recomputes wait for each other
-        h = F.dropout(h.sin(), 0.5)
-        first_is_done.set()
-        return h.exp()
+        try:
+            return dropout(h)
+        finally:  # where a recompute stops early, too
+            first_is_done.set()
 
     def second(x):
         h = dropout(x)
-        if recomputing:
+        if recomputing.is_set():
             second_has_drawn.set()
             assert first_is_done.wait(10)
         return dropout(h)
 
-    recomputing = False
     inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
     outputs = []
     for seed, function, x in zip((1, 2), (first, second), inputs, strict=True):
         torch.manual_seed(seed)
         outputs.append(run(function, x).sum())
     first_is_done.clear()
-    recomputing = True
+    recomputing.set()
     state = torch.get_rng_state()
 
     def second_backward():
