@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 from collections.abc import Callable, Collection, Sequence
 from contextvars import copy_context
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 
 from . import _ambient
+from ._ambient.draws import RecordDraws
 from ._arguments import Arguments
 from ._closures import contents_of, with_contents
 from ._contexts import ContextPair, reusable
@@ -24,7 +26,7 @@ from ._reach import reach
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
-from ._runtime.stack import stack
+from ._runtime.stack import is_crowded, stack
 from ._torch import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -36,6 +38,12 @@ from .determinism import DEFAULT_CHECK, Check
 from .errors import DeterminismError
 
 __all__ = ["DEFAULT_OPTIONS", "FunctionFrame", "RegionOptions"]
+
+
+# Held by the recompute that borrows the default generators; others that run meanwhile do without.
+_default_generators = threading.RLock()
+# Held by a recompute that changes what else threads may share: explicit generators, buffers of modules. It waits for others.
+_shared = threading.RLock()
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,6 +92,7 @@ class FunctionFrame(Frame):
         "_cells",
         "_context",
         "_contexts",
+        "_draws",
         "_function",
         "_options",
         "_state",
@@ -123,6 +132,7 @@ class FunctionFrame(Frame):
         self._contexts = contexts
         self._cells = contents_of(function)
         self._state: State | None = None
+        self._draws: RecordDraws | None = None
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
@@ -133,7 +143,10 @@ class FunctionFrame(Frame):
         self._context = copy_context()
         if options.preserve_buffers:
             self._state = capture_state(reached.modules, reached.tensors)
-        open_frame(self, self._options.check.facts)
+        open_frame(self, options.check.facts)
+        if is_crowded() and options.preserve_rng_state:
+            self._draws = RecordDraws()
+            self._draws.__enter__()
         if self.observer is not None or self._contexts is not None:
             try:
                 if self.observer is not None:
@@ -165,6 +178,8 @@ class FunctionFrame(Frame):
 
     def _close(self, error: BaseException | None) -> None:
         close_frame(self)
+        if self._draws is not None:
+            self._draws.__exit__(None, None, None)
         if self._state is not None and not self._state.settle():
             self._state = None
         if self.observer is not None:
@@ -195,7 +210,12 @@ class FunctionFrame(Frame):
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         ambient, options, state = self._ambient, self._options, self._state
-        transforms = undo = rewound = None
+        transforms = undo = rewound = replay = None
+        # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
+        borrows = self._draws is None and not is_crowded() and _default_generators.acquire(blocking=False)
+        shares = state is not None or _ambient.has_streams(ambient)
+        if shares:
+            _shared.acquire()
         filling = Filling(self, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
@@ -204,7 +224,10 @@ class FunctionFrame(Frame):
         try:
             transforms = suspend_transforms()
             args, kwargs = self._arguments.restore(self._region)
-            undo = _ambient.enter(ambient)
+            undo = _ambient.enter(ambient, default_generators=borrows)
+            if not borrows:
+                replay = _ambient.replay_draws(ambient, None if self._draws is None else self._draws.states)
+                replay.__enter__()
             if state is None:
                 hook = filling.hook(wanted)
             else:
@@ -225,10 +248,16 @@ class FunctionFrame(Frame):
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
             set_grad_enabled(grad_enabled)
+            if replay is not None:
+                replay.__exit__(None, None, None)
             if rewound is not None:
                 State.restore(rewound)
             if undo is not None:
                 _ambient.leave(undo)
+            if borrows:
+                _default_generators.release()
+            if shares:
+                _shared.release()
             self.recomputing = reentered
             stack.innermost = outer
             if transforms is not None:

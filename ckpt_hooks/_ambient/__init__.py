@@ -15,8 +15,9 @@ import torch
 from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
+from .draws import ReplayDraws
 
-__all__ = ["Ambient", "Undo", "capture", "enter", "leave"]
+__all__ = ["Ambient", "Undo", "capture", "enter", "has_streams", "leave", "replay_draws"]
 
 #: Random streams, flags, autocast, function modes: what each module's ``capture`` answered.
 Ambient = tuple["rng.Snapshot", flags.Snapshot, "autocast.Snapshot | None", function_modes.Snapshot]
@@ -42,15 +43,38 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     )
 
 
-def enter(ambient: Ambient) -> Undo:
-    """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`."""
+def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
+    """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`.
+
+    Args:
+        ambient: What was captured.
+        default_generators: Whether the default generators are set back; if not, they are not touched at all.
+    """
     streams, switches, casts, modes = ambient
     return (
-        rng.enter(streams),
+        rng.enter(streams, defaults=default_generators),
         flags.enter(switches),  # before autocast, which goes by its dtypes
         autocast.enter(casts) if casts is not None or is_any_autocast_enabled() else None,
         function_modes.enter(modes) if modes or num_function_modes() else None,
     )
+
+
+def has_streams(ambient: Ambient) -> bool:
+    """Whether a recompute will set random streams back that are not torch's default ones."""
+    return bool(ambient[0][2])
+
+
+def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayDraws:
+    """Returns the dispatch mode for a recompute that touches no default generator.
+
+    Args:
+        ambient: What was captured; draws start from its states where forward noted none.
+        states: What forward noted at each draw.
+    """
+    replay = ReplayDraws(states)
+    for generator, state in rng.default_states(ambient[0]):
+        replay.start(generator, state)
+    return replay
 
 
 def leave(undo: Undo) -> None:

@@ -21,15 +21,15 @@ from ckpt_hooks._bytes import same_bytes
 from .streams import Stream, device_streams, has_devices, stream_of_generator
 from .tracking import tracked_streams
 
-__all__ = ["Snapshot", "Undo", "capture", "enter", "leave"]
+__all__ = ["Snapshot", "Undo", "capture", "default_states", "enter", "leave"]
 
-_Others = tuple[tuple[Stream, Any], ...]
-#: State of the CPU's generator, and of other streams; None for the former where no state is to be restored.
-Snapshot = tuple["torch.Tensor | None", _Others]
-#: The same, of the streams as they were before a recompute.
-Undo = tuple[torch.Tensor, _Others]
+_States = tuple[tuple[Stream, Any], ...]
+#: State of the CPU's generator, of those of devices, and of other streams; None for the first where nothing is to be restored.
+Snapshot = tuple["torch.Tensor | None", _States, _States]
+#: State of the CPU's generator and of other streams before a recompute; None for the first where it is not touched.
+Undo = tuple["torch.Tensor | None", _States]
 
-_NO_OTHERS: _Others = ()
+_NONE: _States = ()
 _read_cpu, _write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
 
 
@@ -45,39 +45,50 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     """
     global _latest
     if not preserve:
-        return None, tuple((stream_of_generator(generator), None) for generator in generators)
-    others = _NO_OTHERS
-    if has_devices() or generators or tracked_streams():
-        streams = [*device_streams(while_capturing=False), *tracked_streams(), *map(stream_of_generator, generators)]
+        return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
+    devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if has_devices() else _NONE
+    others = _NONE
+    if generators or tracked_streams():
+        streams = (*tracked_streams(), *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
     state, latest = _read_cpu(), _latest  # read once: another thread may put its own there
     if same_bytes(state, latest):
         state = latest
     else:
         _latest = state
-    return state, others
+    return state, devices, others
 
 
-def enter(captured: Snapshot) -> Undo:
-    """Sets every stream of a snapshot back; returns the state of all streams before that."""
-    state, others = captured
-    before = _read_cpu()
-    undo = _NO_OTHERS
-    if others or has_devices() or tracked_streams():
-        undo = _enter_others(others, preserve=state is not None)
-    if state is not None:
+def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
+    """Sets every stream of a snapshot back; returns the state of all streams before that.
+
+    Args:
+        captured: The snapshot.
+        defaults: Whether the default generators are among them.
+    """
+    state, _, others = captured
+    before = _read_cpu() if defaults else None
+    undo = _NONE
+    if others or tracked_streams() or (defaults and has_devices()):
+        undo = _enter_others(captured, defaults=defaults)
+    if state is not None and defaults:
         _write_cpu(state)
     return before, undo
 
 
-def _enter_others(others: _Others, *, preserve: bool) -> _Others:
-    states = dict(others)
-    present = [*device_streams(while_capturing=True), *tracked_streams()]
-    undo = tuple((stream, stream.read()) for stream in dict.fromkeys([*states, *present]))
-    for stream, _ in undo if preserve else ():
-        if stream in states:
-            stream.write(states[stream])
-        elif stream.restart is not None:
+def _enter_others(captured: Snapshot, *, defaults: bool) -> _States:
+    cpu, devices, others = captured
+    states, present = dict(others), tracked_streams()
+    if defaults:
+        states.update(devices)
+        present += tuple(device_streams(needed=False))
+    # All are read before any is set: a generator may be there twice, explicit and as a device's default.
+    undo = tuple([(stream, stream.read()) for stream in dict.fromkeys([*states, *present])])
+    for stream, _ in undo:
+        state = states.get(stream)
+        if state is not None:
+            stream.write(state)
+        elif cpu is not None and stream.restart is not None:
             # A device that was not in use yet when forward began: should forward have been the one to draw from it first, it
             # drew from the start.
             stream.restart()
@@ -87,6 +98,14 @@ def _enter_others(others: _Others, *, preserve: bool) -> _Others:
 def leave(before: Undo) -> None:
     """Sets every stream back to where it was."""
     cpu, others = before
-    _write_cpu(cpu)
+    if cpu is not None:
+        _write_cpu(cpu)
     for stream, state in others:
         stream.write(state)
+
+
+def default_states(captured: Snapshot) -> list[tuple[torch.Generator, torch.Tensor]]:
+    """Returns default generators and their states in a snapshot, of the devices whose generators are to be had."""
+    cpu, devices, _ = captured
+    found = [] if cpu is None else [(torch.default_generator, cpu)]
+    return found + [(stream.generator, state) for stream, state in devices if stream.generator is not None]

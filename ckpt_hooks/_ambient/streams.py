@@ -24,9 +24,10 @@ class Stream:
         read: Returns the state.
         write: Sets it.
         restart: Sets the state that the stream had at first, where that is known.
+        generator: The generator, where it is one.
     """
 
-    __slots__ = ("read", "restart", "write")
+    __slots__ = ("generator", "read", "restart", "write")
 
     def __init__(
         self, read: Callable[[], Any], write: Callable[[Any], object], restart: Callable[[], object] | None = None
@@ -34,11 +35,14 @@ class Stream:
         self.read = read
         self.write = write
         self.restart = restart
+        self.generator: torch.Generator | None = None
 
 
 def stream_of_generator(generator: torch.Generator) -> Stream:
     """Returns the stream of a generator, explicit or a device's default one."""
-    return Stream(generator.get_state, generator.set_state, lambda: generator.manual_seed(generator.initial_seed()))
+    stream = Stream(generator.get_state, generator.set_state, lambda: generator.manual_seed(generator.initial_seed()))
+    stream.generator = generator
+    return stream
 
 
 # Modules of torch that may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
@@ -82,22 +86,22 @@ def _initialised_test(module: Any) -> Callable[[], bool]:
     return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
 
 
-def device_streams(*, while_capturing: bool) -> list[Stream]:
+def device_streams(*, needed: bool) -> list[Stream]:
     """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices.
 
     Args:
-        while_capturing: What to do while a CUDA graph is being captured, when no state can be read: to leave the streams of
-            that backend out, or to raise.
+        needed: Whether to raise while a CUDA graph is being captured, when no state can be read, rather than to leave the
+            streams of that backend out.
 
     Raises:
-        RuntimeError: If a graph is being captured that is not to be left out.
+        RuntimeError: If a graph is being captured.
     """
     streams: list[Stream] = []
     for initialised, module in _modules:
         if initialised():
             capturing = getattr(module, "is_current_stream_capturing", None)
             if capturing is not None and capturing():
-                if while_capturing:
+                if not needed:
                     continue
                 raise RuntimeError(
                     "a region with preserve_rng_state=True ran while a CUDA graph is being captured, when torch forbids to "
@@ -108,7 +112,7 @@ def device_streams(*, while_capturing: bool) -> list[Stream]:
     return streams
 
 
-_known: dict[int, tuple[object, tuple[Stream, ...]]] = {}
+_known: dict[int, tuple[Any, object, tuple[Stream, ...]]] = {}
 
 
 def _streams_of(module: Any) -> tuple[Stream, ...]:
@@ -116,9 +120,9 @@ def _streams_of(module: Any) -> tuple[Stream, ...]:
     generators = getattr(module, "default_generators", None)
     devices = generators or (module.device_count() if hasattr(module, "device_count") else 1)
     known = _known.get(id(module))
-    if known is None or (known[0] is not devices and known[0] != devices):
-        known = _known[id(module)] = devices, _make_streams(module, devices)
-    return known[1]
+    if known is None or known[0] is not module or known[1] != devices:
+        known = _known[id(module)] = module, devices, _make_streams(module, devices)
+    return known[2]
 
 
 def _make_streams(module: Any, devices: Any) -> tuple[Stream, ...]:

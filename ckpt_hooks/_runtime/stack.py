@@ -10,7 +10,22 @@ import threading
 
 from .frame import Frame
 
-__all__ = ["is_recomputing", "stack"]
+__all__ = ["is_crowded", "is_recomputing", "stack"]
+
+
+class _Presence:
+    """Counts the threads that run regions, besides the main one and those of autograd's engine."""
+
+    count = 0
+    _lock = threading.Lock()
+
+    def __init__(self) -> None:
+        with _Presence._lock:
+            _Presence.count += 1
+
+    def __del__(self) -> None:
+        with _Presence._lock:
+            _Presence.count -= 1
 
 
 class FrameStack(threading.local):
@@ -22,8 +37,19 @@ class FrameStack(threading.local):
 
     innermost: Frame | None = None
 
+    def __init__(self) -> None:
+        # Runs once a thread. A thread of the engine, which Python has not made, works for one that waits meanwhile.
+        ident = threading.get_ident()
+        if ident != threading.main_thread().ident and any(thread.ident == ident for thread in threading.enumerate()):
+            self._presence = _Presence()  # goes when the thread does
+
 
 stack = FrameStack()
+
+
+def is_crowded() -> bool:
+    """Whether threads besides the main one run regions, so that what belongs to the process cannot be borrowed for a while."""
+    return _Presence.count > 0
 
 
 def is_recomputing() -> bool:

@@ -1,0 +1,191 @@
+"""Random draws where several threads run regions: each operator draws from a generator of the region's own.
+
+Torch's default generators belong to the process. A recompute that sets one back for a while hides it from every other thread,
+and a forward whose draws another thread's interleave with cannot be repeated from where it started. So where threads besides
+the main one run regions, and where two recomputes overlap, a dispatch mode notes the state at each draw of a forward, and gives
+it to that draw in a recompute, which touches no default generator. That costs microseconds an operator, which is why a program
+of one thread goes by :mod:`ckpt_hooks._ambient.rng` instead.
+
+An operator that takes no generator runs on the default one, set for that call alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpt_hooks._bytes import same_bytes
+
+__all__ = ["RecordDraws", "ReplayDraws"]
+
+
+class _Handlers(threading.local):
+    """The modes of one thread, outermost first, and the state that the latest draw started from."""
+
+    def __init__(self) -> None:
+        self.active: list[_Draws] = []
+        self.latest: torch.Tensor | None = None
+
+
+_handlers = _Handlers()
+_one_draw = threading.Lock()
+
+# For each operator that draws: where it takes a generator, or the overload that does; nothing for those that do not.
+_Form = tuple[Any, int]
+_NO_DRAW: _Form = (None, -1)
+_forms: dict[Any, _Form] = {}
+
+
+def _form_of(operator: Any) -> _Form:
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return _NO_DRAW
+    names = [argument.name for argument in operator._schema.arguments]
+    if "generator" in names:
+        return operator, names.index("generator")
+    for overload in operator.overloadpacket.overloads():
+        other = getattr(operator.overloadpacket, overload)
+        others = [(argument.name, str(argument.type)) for argument in other._schema.arguments]
+        own = [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+        if [argument for argument in others if argument[0] != "generator"] == own and others != own:
+            return other, len(others)
+    return operator, -1
+
+
+def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    device = kwargs.get("device")
+    if device is None:
+        device = next((value.device for value in args if isinstance(value, torch.Tensor)), "cpu")
+    return torch.device(device)
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = getattr(torch, device.type)
+    generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    return generator
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that passes on what does not draw."""
+
+    # Dynamo has no business in here; without this it would be imported to wrap the handler.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    # A compiled function that runs under this mode stays compiled.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __enter__(self) -> _Draws:
+        _handlers.active.append(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        _handlers.active.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        form = _forms.get(func)
+        if form is None:
+            form = _forms[func] = _form_of(func)
+        if form is _NO_DRAW:
+            return func(*args, **kwargs)
+        operator, position = form
+        if operator is func and position >= 0:
+            given = args[position] if position < len(args) else kwargs.get("generator")
+            if given is not None:
+                return func(*args, **kwargs)
+            args = args[:position]  # the generator is the last argument wherever it may be given by position
+        return self.draw(func, operator, args, kwargs, takes_generator=position >= 0)
+
+    def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
+        raise NotImplementedError
+
+
+def _call(call: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Generator, *, takes_generator: bool) -> Any:
+    """Lets an operator draw from a generator, which must be of the right device."""
+    if takes_generator:
+        return call(*args, **{**kwargs, "generator": generator})
+    default = _default_generator(generator.device)
+    with _one_draw:
+        before = default.get_state()
+        default.set_state(generator.get_state())
+        try:
+            return call(*args, **kwargs)
+        finally:
+            generator.set_state(default.get_state())
+            default.set_state(before)
+
+
+class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
+    """Notes the state that each draw of a forward starts from.
+
+    Attributes:
+        states: One a draw.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.states: list[torch.Tensor] = []
+
+    def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
+        if _handlers.active[0] is not self:
+            # The mode of the region around this one draws; this one notes from where.
+            result = func(*args, **kwargs)
+            assert _handlers.latest is not None
+            self.states.append(_handlers.latest)
+            return result
+        device = _device_of(args, kwargs)
+        default, own = _default_generator(device), torch.Generator(device)
+        state = default.get_state()
+        own.set_state(state)
+        result = _call(operator, args, kwargs, own, takes_generator=takes_generator)
+        # Should another thread have drawn meanwhile, then both drew the same, which they may.
+        with _one_draw:
+            if same_bytes(default.get_state(), state):
+                default.set_state(own.get_state())
+        self.states.append(state)
+        _handlers.latest = state
+        return result
+
+
+class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
+    """Gives each draw of a recompute the state that it started from in forward."""
+
+    def __init__(self, states: list[torch.Tensor] | None) -> None:
+        """Prepares to draw.
+
+        Args:
+            states: Those of a :class:`RecordDraws`. None where forward ran without, in a program of one thread: then draws
+                start from where the default generators are when the recompute begins.
+        """
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._states = states or []
+        self._count = 0
+        self._own: dict[torch.device, torch.Generator] = {}
+
+    def start(self, generator: torch.Generator, state: torch.Tensor) -> None:
+        """Sets from where the first draw on a default generator's device starts."""
+        own = self._own[generator.device] = torch.Generator(generator.device)
+        own.set_state(state)
+
+    def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
+        device = _device_of(args, kwargs)
+        default = _default_generator(device)
+        if default.device not in self._own:
+            self.start(default, default.get_state())
+        own = self._own[default.device]
+        if self._count < len(self._states):
+            own.set_state(self._states[self._count])
+        self._count += 1
+        _handlers.latest = own.get_state()
+        return _call(operator, args, kwargs, own, takes_generator=takes_generator)
