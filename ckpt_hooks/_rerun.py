@@ -18,7 +18,6 @@ import torch
 from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._arguments import Arguments
-from ._closures import contents_of, with_contents
 from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
 from ._module_state import State, capture_state
@@ -89,7 +88,6 @@ class FunctionFrame(Frame):
     __slots__ = (
         "_ambient",
         "_arguments",
-        "_cells",
         "_context",
         "_contexts",
         "_draws",
@@ -130,7 +128,6 @@ class FunctionFrame(Frame):
         self._arguments = Arguments(args, kwargs, nested=parent is not None)
         self._options = options
         self._contexts = contexts
-        self._cells = contents_of(function)
         self._state: State | None = None
         self._draws: RecordDraws | None = None
         #: Turns an error of a rerun into one that says more.
@@ -143,8 +140,9 @@ class FunctionFrame(Frame):
         self._context = copy_context()
         if options.preserve_buffers:
             self._state = capture_state(reached.modules, reached.tensors)
+        crowded = stack.is_crowded()
         open_frame(self, options.check.facts)
-        if is_crowded() and options.preserve_rng_state:
+        if crowded and options.preserve_rng_state:
             self._draws = RecordDraws()
             self._draws.__enter__()
         if self.observer is not None or self._contexts is not None:
@@ -265,12 +263,11 @@ class FunctionFrame(Frame):
         return filling.result(options.check)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        function = self._function if self._cells is None else with_contents(self._function, self._cells)
         if self._contexts is None:
-            function(*args, **kwargs)
+            self._function(*args, **kwargs)
         else:
             with reusable(self._contexts[1]):
-                function(*args, **kwargs)
+                self._function(*args, **kwargs)
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)

@@ -14,7 +14,7 @@ __all__ = ["is_crowded", "is_recomputing", "stack"]
 
 
 class _Presence:
-    """Counts the threads that run regions, besides the main one and those of autograd's engine."""
+    """Counts the threads besides the main one that run forwards of regions; goes when its thread does."""
 
     count = 0
     _lock = threading.Lock()
@@ -33,15 +33,21 @@ class FrameStack(threading.local):
 
     Attributes:
         innermost: The frame whose forward or recompute is running, or None.
+        presence: What says that this thread runs forwards; False if it is not known yet, None for the main thread.
     """
 
     innermost: Frame | None = None
+    presence: _Presence | bool | None = False
 
-    def __init__(self) -> None:
-        # Runs once a thread. A thread of the engine, which Python has not made, works for one that waits meanwhile.
-        ident = threading.get_ident()
-        if ident != threading.main_thread().ident and any(thread.ident == ident for thread in threading.enumerate()):
-            self._presence = _Presence()  # goes when the thread does
+    def is_crowded(self) -> bool:
+        """Whether threads besides the main one run regions, this one perhaps, whose forward begins.
+
+        A thread that merely runs a backward, as those of autograd's engine do, works for another one that waits.
+        """
+        if self.presence is False and self.innermost is None:
+            main = threading.main_thread().ident == threading.get_ident()
+            self.presence = None if main else _Presence()
+        return _Presence.count > 0
 
 
 stack = FrameStack()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, assert_as_eager_or_error, gradients, runs, same
+from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs, same
 from tests.measure import leaf
 
 # Buffers
@@ -318,23 +318,3 @@ def test_function_adds_to_a_dict_it_was_given(run):
         return gradients(y, x), cache
 
     assert_as_eager(program, run)
-
-
-def closed_over(read):
-    """Returns a program whose function appends to a list of its closure."""
-
-    def program(run):
-        keys_seen, x = [], leaf(3)
-        return gradients(run(lambda x: attend(x, keys_seen, read), x), x), keys_seen
-
-    return program
-
-
-@runs("region", "nested", torch_fails=SILENT)
-def test_function_appends_to_a_list_it_closes_over(run):
-    assert_as_eager_or_error(closed_over(CACHE_READERS["as many tensors"]), run, naming="keys_seen")
-
-
-@runs("region", "nested")
-def test_function_appends_to_a_list_it_closes_over_and_other_shapes_are_saved(run):
-    assert_as_eager_or_error(closed_over(CACHE_READERS["other shapes"]), run, naming="keys_seen")
