@@ -82,7 +82,7 @@ def test_programs_have_what_they_are_made_of():
     blocks = {header.split("(")[0] for made in statements.BLOCKS.values() for header, _ in made}
     marks = ["except", ".apply(", "torch.autograd.grad(", "generator=g", "in_segments(run, "]
     if "python_random" not in ABSENT:
-        marks += ["random.random", 'track_rng("python")']
+        marks += ["random.random", 'track_rng("python")', "run(Noisy(g", "track_rng(g"]
     if "numpy_random" not in ABSENT and importlib.util.find_spec("numpy") is not None:
         marks += ["np.random", 'track_rng("numpy")']
     for mark in [*modules, *blocks, *marks]:
@@ -132,7 +132,7 @@ def minimal_runtime(flaw=None):
                 torch.set_rng_state(before)
             enabled, dtype = (False, torch.bfloat16) if flaw == "forgets autocast" else casts
             hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t.detach()) or found[-1], lambda t: t)
-            with hooks, torch.enable_grad(), torch.autocast("cpu", enabled=enabled, dtype=dtype):
+            with hooks, torch.enable_grad(), torch.autocast("cpu", enabled=enabled, dtype=dtype, cache_enabled=False):
                 function(*args, **({} if flaw == "forgets keywords" else kwargs))
             if flaw != "moves the stream":
                 torch.set_rng_state(outside)
@@ -187,6 +187,28 @@ def test_the_fuzzer_finds_a_runtime_that(flaw, kinds):
     features = SIMPLE | {"containers"} if flaw == "forgets keywords" else SIMPLE
     features |= {"in_place", "stale_saves"} if flaw == "keeps what may change" else set()
     found = first_difference(implementation_with(flaw), range(100), features)
+    assert found is not None
+    assert found.kind in kinds
+
+
+@pytest.mark.parametrize(
+    ("feature", "kinds"),
+    [
+        ("ambient", {"gradient", "raised", "output"}),
+        ("buffers", {"buffer", "gradient"}),
+        ("generators", {"stream", "gradient"}),
+        ("input_mutation", {"overlooked", "gradient", "raised"}),
+        ("numpy_random", {"stream", "gradient", "output"}),
+        ("python_random", {"stream", "gradient", "output"}),
+        ("side_effects", {"state"}),
+        ("tracked_sources", {"stream", "gradient", "output"}),
+    ],
+)
+def test_the_minimal_runtime_has_not(feature, kinds):
+    """What the features that are not in the core ask for: each of them makes programs that a simple runtime gets wrong."""
+    if feature in ABSENT or (feature == "numpy_random" and importlib.util.find_spec("numpy") is None):
+        pytest.skip("there is nothing to test")
+    found = first_difference(implementation_with(None), range(100), SIMPLE | {feature})
     assert found is not None
     assert found.kind in kinds
 

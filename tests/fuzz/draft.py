@@ -69,6 +69,7 @@ class Draft:
         self.saved: set[int] = set()  # storages that autograd saved
         self.passing: set[int] = set()  # those of them that a backward inside forward alone had saved
         self.held: list[torch.Tensor] = []  # keeps those storages, so that no other gets the same address
+        self.tracked: list[str] = []  # random sources that the package is told of
         self.stale = False
         self.copying = 0  # how many blocks there are around whose hooks copy what is saved
 
@@ -166,7 +167,7 @@ class Draft:
         given = self.scopes[-1].generators
         if given and self.chance(0.5):
             return self.random.choice(given)
-        present = self.set_up_names("g")
+        present = [name for name in self.set_up_names("g") if isinstance(self.values[name], torch.Generator)]
         if present and self.chance(0.7):
             return self.random.choice(present)
         name = self.fresh("g")

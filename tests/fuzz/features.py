@@ -41,13 +41,14 @@ FEATURES = CORE | {
     "input_mutation",  # writes to a region's arguments
     "numpy_random",  # NumPy's global generator, with ckpt_hooks.track_rng
     "python_random",  # that of the random module, likewise
-    "side_effects",  # a list that a region appends to
+    "side_effects",  # a list that a region appends to, once
     "stale_saves",  # writes to what backward needs: plain autograd raises
+    "tracked_sources",  # random generators of several kinds, likewise
     "step_in_backward",  # parameters updated as soon as their gradients are there
 }
 
 #: Those that there is nothing to test of yet.
-ABSENT = frozenset() if hasattr(ckpt_hooks, "track_rng") else frozenset({"numpy_random", "python_random"})
+ABSENT = frozenset() if hasattr(ckpt_hooks, "track_rng") else frozenset({"numpy_random", "python_random", "tracked_sources"})
 
 
 def parse(text: str) -> frozenset[str]:

@@ -46,9 +46,8 @@ class _Generator(Draft):
         if self.has("side_effects"):
             self.setup.append(Line("log = []"))
         around, tracking = self.surroundings(0.1), []
-        for name in ("python", "numpy"):
-            if self.has(f"{name}_random") and (name != "numpy" or "np" in self.values):
-                (tracking if self.chance(0.3) else around).append(f'with ckpt_hooks.track_rng("{name}"):')
+        for source in self.sources():
+            (tracking if self.chance(0.3) else around).append(f"with ckpt_hooks.track_rng({source}):")
         with self.inside(around + tracking):
             body = self.statements(self.random.choice([4, 6, 8, 12, 16]))
             while not any(isinstance(node, Region) for node in walk(body)):
@@ -69,12 +68,26 @@ class _Generator(Draft):
         if "np" in self.values:
             self.values["np"].random.seed(self.seed % 2**32)
 
+    def sources(self) -> list[str]:
+        """Returns the random sources that are to be tracked."""
+        sources = ['"python"'] if self.has("python_random") else []
+        sources += ['"numpy"'] if self.has("numpy_random") and "np" in self.values else []
+        if self.has("tracked_sources"):
+            for _ in range(self.random.randint(1, 2)):
+                name, made = self.fresh("g"), self.random.choice(statements.SOURCES)
+                if "np" in self.values or "np." not in made:
+                    self.set_up(Line(f"{name} = {made.format(seed=self.random.randrange(100))}"))
+                    self.tracked.append(name)
+        self.take()
+        return sources + self.tracked
+
     def surroundings(self, probability: float) -> list[str]:
         """Returns headers of blocks around a whole part of the program."""
         headers = []
         for feature in ("autocast", "ambient"):
             if self.has(feature) and self.chance(probability):
-                header, _ = self.random.choice(statements.BLOCKS[feature])
+                more = statements.SURROUNDINGS if feature == "ambient" else []
+                header, _ = self.random.choice(statements.BLOCKS[feature] + more)
                 headers.append(header.format(k=self.random.choice([0.5, 1.5])))
         return headers
 
@@ -93,7 +106,7 @@ class _Generator(Draft):
             self.write: 3 if self.has("in_place") else 0,
             self.region: 3,
             self.again: 1,
-            self.block: 1.5,
+            self.block: 3 if self.has("ambient") else 1.5,
             self.module: 1,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
@@ -200,7 +213,8 @@ class _Generator(Draft):
             slots["input"] = given.format_map(slots)
             ways = statements.WAYS_TO_A_MODULE if given.count("{x}") == 1 else statements.WAYS_TO_A_MODULE[:4]
             use = self.random.choice(ways) + rest
-            self.freeze(x, closed="lambda:" in use)
+            for name in names_in(slots["input"]):
+                self.freeze(name, closed="lambda:" in use)
         return self.attempt(use.format_map(slots))
 
     def inner_backward(self) -> list[Node] | None:
@@ -305,11 +319,16 @@ class _Generator(Draft):
         if self.has("containers"):
             region.packing = self.random.choice(["tuple", "tuple", "tuple", "list", "dict", "nested"])
             region.change = self.random.randrange(12) if self.chance(0.3) else None
-        if self.has("modules") and self.chance(0.1):
+        if self.has("modules") and self.chance(0.1) and not self.is_hiding(region):
             region.wrapper = "Wrapped({})"
         if region.plain():
             self.scopes[-1].functions.append(region)
         return self.take(region)
+
+    def is_hiding(self, region: Region) -> bool:
+        """Whether there is something to find in a function that nobody finds in a module with the function."""
+        found = {name[0] for name in names_in(" ".join(region.definition())) - set(region.defines())}
+        return not found.isdisjoint("mgf") and (self.has("buffers") or self.has("generators"))
 
     def style(self) -> str:
         styles = ["positional"] * 5 + ["keyword", "partial", "partial keyword", *CONTAINERS]

@@ -39,11 +39,20 @@ def see_saved_fields(value, see):
             continue
         met.add(node)
         for field in dir(node):
+            if "running" in field:  # the buffers of batch norm, which it updates unnoticed and does not read in training
+                continue
             if field.startswith("_saved_") and isinstance(getattr(node, field), torch.Tensor):
                 see("saved", f"{node.name()}.{field}", getattr(node, field))
         for index, saved in enumerate(getattr(node, "saved_tensors", ())):
             see("saved", f"{node.name()}.saved_tensors[{index}]", saved)
         todo += [parent for parent, _ in node.next_functions]
+
+
+def state_of(source):
+    """Returns the state of a random generator: torch's, Python's or NumPy's."""
+    if isinstance(source, torch.Generator):
+        return source.get_state()
+    return source.getstate() if isinstance(source, random.Random) else source.bit_generator.state
 
 
 def in_thread(function):

@@ -182,7 +182,6 @@ torch.hstack([{x}, {y}])
 {x}.roll(1, {d})
 {x}.flip({d})
 {x}.repeat_interleave(2, {d})
-{x}.tile(2)
 F.pad({x}, (1, 1))
 F.pad({x}, (0, 1), value={k})
 torch.fft.rfft({x}, dim={d}).abs()
@@ -365,17 +364,18 @@ _NUMPY_RANDOM = """
 {x} * torch.from_numpy(np.random.rand(*{x}.shape)).to({x}.dtype)
 """
 
+_TRACKED = """
+{x} * number({source})
+{x}.sin() if number({source}) < 0.5 else {x}.cos()
+"""
+
 _AMBIENT_0 = """
-{x} * FACTOR.get()
-({x} * FACTOR.get()).sin()
+{x} * surroundings()
+({x} * surroundings()).sin()
+{x}.sin() if surroundings() > 1 else {x}.cos()
+{x} * {x}.sin()
 {x} * torch.full({x}.shape, 0.1).exp()
 {x}.sin() + torch.tensor(0.1)
-{x} * (0.5 if torch.get_default_device().index is None else 1.5)
-{x}.sin() if torch.are_deterministic_algorithms_enabled() else {x}.cos()
-({x} / len(torch.get_float32_matmul_precision())).sin()
-{x}.tanh() if torch.backends.mkldnn.enabled else {x}.sigmoid() * {x}
-{x}.tanh() if torch.backends.cudnn.deterministic else {x}.sigmoid() * {x}
-{x} * {x}.sin()
 """
 
 _AMBIENT_1 = """
@@ -407,5 +407,6 @@ EXPRESSIONS = {
     "generators": by_rank(rank_0=_GENERATORS),
     "python_random": by_rank(rank_0=_PYTHON_RANDOM),
     "numpy_random": by_rank(rank_0=_NUMPY_RANDOM),
+    "tracked_sources": by_rank(rank_0=_TRACKED),
     "ambient": by_rank(rank_0=_AMBIENT_0, rank_1=_AMBIENT_1, rank_2=_AMBIENT_2),
 }

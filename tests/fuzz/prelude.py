@@ -9,6 +9,8 @@ import sys
 
 import torch
 
+FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
+
 
 class Square(torch.autograd.Function):
     """Saves its input."""
@@ -235,6 +237,22 @@ def noisy(x, generator):
     return (x * kept).sin() * torch.rand(x.shape, generator=generator)
 
 
+def number(source):
+    """Returns a number that a random source draws."""
+    return float(torch.rand((), generator=source)) if isinstance(source, torch.Generator) else source.random()
+
+
+class Noisy(torch.nn.Module):
+    """A module that has a random source."""
+
+    def __init__(self, source):
+        super().__init__()
+        self.draw = source.random if hasattr(source, "random") else lambda: torch.rand((), generator=source)
+
+    def forward(self, x):
+        return (x * float(self.draw())).sin() * float(self.draw())
+
+
 def in_segments(run, functions, segments, x):
     """Calls functions one after the other, in segments by the checkpoint_sequential that stands beside ``run``, if any."""
     beside = sys.modules[getattr(run, "func", run).__module__]
@@ -274,14 +292,26 @@ def setting(change, before, value):
         change(before)
 
 
+def surroundings():
+    """Returns a number that every setting around it changes."""
+    flags = [
+        torch.get_default_dtype() == torch.float32,
+        torch.get_default_device().index is None,
+        torch.get_float32_matmul_precision() == "highest",
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.flash_sdp_enabled(),
+        torch.backends.cuda.math_sdp_enabled(),
+    ]
+    return FACTOR.get() * (0.5 + sum(2.0**-place for place, flag in enumerate(flags) if flag) / 2)
+
+
 class SineIsCosine(torch.overrides.TorchFunctionMode):
     """Takes the one for the other."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         return (torch.Tensor.cos if function is torch.Tensor.sin else function)(*args, **(kwargs or {}))
-
-
-FACTOR = contextvars.ContextVar("FACTOR", default=1.0)
 
 
 @contextlib.contextmanager

@@ -368,7 +368,7 @@ class Program:
             elif name.startswith("m"):
                 looks.append(f"see_module({name!r}, {name}, see)")
             elif name.startswith("g"):
-                looks.append(f"see('stream', {name!r}, {name}.get_state())")
+                looks.append(f"see('stream', {name!r}, state_of({name}))")
         if "log = []" in setup:
             looks.append("see('state', 'log', log)")
         body = [line for node in [*self.body, *self.after] for line in node.render()] + self.ending.render(leaves)

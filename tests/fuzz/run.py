@@ -48,7 +48,7 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     """
     limits = {
         "lenient": features,
-        "strict": features & {"closure_mutation", "input_mutation", "stale_saves"},
+        "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward"},
         "overlooked": features & {"closure_mutation", "stale_saves"},
     }
     return found is not None and not limits.get(found.kind)
@@ -69,7 +69,7 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
     kind, explanation = found
     if kind == "raised" and _is_of_write(*other[1]):
         kind = "strict"
-    elif error is None and program.after:
+    elif kind != "no error" and program.after:
         unwritten = dataclasses.replace(program, after=[])
         kind = kind if check(unwritten, implementation)[0] else "overlooked"
     if kind == "no error" and _is_of_write(*error):

@@ -71,7 +71,7 @@ def script(source: str, implementation: Implementation, heading: str) -> str:
     offered = [value for module in (prelude, observe) for value in vars(module).values() if value not in always]
     offered = [value for value in offered if inspect.isroutine(value) or inspect.isclass(value)]
     used = [inspect.getsource(value) for value in offered if _mentions(source, value.__name__)]
-    if _mentions(source, "FACTOR") or _mentions(source, "factor"):
+    if any(_mentions(text, "FACTOR") for text in used):
         used.insert(0, 'FACTOR = contextvars.ContextVar("FACTOR", default=1.0)\n')
     text = "\n\n".join([f"{implementation.source}\n", *used, source, *map(inspect.getsource, always)])
     imports = [f"import {name}" for name in sorted([*_IMPORTS, "contextvars"]) if _mentions(text, name)]

@@ -52,6 +52,8 @@ class Slots(dict):
             return choose.randrange(100)
         if key == "g":
             return draw.generator()
+        if key == "source":
+            return draw.random.choice(draw.tracked) if draw.tracked else "no_such_source"
         if key == "y":
             return draw.pick(lambda v: is_float(v) and v.shape == shape) or self["x"]
         if key == "b":

@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from .ops import by_rank
 
-__all__ = ["AFTERMATH", "BLOCKS", "CALLS", "INNER_BACKWARD", "IN_PLACE", "MODULES", "SIDE_EFFECTS", "WAYS_TO_A_MODULE"]
+__all__ = [
+    "AFTERMATH",
+    "BLOCKS",
+    "CALLS",
+    "INNER_BACKWARD",
+    "IN_PLACE",
+    "MODULES",
+    "SIDE_EFFECTS",
+    "SOURCES",
+    "SURROUNDINGS",
+    "WAYS_TO_A_MODULE",
+]
 
 _WRITES_0 = """
 {x}.mul_({k})
@@ -135,7 +146,11 @@ MODULES = {
         (0, "torch.nn.Dropout(0.3)", "{f}({x})"),
         (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.Dropout(0.3), torch.nn.Tanh())", "{f}({x})"),
         (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.RReLU(), torch.nn.AlphaDropout(0.2))", "{f}({x})"),
-        (2, "torch.nn.MultiheadAttention({n}, 1, dropout=0.3)", "{f}({x}, {y}, {x})[0]"),
+        (
+            2,
+            "torch.nn.MultiheadAttention({n}, 1, dropout=0.3)",
+            "{f}({x}, {y} * 1, {x})[0]",
+        ),
         (2, "torch.nn.GRU({n}, 3, num_layers=2, dropout=0.3)", "{f}({x})[0]"),
         (2, "torch.nn.TransformerEncoderLayer({n}, 1, 3)", "{f}({x})"),
     ],
@@ -170,6 +185,9 @@ WAYS_TO_A_MODULE = [
     "run(Wrapped({f}), {input})",
 ]
 
+#: Random sources that regions may not find by themselves.
+SOURCES = ["torch.Generator().manual_seed({seed})", "random.Random({seed})", "np.random.default_rng({seed})"]
+
 #: Calls of regions in one line, by feature.
 CALLS = {
     "generators": [
@@ -184,6 +202,7 @@ CALLS = {
         "run(lambda v, function: function(v), {x}, functools.partial(noisy, generator={g}))",
         "run(functools.partial(lambda draw, v: draw(v), lambda v: noisy(v, {g})), {x})",
     ],
+    "tracked_sources": ["run(Noisy({source}), {x})", "run(lambda v, source={source}: v * number(source), {x})"],
     "sequential": ["in_segments(run, [{steps}], {segments}, {x})"],
 }
 
@@ -222,7 +241,6 @@ BLOCKS = {
         ("with setting(torch.set_default_dtype, torch.get_default_dtype(), torch.bfloat16):", []),
         ("with factor({k}):", []),
         ('with torch.device("cpu:0"):', []),
-        ('with setting(torch.set_default_device, None, "cpu:0"):', []),
         ("with torch.backends.mkldnn.flags(enabled=False):", []),
         ("with torch.backends.cudnn.flags(enabled=True, deterministic=True):", []),
         ("with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):", []),
@@ -232,6 +250,9 @@ BLOCKS = {
         ("with SineIsCosine():", []),
     ],
 }
+
+#: More of them, for what is around the whole program or backward: torch does not let this one stand inside a device's block.
+SURROUNDINGS = [('with setting(torch.set_default_device, None, "cpu:0"):', [])]
 
 #: Statements that do something else than compute; ``{own}`` is a tensor that no outer function knows.
 SIDE_EFFECTS = {
@@ -246,7 +267,7 @@ SIDE_EFFECTS = {
     "python_random": ["random.seed({seed})", "random.random()", "random.shuffle([1, 2, 3])"],
     "numpy_random": ["np.random.seed({seed})", "np.random.rand()"],
     "generators": ["{g}.manual_seed({seed})", "torch.rand(2, generator={g})"],
-    "side_effects": ["log.append(float({x}.detach().sum()))"],
+    "side_effects": ["if not ckpt_hooks.is_recomputing(): log.append(float({x}.detach().sum()))"],
 }
 
 #: What is written to between forward and backward: to a tensor, and to what a module has.
