@@ -1,8 +1,6 @@
 """The arguments of a region, taken apart so that its tensors can be saved like any other saved tensor (Rule 2).
 
-Tensors are found at any depth of lists, tuples, dicts and dataclasses. Lists and dicts are captured with the entries of the
-time of forward, and so is whatever holds a tensor: a rerun gets containers of its own, and sees nothing of what caller or
-function did to the originals since. Everything else is handed on as the object it is.
+Tensors are found at any depth of lists, tuples, dicts and dataclasses (:mod:`ckpt_hooks._containers`).
 
 A tensor that occurs twice comes back as one object, since functions ask whether two arguments are the same
 (``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor that went through somebody's hooks
@@ -14,15 +12,13 @@ costs a sixth.
 
 from __future__ import annotations
 
-import dataclasses
-import io
 import operator
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from ._containers import Capture, Container, TensorAt, build
 from ._refit import refit
 from ._torch import (
     SavedTensor,
@@ -31,13 +27,9 @@ from ._torch import (
     save_tensor,
     top_saved_tensors_hooks,
 )
-from .errors import MutationError
+from .errors import CheckpointError, MutationError
 
 __all__ = ["Arguments"]
-
-# Types whose values neither are nor hold tensors: not worth a second look.
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
-
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
@@ -45,6 +37,21 @@ _NO_OBJECTS: tuple[Any, ...] = ()
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 _version_of = operator.attrgetter("_version")
+_requires_grad_of = operator.attrgetter("requires_grad")
+
+
+def _requires_grad(tensors: Sequence[torch.Tensor | None]) -> list[bool | None]:
+    try:
+        return list(map(_requires_grad_of, tensors))
+    except (AttributeError, RuntimeError):  # None, and a view of many whose base was modified, which has lost its graph
+        return [None if tensor is None else _requires_grad_or_none(tensor) for tensor in tensors]
+
+
+def _requires_grad_or_none(tensor: torch.Tensor) -> bool | None:
+    try:
+        return tensor.requires_grad
+    except RuntimeError:
+        return None
 
 
 def _versions_of(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
@@ -107,171 +114,16 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-class _TensorAt:
-    """Stands for a tensor: its position among those saved."""
-
-    __slots__ = ("position",)
-
-    def __init__(self, position: int) -> None:
-        self.position = position
-
-
-class _Container:
-    """Stands for a list, tuple, dict or dataclass, or an instance of a subclass of theirs.
-
-    Attributes:
-        original: What was captured; let go of when the walk is over.
-        kind: Its type.
-        entries: Captured entries of a list or tuple, captured values of a dict with their keys.
-        attributes: Captured attributes by name: fields of a dataclass, ``__dict__`` of an instance of a subclass.
-    """
-
-    __slots__ = ("attributes", "entries", "kind", "original")
-
-    def __init__(self, original: Any) -> None:
-        self.original = original
-        self.kind = type(original)
-        self.entries: list[Any] = []
-        self.attributes: list[tuple[str, Any]] = []
-
-    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-        """Returns a new container of the captured entries; ``built`` has those made so far in this rerun, by id."""
-        if id(self) in built:
-            return built[id(self)]
-        kind = self.kind
-        made: Any
-        if issubclass(kind, tuple):
-            items = [_build(entry, tensors, built) for entry in self.entries]
-            # torch's named results take one sequence; tuples of other kinds may have constructors of their own.
-            made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
-            built[id(self)] = made
-        else:
-            made = built[id(self)] = kind.__new__(kind)  # type: ignore[call-overload]
-            if issubclass(kind, list):
-                list.extend(made, (_build(entry, tensors, built) for entry in self.entries))
-            elif issubclass(kind, dict):
-                set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
-                for key, entry in self.entries:
-                    set_item(made, key, _build(entry, tensors, built))
-        for name, captured in self.attributes:
-            object.__setattr__(made, name, _build(captured, tensors, built))
-        return made
-
-
-def _build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    kind = type(captured)
-    if kind is _TensorAt:
-        return tensors[captured.position]
-    if kind is _Container:
-        return captured.build(tensors, built)
-    return captured
-
-
-def _stands_for_something(captured: Any) -> bool:
-    return type(captured) in (_TensorAt, _Container)
-
-
-class _Capture:
-    """One walk over the arguments of one call."""
-
-    __slots__ = ("_containers", "_seen", "objects", "tensors")
-
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self.objects: list[Any] = []
-        self._seen: dict[int, Any] = {}
-        self._containers: list[_Container] = []
-
-    def finish(self) -> None:
-        """Lets go of the containers that were walked; until then they keep their ids."""
-        for container in self._containers:
-            container.original = None
-
-    def value(self, value: Any, path: str) -> Any:
-        """Returns what stands for a value.
-
-        Args:
-            value: The value.
-            path: Where it stands, as a user would write it.
-        """
-        if isinstance(value, torch.Tensor):
-            return self._tensor(value)
-        if type(value) in _ATOMS:
-            return value
-        if id(value) in self._seen:
-            return self._seen[id(value)]
-        if isinstance(value, list):
-            return self._sequence(value, list.__iter__(value), path)
-        if isinstance(value, dict):
-            return self._dict(value, path)
-        if isinstance(value, tuple):
-            return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
-            return self._unless_empty(self._with_attributes(self._container(value), path))
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
-            raise TypeError(
-                f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
-                "once, and recomputing the function in backward would read it again. Pass a list or a tuple of its items."
-            )
-        self.objects.append(value)
-        return value
-
-    def _tensor(self, value: torch.Tensor) -> _TensorAt:
-        self.tensors.append(value)
-        return _TensorAt(len(self.tensors) - 1)
-
-    def _container(self, value: Any) -> _Container:
-        container = self._seen[id(value)] = _Container(value)
-        self._containers.append(container)
-        return container
-
-    def _sequence(self, value: Any, entries: Iterator[Any], path: str) -> _Container:
-        container = self._container(value)
-        for index, entry in enumerate(entries):
-            container.entries.append(self.value(entry, f"{path}[{index}]"))
-        return self._with_attributes(container, path)
-
-    def _dict(self, value: dict[Any, Any], path: str) -> _Container:
-        container = self._container(value)
-        for key, entry in dict.items(value):
-            container.entries.append((key, self.value(entry, f"{path}[{key!r}]")))
-        if isinstance(value, defaultdict):
-            container.attributes.append(("default_factory", value.default_factory))
-        return self._with_attributes(container, path)
-
-    def _with_attributes(self, container: _Container, path: str) -> _Container:
-        value = container.original
-        names = dict.fromkeys(getattr(value, "__dict__", ()))
-        for kind in container.kind.__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                    names[name] = None
-        if dataclasses.is_dataclass(value):
-            names.update((field.name, None) for field in dataclasses.fields(value) if hasattr(value, field.name))
-        for name in names:
-            container.attributes.append((name, self.value(getattr(value, name), f"{path}.{name}")))
-        return container
-
-    def _unless_empty(self, container: _Container) -> Any:
-        """Hands the original on where it cannot change and nothing in it is captured."""
-        if any(map(_stands_for_something, container.entries)) or any(
-            _stands_for_something(captured) for _, captured in container.attributes
-        ):
-            return container
-        self._seen[id(container.original)] = container.original
-        return container.original
-
-
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_saved", "_strides", "_tensors", "_versions", "objects")
+    __slots__ = ("_captured", "_requires_grad", "_saved", "_strides", "_tensors", "_versions", "objects")
 
     #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
 
     _captured: tuple[list[Any], dict[str, Any]] | None
+    _requires_grad: list[bool | None]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
     _tensors: Sequence[torch.Tensor | None]
@@ -296,7 +148,7 @@ class Arguments:
             self.objects = _NO_OBJECTS
             tensors: Sequence[torch.Tensor] = args
         else:
-            capture = _Capture()
+            capture = Capture()
             self._captured = (
                 [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
                 {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()},
@@ -310,6 +162,7 @@ class Arguments:
             self._saved, self._tensors = _save(tensors, each_occurrence=nested)
             self._strides = _strides_of(tensors)
         self._versions = _versions_of(tensors)
+        self._requires_grad = _requires_grad(self._tensors)
 
     def restore(self, region: Callable[[], tuple[str, ...]]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
@@ -329,6 +182,8 @@ class Arguments:
             for position, tensor in enumerate(kept):
                 if tensor is not None and _versions_of((tensor,)) != self._versions[position : position + 1]:
                     self._raise_mutated(_versions_of(kept), region())
+        if _requires_grad(kept) != self._requires_grad:
+            self._look_at_requires_grad(region())
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         if self._saved is not None:
             tensors = []
@@ -345,8 +200,8 @@ class Arguments:
         built: dict[int, Any] = {}
         args, kwargs = self._captured
         return (
-            [_build(captured, tensors, built) for captured in args],
-            {key: _build(captured, tensors, built) for key, captured in kwargs.items()},
+            [build(captured, tensors, built) for captured in args],
+            {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
 
     def _raise_mutated(self, versions: tuple[int, ...], region: tuple[str, ...]) -> None:
@@ -356,7 +211,7 @@ class Arguments:
             if before != now and self._tensors[position] is not None
         )
         tensor = self._tensors[position]
-        argument = self._path_of(position)
+        argument = self._path_at(position)
         assert tensor is not None
         raise MutationError(
             f"{argument} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} "
@@ -369,7 +224,25 @@ class Arguments:
             found=found,
         )
 
-    def _path_of(self, position: int) -> str:
+    def _look_at_requires_grad(self, region: tuple[str, ...]) -> None:
+        for tensor, required, now in zip(self._tensors, self._requires_grad, _requires_grad(self._tensors), strict=True):
+            if tensor is not None and now is not required:
+                raise CheckpointError(
+                    f"{self.path_of(tensor)} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}"
+                    f"{list(tensor.shape)} tensor, had requires_grad={required} when the region's forward began, and has "
+                    f"requires_grad={now} now. A rerun of the region would save other tensors: change requires_grad "
+                    "after backward, or pass a detached tensor.",
+                    region=region,
+                )
+
+    def path_of(self, tensor: torch.Tensor) -> str | None:
+        """Returns where a tensor is among the arguments, as a user would write it, or None."""
+        for position, other in enumerate(self._tensors):
+            if other is tensor:
+                return self._path_at(position)
+        return None
+
+    def _path_at(self, position: int) -> str:
         if self._captured is None:
             return f"args[{position}]"
         args, kwargs = self._captured
@@ -378,9 +251,9 @@ class Arguments:
         seen = set()
         while todo:
             path, captured = todo.pop(0)
-            if isinstance(captured, _TensorAt) and captured.position == position:
+            if isinstance(captured, TensorAt) and captured.position == position:
                 return path
-            if isinstance(captured, _Container) and id(captured) not in seen:
+            if isinstance(captured, Container) and id(captured) not in seen:
                 seen.add(id(captured))
                 entries = captured.entries if issubclass(captured.kind, dict) else enumerate(captured.entries)
                 todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]

@@ -18,7 +18,7 @@ from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
 from ._runtime.settings import current_settings, override
 from ._torch import innermost_transform
 from .debug import OperatorLogs
-from .determinism import DEFAULT_CHECK, DETERMINISM_CHECKS, unknown_determinism_check
+from .determinism import DEFAULT_CHECK, check_of
 
 __all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
 
@@ -54,7 +54,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
-    determinism_check: str = "default",
+    determinism_check: str | Callable[[torch.Tensor], Any] = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -69,7 +69,7 @@ def checkpoint(
     *,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
-    determinism_check: str = "default",
+    determinism_check: str | Callable[[torch.Tensor], Any] = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -84,7 +84,7 @@ def checkpoint(
     *args: Any,
     use_reentrant: bool | None = None,
     context_fn: Callable[[], ContextPair] = noop_context_fn,
-    determinism_check: str = "default",
+    determinism_check: str | Callable[[torch.Tensor], Any] = "default",
     debug: bool = False,
     early_stop: bool = True,
     respect_saved_tensors_hooks: bool | None = None,
@@ -114,15 +114,19 @@ def checkpoint(
         use_reentrant: For code written for ``torch.utils.checkpoint``: None or False. This engine is non-reentrant.
         context_fn: Returns two context managers. The first wraps forward alone; the second wraps each recompute alone, and is
             entered anew each time.
-        determinism_check: ``"default"`` compares shape, dtype and device of each tensor that forward and recompute save;
-            ``"none"`` compares nothing.
+        determinism_check: ``"default"`` compares shape, dtype and device of each tensor that forward and recompute save.
+            ``"values"`` compares a hash of its values too, which reads all of them in both runs; ``"sampled_values"`` some 64
+            of the values, and where they stand. A function of a tensor has its results compared; tensors among them stay on
+            their device, which is waited for once a recompute. ``"none"`` compares nothing.
         debug: Whether an error in a recompute lists the operators of both runs. Slow.
         early_stop: Whether a recompute ends as soon as everything that is needed is there.
         respect_saved_tensors_hooks: Accepted as in torch 2.14. It concerns what a selective policy saves; the inputs of a
             region are always saved by way of the saved-tensor hooks around it.
         preserve_rng_state: Whether a recompute draws the random numbers that forward drew. If not, it draws new ones; the
             streams outside are where they were after it in both cases.
-        **kwargs: Keyword arguments of ``function``. In the curried form ``name`` is an option: the region's name in errors.
+        **kwargs: Keyword arguments of ``function``. In the curried form ``name`` is an option, the region's name in errors, and
+            so is ``preserve_buffers``: whether a recompute finds buffers as forward found them and leaves them as they are,
+            which is the default.
 
     Returns:
         What ``function`` returns; in the curried form, which is that of ``function=None``, a decorator for functions.
@@ -144,9 +148,7 @@ def checkpoint(
     """
     if use_reentrant:
         raise _reentrant_error()
-    check = DETERMINISM_CHECKS.get(determinism_check)
-    if check is None:
-        raise unknown_determinism_check(determinism_check)
+    check = DEFAULT_CHECK if determinism_check == "default" else check_of(determinism_check)
     options = DEFAULT_OPTIONS
     if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK):
         options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check=check)

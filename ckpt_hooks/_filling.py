@@ -23,11 +23,12 @@ from typing import Any
 
 import torch
 
+from ._blame import mutation_error
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
 from ._torch import sequence_number, set_versions, storage_of
-from .determinism import Check, describe, version_of
-from .errors import DeterminismError, MutationError
+from .determinism import Check, describe, first_difference, version_of
+from .errors import DeterminismError
 
 __all__ = ["Filling", "StopRecompute"]
 
@@ -49,7 +50,7 @@ class Filling:
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
 
-    __slots__ = ("_early_stop", "_frame", "_last", "_surplus", "_values", "_wanted", "stopped")
+    __slots__ = ("_early_stop", "_frame", "_last", "_surplus", "_values", "_wanted", "_without_grad", "stopped")
 
     def __init__(self, frame: Frame, *, early_stop: bool) -> None:
         """Prepares to fill handles.
@@ -62,6 +63,7 @@ class Filling:
         self._early_stop = early_stop
         self._values: list[torch.Tensor] = []
         self._wanted: Collection[int] | None = None
+        self._without_grad: list[int] = []
         self._last = -1
         self._surplus = 0
         self.stopped = False
@@ -89,7 +91,7 @@ class Filling:
             last, final = max(wanted), -1
         self._last, self._wanted = last, wanted
         stop_at = last if self._early_stop else -1
-        append = values.append
+        append, append_without_grad = values.append, self._without_grad.append
         plain = torch.Tensor
         unfinished = -1  # sequence number of the operator that saved what it may yet write to
 
@@ -102,12 +104,14 @@ class Filling:
                 append(MISSING)
                 if tensor.requires_grad:
                     return tensor if tensor.is_leaf else tensor.detach()
+                append_without_grad(index)
                 if index != final:
                     unfinished = sequence_number()
                 return tensor
             if tensor.requires_grad:
                 tensor = tensor.detach()
             else:
+                append_without_grad(index)
                 if index != final:
                     unfinished = sequence_number()
                 if exchanged and storage_of(tensor) in exchanged:
@@ -154,6 +158,10 @@ class Filling:
         expected = frame.facts
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):
             self._look_into(found)
+        if frame.without_grad or self._without_grad:
+            self._compare_grad()
+        if check.fingerprint is not None:
+            self._compare_values(check.fingerprint)
         return values
 
     def _look_into(self, found: list[Any]) -> None:
@@ -167,22 +175,44 @@ class Filling:
         for index, (value, expected, now) in enumerate(zip(self._values, self._frame.facts, found, strict=False)):
             if value is not MISSING and expected != now:
                 if self._wanted is not None and len(self._wanted) == 1:
-                    raise self._modified(index)
+                    raise mutation_error(
+                        f"tensor {index} of those that it saved", value, version_of(expected), format_path(self._frame.path)
+                    )
                 self._values[index] = MISSING
 
-    def _modified(self, index: int) -> MutationError:
-        value, expected = self._values[index], version_of(self._frame.facts[index])
-        region = format_path(self._frame.path)
-        what = f"tensor {index} of those that it saved, {describe(value.shape, value.dtype, value.device)},"
-        return MutationError(
-            f"region {'/'.join(region)!r}: {what} has been modified by an inplace operation since forward: it is at version "
-            f"{value._version}; expected version {expected} instead. Backward reruns the region and needs the values that "
-            "forward saw: modify the tensor after backward (is an optimizer's step too early?), or let forward use a clone.",
-            region=region,
-            tensor=what.rstrip(","),
-            expected=expected,
-            found=value._version,
-        )
+    def _compare_values(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
+        frame = self._frame
+        expected = frame.fingerprints[: len(self._values)]
+        with torch.no_grad():
+            found = [
+                None if one is None or value is MISSING else fingerprint(value)
+                for one, value in zip(expected, self._values, strict=True)
+            ]
+            index = first_difference(expected, found)
+        if index is not None:
+            value = self._values[index]
+            what = describe(value.shape, value.dtype, value.device)
+            raise self._error(
+                "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
+                f"tensor at position {index}: {what}\n",
+                index,
+                f"{what} with fingerprint {_short(expected[index])}",
+                f"{what} with fingerprint {_short(found[index])}",
+            )
+
+    def _compare_grad(self) -> None:
+        expected = [index for index in self._frame.without_grad if index < len(self._values)]
+        found = self._without_grad
+        if expected != found:
+            index = min(set(expected) ^ set(found))
+            before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, found))
+            raise self._error(
+                "Tensors saved during recomputation require grad where those of the forward pass did not, or the other way "
+                f"round.\ntensor at position {index}: {before} in forward, {now} in recomputation.\n",
+                index,
+                before,
+                now,
+            )
 
     def _raise_miscounted(self) -> None:
         expected, found = len(self._frame.handles), len(self._values) + self._surplus
@@ -220,6 +250,11 @@ class Filling:
         return DeterminismError(
             f"region {'/'.join(region)!r}: {message}{_TIP}", region=region, index=index, expected=expected, found=found
         )
+
+
+def _short(fingerprint: Any) -> str:
+    words = repr(fingerprint.tolist() if isinstance(fingerprint, torch.Tensor) else fingerprint)
+    return words if len(words) <= 80 else f"{words[:80]}..."
 
 
 def _copy_of(tensor: torch.Tensor) -> torch.Tensor:

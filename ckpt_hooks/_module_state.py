@@ -3,7 +3,8 @@
 A rerun must find such state as forward found it, or it computes something else, and must not change it again. What forward
 changed is known only afterwards, by object and by version; so before forward a copy is taken of each tensor that may change,
 and after it those that did not are let go. Copies are real ones for small tensors, and lazy ones for large tensors, which cost
-nothing unless the original is written to (``Tensor._lazy_clone``).
+nothing unless the original is written to (``Tensor._lazy_clone``). Of tensors that carry a graph no copy is taken; that they
+changed is told by their versions, and an error.
 
 For a rerun, entries that forward bound to other objects (``self.history = ...``) get the objects back that they had, and
 tensors that forward wrote to get their old content, in place, so that every view and alias of them sees it; both are undone
@@ -13,7 +14,7 @@ when the rerun ends, versions included.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.nn import Module
 from ._bytes import same_bytes
 from ._torch import is_cow_tensor, lazy_clone, set_versions, storage_of
 
-__all__ = ["State", "StateUndo", "capture_state"]
+__all__ = ["State", "StateUndo", "capture_state", "storages_of"]
 
 #: Tensors up to this size are copied outright. A lazy copy moves the original to other memory when that is written to, which
 #: whoever holds its address would not notice.
@@ -112,53 +113,89 @@ def capture_state(modules: Sequence[Module], tensors: Sequence[torch.Tensor]) ->
     return state if state.slots or state.copies else None
 
 
+class _Copy:
+    """What is known of one tensor: its version before forward and after it, and a copy of it where one was taken."""
+
+    __slots__ = ("after", "changed", "copy", "lazy", "tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor, *, shared: bool) -> None:
+        self.tensor = tensor
+        self.version = self.after = tensor._version
+        self.copy: torch.Tensor | None = None
+        self.lazy = False
+        #: Whether forward changed it without its version telling.
+        self.changed = False
+        if shared:
+            return
+        if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
+            self.copy = tensor.clone()
+        elif type(tensor) is torch.Tensor:
+            self.copy, self.lazy = lazy_clone(tensor), True
+
+    def settle(self) -> None:
+        """Lets go of a lazy copy that forward left lazy, and finds out about quiet changes."""
+        self.after = self.tensor._version
+        if self.copy is None or self.after != self.version:
+            return
+        if self.lazy:
+            self.changed = not is_cow_tensor(self.tensor)
+            if not self.changed:
+                self.copy = None
+        elif self.tensor.device.type == "cpu":
+            self.changed = not same_bytes(self.tensor, self.copy)
+        else:
+            self.changed = self.tensor.is_floating_point()
+
+
 class State:
-    """Copies of what a forward may change; after it, of what it did change.
+    """What forward found, for a rerun to find it again.
 
     Attributes:
         slots: Names in modules with the objects that they had.
-        copies: Tensors with their versions and copies, and whether these are lazy.
+        copies: Tensors, with copies of those that may change.
     """
 
     __slots__ = ("copies", "slots")
 
     def __init__(self, slots: list[_Slot], tensors: Sequence[torch.Tensor]) -> None:
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
-        self.copies: list[tuple[torch.Tensor, int, torch.Tensor, bool]] = []
+        self.copies: list[_Copy] = []
         seen = set()
         for tensor in (*(value for _, value in self.slots), *tensors):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
                 seen.add(id(tensor))
-                self._copy(tensor)
+                if _may_change(tensor):
+                    self.copies.append(_Copy(tensor, shared=tensor.requires_grad or tensor.layout is not torch.strided))
 
-    def _copy(self, tensor: torch.Tensor) -> None:
-        if tensor.requires_grad or tensor.is_inference() or tensor.is_meta or tensor.layout is not torch.strided:
-            return
-        if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
-            self.copies.append((tensor, tensor._version, tensor.clone(), False))
-        elif type(tensor) is torch.Tensor:
-            copy = lazy_clone(tensor)
-            if copy is not None:
-                self.copies.append((tensor, tensor._version, copy, True))
+    def settle(self) -> None:
+        """Looks what forward changed, when it has ended.
 
-    def settle(self) -> bool:
-        """Lets go of what forward did not change; returns whether anything is left.
-
-        A write that no version tells of, by a kernel from outside of torch, is seen by its making a lazy copy a real one, or
-        by comparing; other devices than the CPU are not asked to compare, so their small copies of floats are kept.
+        Small copies are kept whatever it did, since the original may change before backward. A write that no version tells of,
+        by a kernel from outside of torch, is seen by its making a lazy copy a real one, or by comparing; other devices than
+        the CPU are not asked to compare, so there floats count as changed.
         """
-        self.slots = [(slot, value) for slot, value in self.slots if slot[0].get(slot[1], _ABSENT) is not value]
-        self.copies = [entry for entry in self.copies if _changed(*entry)]
-        return bool(self.slots or self.copies)
+        for copy in self.copies:
+            copy.settle()
 
-    def rewind(self) -> StateUndo:
-        """Puts back what forward found; returns what to give to :meth:`restore`."""
+    def rewind(self, complain: Callable[[torch.Tensor, int], BaseException]) -> StateUndo:
+        """Puts back what forward found; returns what to give to :meth:`restore`.
+
+        Args:
+            complain: Returns an error for a tensor that has changed and the version that it had, where no copy was taken.
+        """
         slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot, _ in self.slots]
-        tensors = [tensor for tensor, *_ in self.copies]
+        stale = [copy for copy in self.copies if copy.changed or copy.tensor._version != copy.version]
+        for copy in stale:
+            if copy.copy is None:
+                raise complain(copy.tensor, copy.version)
+        tensors = [copy.tensor for copy in stale]
         versions = tuple(tensor._version for tensor in tensors)
         contents = [tensor.clone() for tensor in tensors]
         _bind(self.slots)
-        _fill(tensors, [copy for _, _, copy, _ in self.copies], tuple(version for _, version, *_ in self.copies))
+        # Versions count on from where they were before forward as far as they have moved since its end: what a rerun saves of a
+        # tensor that somebody else modified is found to be modified, as in plain autograd.
+        shifted = tuple(copy.version + copy.tensor._version - copy.after for copy in stale)
+        _fill(tensors, [copy.copy for copy in stale if copy.copy is not None], shifted)
         return slots, tensors, contents, versions
 
     @staticmethod
@@ -168,19 +205,20 @@ class State:
         _bind(slots)
         _fill(tensors, contents, versions)
 
-    def storages(self) -> frozenset[int | None]:
-        """Returns which storages have their content exchanged for a rerun."""
-        return frozenset(storage_of(tensor) for tensor, *_ in self.copies)
+
+def _may_change(tensor: torch.Tensor) -> bool:
+    if tensor.is_inference() or tensor.is_meta:
+        return False
+    try:
+        # What autograd saves of a leaf that requires grad is kept by itself, and checked.
+        return not (tensor.is_leaf and tensor.requires_grad)
+    except RuntimeError:  # a view that lost its graph when its base was modified
+        return False
 
 
-def _changed(tensor: torch.Tensor, version: int, copy: torch.Tensor, lazy: bool) -> bool:
-    if tensor._version != version:
-        return True
-    if lazy:
-        return not is_cow_tensor(tensor)
-    if tensor.device.type == "cpu":
-        return not same_bytes(tensor, copy)
-    return tensor.is_floating_point()
+def storages_of(undo: StateUndo) -> frozenset[int | None]:
+    """Returns which storages have their content exchanged for a rerun."""
+    return frozenset(map(storage_of, undo[1]))
 
 
 def _bind(slots: list[tuple[_Slot, Any]]) -> None:

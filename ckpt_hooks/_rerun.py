@@ -18,9 +18,10 @@ import torch
 from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._arguments import Arguments
+from ._blame import blame, mutation_error, name_of
 from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
-from ._module_state import State, capture_state
+from ._module_state import State, capture_state, storages_of
 from ._reach import reach
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, open_frame
@@ -34,7 +35,7 @@ from ._torch import (
     suspend_transforms,
 )
 from .determinism import DEFAULT_CHECK, Check
-from .errors import DeterminismError
+from .errors import DeterminismError, MutationError
 
 __all__ = ["DEFAULT_OPTIONS", "FunctionFrame", "RegionOptions"]
 
@@ -91,6 +92,7 @@ class FunctionFrame(Frame):
         "_context",
         "_contexts",
         "_draws",
+        "_finish",
         "_function",
         "_options",
         "_state",
@@ -141,7 +143,7 @@ class FunctionFrame(Frame):
         if options.preserve_buffers:
             self._state = capture_state(reached.modules, reached.tensors)
         crowded = stack.is_crowded()
-        open_frame(self, options.check.facts)
+        self._finish = open_frame(self, options.check.facts, options.check.fingerprint)
         if crowded and options.preserve_rng_state:
             self._draws = RecordDraws()
             self._draws.__enter__()
@@ -176,28 +178,30 @@ class FunctionFrame(Frame):
 
     def _close(self, error: BaseException | None) -> None:
         close_frame(self)
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
         if self._draws is not None:
             self._draws.__exit__(None, None, None)
-        if self._state is not None and not self._state.settle():
-            self._state = None
+        if self._state is not None:
+            self._state.settle()
         if self.observer is not None:
             self.observer.exited(self, error)
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         observer = self.observer
-        if observer is None and self.explain is None:
-            return self._rerun(wanted)
         if observer is not None:
             observer.recomputing(self)
         error: BaseException | None = None
         try:
             return self._rerun(wanted)
         except DeterminismError as found:
-            error = found if self.explain is None else self.explain(found)
-            if error is found:
-                raise
-            raise error from found
+            error = blame(found, self, self._function, self._arguments.path_of)
+            if self.explain is None:
+                raise error from None
+            explained = self.explain(error)
+            raise explained from error
         except BaseException as found:
             error = found
             raise
@@ -229,8 +233,8 @@ class FunctionFrame(Frame):
             if state is None:
                 hook = filling.hook(wanted)
             else:
-                rewound = state.rewind()
-                hook = filling.hook(wanted, state.storages())
+                rewound = state.rewind(self._mutated)
+                hook = filling.hook(wanted, storages_of(rewound))
             push_saved_tensors_hooks(hook, _identity)
             try:
                 set_grad_enabled(True)
@@ -268,6 +272,9 @@ class FunctionFrame(Frame):
         else:
             with reusable(self._contexts[1]):
                 self._function(*args, **kwargs)
+
+    def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
+        return mutation_error(name_of(tensor, self._function), tensor, version, self._region())
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)

@@ -28,6 +28,9 @@ top_saved_tensors_hooks: Callable[[bool], tuple[Hook, Hook] | None] = _autograd.
 # Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15.
 graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
 
+# The node that ``backward`` is running on this thread, or None. 2.11 to 2.15.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
 # Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
 # which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback

@@ -3,18 +3,24 @@
 Of each tensor that autograd saves, forward notes a few facts, and when a rerun has ended the same facts of what it saved are
 compared with them: two lists, in one operation (:mod:`ckpt_hooks._filling`). By default these are shape, dtype, device and
 version, none of which looks at a value or makes a device wait.
+
+Whoever wants to be sure that values are the same as well asks for fingerprints. Those that are tensors stay where they are and
+are compared all at once, so that a device is waited for once a recompute.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-__all__ = ["DEFAULT_CHECK", "DETERMINISM_CHECKS", "Check", "describe", "unknown_determinism_check", "version_of"]
+__all__ = ["DEFAULT_CHECK", "Check", "check_of", "describe", "first_difference", "version_of"]
+
+#: What a fingerprint is compared by that cannot be taken.
+_NO_FINGERPRINT = None
 
 
 @dataclass(frozen=True)
@@ -25,23 +31,83 @@ class Check:
         facts: Returns what is noted of a tensor: shape, dtype, device and version, or the version alone. The version, which
             counts modifications in place, is compared whatever the user asks for: a value that was modified since it was saved
             is wrong, and plain autograd raises for it as well.
+        fingerprint: Returns what the values of a tensor are compared by; None where they are not.
     """
 
     facts: Callable[[Any], Any]
+    fingerprint: Callable[[torch.Tensor], Any] | None = None
 
 
-DEFAULT_CHECK = Check(operator.attrgetter("shape", "dtype", "device", "_version"))
-
-#: What ``determinism_check`` may be.
-DETERMINISM_CHECKS: dict[str, Check] = {"default": DEFAULT_CHECK, "none": Check(operator.attrgetter("_version"))}
+_metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 
-def unknown_determinism_check(determinism_check: object) -> ValueError:
-    """Returns the error for a ``determinism_check`` that is not among :data:`DETERMINISM_CHECKS`."""
-    choices = ", ".join(repr(choice) for choice in DETERMINISM_CHECKS)
-    return ValueError(
-        f"determinism_check should be one of {choices}, but got {determinism_check!r}. "
-        "'default' compares shape, dtype and device of what forward and recompute saved; 'none' compares nothing."
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, in one dimension."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _has_bits(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and not tensor.is_quantized
+
+
+# torch.hash_tensor takes these as they are.
+_HASHABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.int16})
+
+
+def hash_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a hash of all bits of a tensor, on its device, which does not tell where they stand."""
+    if not _has_bits(tensor) or tensor.numel() == 0:
+        return _NO_FINGERPRINT
+    return torch.hash_tensor(tensor if tensor.dtype in _HASHABLE else _bits(tensor)).view(torch.int64)
+
+
+#: How many values of a tensor are looked at, about.
+_SAMPLES = 64
+
+
+def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the bits of some values of a tensor, on its device: the same places each time, spread over all dimensions."""
+    if not _has_bits(tensor) or tensor.numel() == 0:
+        return _NO_FINGERPRINT
+    sample, left = tensor.detach(), float(_SAMPLES)
+    for dimension, size in sorted(enumerate(tensor.shape), key=lambda item: item[1]):
+        # Small dimensions first, so that large ones share what is left evenly.
+        wanted = max(1, min(size, round(left ** (1 / (tensor.dim() - dimension)) if dimension < tensor.dim() - 1 else left)))
+        step = size // wanted
+        sample = sample.narrow(dimension, step // 2, size - step // 2)[(slice(None),) * dimension + (slice(None, None, step),)]
+        left /= max(1, sample.shape[dimension])
+    return _bits(sample)
+
+
+DEFAULT_CHECK = Check(_metadata)
+
+_CHECKS: dict[str, Check] = {
+    "default": DEFAULT_CHECK,
+    "none": Check(operator.attrgetter("_version")),
+    "values": Check(_metadata, hash_of),
+    "sampled_values": Check(_metadata, sample_of),
+}
+
+
+def check_of(determinism_check: Any) -> Check:
+    """Returns what a ``determinism_check`` stands for.
+
+    Raises:
+        ValueError: If that is neither one of the choices nor callable.
+    """
+    try:
+        check = _CHECKS.get(determinism_check)
+    except TypeError:  # not hashable
+        check = None
+    if check is not None:
+        return check
+    if callable(determinism_check):
+        return Check(_metadata, determinism_check)
+    choices = ", ".join(repr(choice) for choice in _CHECKS)
+    raise ValueError(
+        f"determinism_check should be one of {choices}, or a function of a tensor, but got {determinism_check!r}. 'default' "
+        "compares shape, dtype and device of what forward and recompute saved; 'values' compares a hash of all values too, "
+        "'sampled_values' some of the values, and a function what it returns; 'none' compares nothing."
     )
 
 
@@ -54,3 +120,29 @@ def version_of(facts: Any) -> int:
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     """Returns metadata in words, as in ``"float32[4, 8] on cpu"``."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+
+
+def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
+    """Returns the position of the first fingerprint that differs, None if none does; waits for each device once.
+
+    Args:
+        expected: Fingerprints that forward took.
+        found: Those of the recompute, as many; None in either where there is none to compare.
+    """
+    differs: list[int] = []
+    tensors: dict[torch.device, list[int]] = {}
+    for index, (one, other) in enumerate(zip(expected, found, strict=True)):
+        if one is None or other is None:
+            continue
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if not bool(one == other):
+                differs.append(index)
+        elif (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+            differs.append(index)
+        elif one.numel():
+            tensors.setdefault(one.device, []).append(index)
+    for indices in tensors.values():
+        ones, others = ([_bits(values[index]) for index in indices] for values in (expected, found))
+        if not torch.equal(torch.cat(ones), torch.cat(others)):
+            differs.append(next(i for i, one, other in zip(indices, ones, others, strict=True) if not torch.equal(one, other)))
+    return min(differs, default=None)

@@ -60,11 +60,15 @@ class DeterminismError(CheckpointError):
             too few, the first one that forward did not have where it saved too many.
         expected: What forward saved: ``"float32[4, 8] on cpu"``, or a number of tensors.
         found: What the recompute saved instead, in the same form.
+        grad_fn: Name of the autograd node that forward saved it for, as in ``"SinBackward0"``; None where that is not known.
     """
 
-    def __init__(self, message: str, *, region: tuple[str, ...], index: int, expected: str, found: str) -> None:
+    def __init__(
+        self, message: str, *, region: tuple[str, ...], index: int, expected: str, found: str, grad_fn: str | None = None
+    ) -> None:
         super().__init__(message, region=region)
         self.index = index
+        self.grad_fn = grad_fn
         self.expected = expected
         self.found = found
 

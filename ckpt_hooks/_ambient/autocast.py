@@ -41,9 +41,12 @@ def enter(captured: Snapshot | None) -> Snapshot:
     """Makes autocast what it was at :func:`capture`, off for every type if None; returns what it was before."""
     before = capture()
     if captured is None:
-        captured = before[0], tuple(
-            (False, dtype if device_type in AUTOCAST_FLAGS else resting)
-            for device_type, (_, dtype), resting in zip(_DEVICE_TYPES, before[1], _RESTING, strict=True)
+        captured = (
+            before[0],
+            tuple(
+                (False, dtype if device_type in AUTOCAST_FLAGS else resting)
+                for device_type, (_, dtype), resting in zip(_DEVICE_TYPES, before[1], _RESTING, strict=True)
+            ),
         )
     # A level of nesting, as ``torch.autocast`` opens one: casts are cached within it and dropped with the last level.
     torch.autocast_increment_nesting()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import threading
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -108,6 +108,8 @@ class Frame(abc.ABC):
     Attributes:
         handles: What was packed, in order, weakly.
         facts: Of each tensor packed in forward, what a recompute is compared with; those of :data:`MISSING` where it was kept.
+        fingerprints: Of each tensor packed in forward, what its values are compared by; empty where they are not compared.
+        without_grad: Which of them required no grad.
         passes: Values brought back, by the key of the scope that they were brought back for.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
@@ -120,17 +122,21 @@ class Frame(abc.ABC):
         "_lock",
         "complete",
         "facts",
+        "fingerprints",
         "handles",
         "observer",
         "parent",
         "passes",
         "path",
         "recomputing",
+        "without_grad",
     )
 
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
         self.handles: list[weakref.ref[Handle]] = []
         self.facts: list[Any] = []
+        self.fingerprints: Sequence[Any] = ()
+        self.without_grad: list[int] = []
         self.passes = NO_PASSES
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
+from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number
 
 from .frame import DEAD_HANDLE, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
@@ -60,12 +60,14 @@ def unpack(packed: Any) -> torch.Tensor:
 def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:
     handles = frame.handles
     append, note, reference = handles.append, frame.facts.append, weakref.ref
-    path = frame.path
+    path, without_grad = frame.path, frame.without_grad
     latest = missing = facts(MISSING)
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
         nonlocal latest
-        if tensor.is_leaf and tensor.requires_grad:
+        if not tensor.requires_grad:
+            without_grad.append(len(handles))
+        elif tensor.is_leaf:
             append(DEAD_HANDLE)
             note(missing)
             return tensor, tensor._version, path
@@ -94,22 +96,79 @@ def _pack_observed(
     return pack_observed
 
 
-def open_frame(frame: Frame, facts: Callable[[Any], Any]) -> None:
+class _Fingerprints:
+    """Fingerprints of what forward saves, each taken as soon as the value is complete.
+
+    An operator may save what it fills only then (see :mod:`ckpt_hooks._filling`), so a tensor that requires no grad waits until
+    another operator saves, or forward ends.
+    """
+
+    __slots__ = ("_fingerprint", "_sequence", "_waiting", "taken")
+
+    def __init__(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
+        self._fingerprint = fingerprint
+        self._waiting: list[tuple[int, torch.Tensor, int]] = []
+        self._sequence = -1
+        self.taken: list[Any] = []
+
+    def note(self, tensor: torch.Tensor, *, kept: bool) -> None:
+        if self._waiting and self._sequence != sequence_number():
+            self.finish()
+        if kept or tensor.requires_grad:
+            self.taken.append(None if kept else self._fingerprint(tensor))
+        else:
+            self._sequence = sequence_number()
+            self._waiting.append((len(self.taken), tensor, tensor._version))
+            self.taken.append(None)
+
+    def finish(self) -> None:
+        """Takes those that wait, but for tensors that were modified meanwhile."""
+        for index, tensor, version in self._waiting:
+            if tensor._version == version:
+                self.taken[index] = self._fingerprint(tensor)
+        self._waiting.clear()
+
+
+def _pack_fingerprinted(
+    pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: _Fingerprints
+) -> Callable[[torch.Tensor], Handle | Kept]:
+    def pack_fingerprinted(tensor: torch.Tensor) -> Handle | Kept:
+        packed = pack(tensor)
+        fingerprints.note(tensor, kept=type(packed) is tuple)
+        return packed
+
+    return pack_fingerprinted
+
+
+def open_frame(
+    frame: Frame, facts: Callable[[Any], Any], fingerprint: Callable[[torch.Tensor], Any] | None = None
+) -> Callable[[], None] | None:
     """Makes a frame the innermost one of this thread.
 
     Args:
         frame: The frame, which has packed nothing yet.
         facts: Returns what is noted of each tensor, and of :data:`MISSING`.
+        fingerprint: Returns what the values of a tensor are compared by, or None where they are not.
+
+    Returns:
+        What to call when forward has ended, if anything.
 
     Raises:
         RuntimeError: Where saved-tensor hooks are disabled, with the message given to
             ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
     """
     pack = _pack_into(frame, facts)
+    finish = None
+    if fingerprint is not None:
+        fingerprints = _Fingerprints(fingerprint)
+        frame.fingerprints = fingerprints.taken
+        pack = _pack_fingerprinted(pack, fingerprints)
+        finish = fingerprints.finish
     if frame.observer is not None:
         pack = _pack_observed(frame, frame.observer, pack)
     push_saved_tensors_hooks(pack, unpack)
     stack.innermost = frame
+    return finish
 
 
 def close_frame(frame: Frame) -> None:

@@ -1,0 +1,168 @@
+"""Finding words for an error: which tensor it was, which operator saved it. Never on a path without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ._reach import reach
+from ._runtime.frame import Frame, Handle, RegionPath
+from ._torch import current_node, storage_of
+from .determinism import describe
+from .errors import DeterminismError, MutationError, rebuild_error
+
+__all__ = ["blame", "mutation_error", "name_of"]
+
+
+def mutation_error(name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...]) -> MutationError:
+    """Returns the error for a tensor that was modified in place since forward.
+
+    Args:
+        name: Which tensor, for the start of a sentence.
+        tensor: The tensor.
+        expected: Its version when forward saw it.
+        region: Names of the regions, outermost first.
+    """
+    return MutationError(
+        f"region {'/'.join(region)!r}: {name}, {describe(tensor.shape, tensor.dtype, tensor.device)}, has been modified by an "
+        f"inplace operation since forward: it is at version {tensor._version}; expected version {expected} instead. Backward "
+        "reruns the region and needs the values that forward saw: modify the tensor after backward (is an optimizer's step "
+        "too early?), or let forward use a clone.",
+        region=region,
+        tensor=name,
+        expected=expected,
+        found=tensor._version,
+    )
+
+
+def name_of(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
+    """Returns what the code of a function calls a tensor, or a view of it: a variable, a parameter, a buffer."""
+    for name, value in _named_tensors(function):
+        if value is tensor:
+            return name
+    storage = storage_of(tensor)
+    for name, value in _named_tensors(function):
+        if storage is not None and storage_of(value) == storage:
+            return name
+    return default
+
+
+def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is not None:
+        for name, cell in zip(code.co_freevars, closure or (), strict=False):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield f"the variable {name!r}", value
+            elif isinstance(value, (list, tuple)):
+                for index, entry in enumerate(value):
+                    if isinstance(entry, torch.Tensor):
+                        yield f"the entry {name}[{index}]", entry
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, torch.Tensor):
+                yield f"the global {name!r}", value
+    for module in reach(function).modules:
+        kind = type(module).__name__
+        for name, value in module.named_parameters(remove_duplicate=False):
+            yield f"the parameter {name!r} of {kind}", value
+        for name, value in module.named_buffers(remove_duplicate=False):
+            yield f"the buffer {name!r} of {kind}", value
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"the attribute {name!r} of {kind}", value
+
+
+def _nodes() -> Iterator[Any]:
+    """Goes through the graph below the node that runs on this thread, that node first."""
+    todo, seen = [current_node()], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [below for below, _ in node.next_functions]
+
+
+def _packed_by(node: Any) -> Iterator[Any]:
+    """Goes through what pack hooks gave to a node."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(node, name)
+            except (AttributeError, RuntimeError):  # freed already
+                continue
+            for one in saved if isinstance(saved, (list, tuple)) else (saved,):
+                try:
+                    yield one.data
+                except (AttributeError, RuntimeError):
+                    continue
+
+
+def grad_fn_of(frame: Frame, index: int) -> str | None:
+    """Returns the name of the autograd node that saved a tensor, None where that is not to be found out.
+
+    Args:
+        frame: The region that a recompute of runs, on the thread of the backward that asked for it.
+        index: Which of its tensors.
+    """
+    for node in _nodes():
+        for packed in _packed_by(node):
+            if isinstance(packed, Handle) and packed.frame is frame and packed.index == index:
+                name: str = node.name()
+                return name
+    return None
+
+
+def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[torch.Tensor], str | None]) -> str:
+    """Returns a sentence on leaves that required grad in the forward of a region, and do not now, or the other way round.
+
+    Args:
+        path: The region.
+        function: Its function.
+        argument: Returns where a tensor is among the arguments, or None.
+    """
+    frozen: dict[int, torch.Tensor] = {}
+    known = set()
+    for node in _nodes():
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            known.add(id(leaf))
+            if not leaf.requires_grad:
+                frozen[id(leaf)] = leaf
+        for packed in _packed_by(node):
+            if type(packed) is tuple and packed[2] == path and not packed[0].requires_grad:
+                frozen[id(packed[0])] = packed[0]
+    lines = [
+        f"{argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True in forward, and False now. "
+        for leaf in frozen.values()
+    ]
+    lines += [
+        f"{name} has requires_grad=True now, and its gradient was not asked for in forward. "
+        for name, leaf in _named_tensors(function)
+        if leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
+    ]
+    return "".join(lines)
+
+
+def blame(
+    error: DeterminismError, frame: Frame, function: Any, argument: Callable[[torch.Tensor], str | None]
+) -> DeterminismError:
+    """Returns an error of the same kind that says more: which operator saved the tensor, and what may be the cause.
+
+    Args:
+        error: What a recompute raised.
+        frame: The region.
+        function: Its function.
+        argument: Returns where a tensor is among the arguments, or None.
+    """
+    grad_fn = grad_fn_of(frame, error.index)
+    message = str(error) + changed_requires_grad(frame.path, function, argument)
+    if grad_fn is not None:
+        message += f" The tensor at position {error.index} was saved by {grad_fn}."
+    return rebuild_error(type(error), message, {**vars(error), "grad_fn": grad_fn})

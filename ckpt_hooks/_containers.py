@@ -1,0 +1,183 @@
+"""Arguments taken apart: containers at any depth, with what stands for each tensor among them.
+
+Lists and dicts are captured with the entries of the time of forward, and so is whatever holds a tensor: a rerun gets containers
+of its own, and sees nothing of what caller or function did to the originals since. Everything else is handed on as the object
+it is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__ = ["Capture", "Container", "TensorAt", "build"]
+
+# Types whose values neither are nor hold tensors: not worth a second look.
+_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+
+
+class TensorAt:
+    """Stands for a tensor: its position among those saved."""
+
+    __slots__ = ("position",)
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+
+class Container:
+    """Stands for a list, tuple, dict or dataclass, or an instance of a subclass of theirs.
+
+    Attributes:
+        original: What was captured; let go of when the walk is over.
+        kind: Its type.
+        entries: Captured entries of a list or tuple, captured values of a dict with their keys.
+        attributes: Captured attributes by name: fields of a dataclass, ``__dict__`` of an instance of a subclass.
+    """
+
+    __slots__ = ("attributes", "entries", "kind", "original")
+
+    def __init__(self, original: Any) -> None:
+        self.original = original
+        self.kind = type(original)
+        self.entries: list[Any] = []
+        self.attributes: list[tuple[str, Any]] = []
+
+    def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
+        """Returns a new container of the captured entries; ``built`` has those made so far in this rerun, by id."""
+        if id(self) in built:
+            return built[id(self)]
+        kind = self.kind
+        made: Any
+        if issubclass(kind, tuple):
+            items = [build(entry, tensors, built) for entry in self.entries]
+            # torch's named results take one sequence; tuples of other kinds may have constructors of their own.
+            made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
+            built[id(self)] = made
+        else:
+            made = built[id(self)] = kind.__new__(kind)  # type: ignore[call-overload]
+            if issubclass(kind, list):
+                list.extend(made, (build(entry, tensors, built) for entry in self.entries))
+            elif issubclass(kind, dict):
+                set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
+                for key, entry in self.entries:
+                    set_item(made, key, build(entry, tensors, built))
+        for name, captured in self.attributes:
+            object.__setattr__(made, name, build(captured, tensors, built))
+        return made
+
+
+def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
+    """Returns what stood for something as what it stood for; ``built`` has the containers made so far in this rerun, by id."""
+    kind = type(captured)
+    if kind is TensorAt:
+        return tensors[captured.position]
+    if kind is Container:
+        return captured.build(tensors, built)
+    return captured
+
+
+def _stands_for_something(captured: Any) -> bool:
+    return type(captured) in (TensorAt, Container, torch.Generator)
+
+
+class Capture:
+    """One walk over the arguments of one call.
+
+    Attributes:
+        tensors: Those met, in order.
+        objects: What was met and not taken apart.
+    """
+
+    __slots__ = ("_containers", "_seen", "objects", "tensors")
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.objects: list[Any] = []
+        self._seen: dict[int, Any] = {}
+        self._containers: list[Container] = []
+
+    def finish(self) -> None:
+        """Lets go of the containers that were walked; until then they keep their ids."""
+        for container in self._containers:
+            container.original = None
+
+    def value(self, value: Any, path: str) -> Any:
+        """Returns what stands for a value.
+
+        Args:
+            value: The value.
+            path: Where it stands, as a user would write it.
+        """
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if type(value) in _ATOMS:
+            return value
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        if isinstance(value, list):
+            return self._sequence(value, list.__iter__(value), path)
+        if isinstance(value, dict):
+            return self._dict(value, path)
+        if isinstance(value, tuple):
+            return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
+            return self._unless_empty(self._with_attributes(self._container(value), path))
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+            raise TypeError(
+                f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
+                "once, and recomputing the function in backward would read it again. Pass a list or a tuple of its items."
+            )
+        self.objects.append(value)
+        return value
+
+    def _tensor(self, value: torch.Tensor) -> TensorAt:
+        self.tensors.append(value)
+        return TensorAt(len(self.tensors) - 1)
+
+    def _container(self, value: Any) -> Container:
+        container = self._seen[id(value)] = Container(value)
+        self._containers.append(container)
+        return container
+
+    def _sequence(self, value: Any, entries: Iterator[Any], path: str) -> Container:
+        container = self._container(value)
+        for index, entry in enumerate(entries):
+            container.entries.append(self.value(entry, f"{path}[{index}]"))
+        return self._with_attributes(container, path)
+
+    def _dict(self, value: dict[Any, Any], path: str) -> Container:
+        container = self._container(value)
+        for key, entry in dict.items(value):
+            container.entries.append((key, self.value(entry, f"{path}[{key!r}]")))
+        if isinstance(value, defaultdict):
+            container.attributes.append(("default_factory", value.default_factory))
+        return self._with_attributes(container, path)
+
+    def _with_attributes(self, container: Container, path: str) -> Container:
+        value = container.original
+        names = dict.fromkeys(getattr(value, "__dict__", ()))
+        for kind in container.kind.__mro__:
+            slots = vars(kind).get("__slots__", ())
+            for name in (slots,) if isinstance(slots, str) else slots:
+                if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
+                    names[name] = None
+        if dataclasses.is_dataclass(value):
+            names.update((field.name, None) for field in dataclasses.fields(value) if hasattr(value, field.name))
+        for name in names:
+            container.attributes.append((name, self.value(getattr(value, name), f"{path}.{name}")))
+        return container
+
+    def _unless_empty(self, container: Container) -> Any:
+        """Hands the original on where it cannot change and nothing in it is captured."""
+        if any(map(_stands_for_something, container.entries)) or any(
+            _stands_for_something(captured) for _, captured in container.attributes
+        ):
+            return container
+        self._seen[id(container.original)] = container.original
+        return container.original
