@@ -12,6 +12,7 @@ from .features import CORE
 from .generate import generate
 from .implementations import Implementation
 from .observe import difference, observe, plain
+from .prelude import copied, unchanged
 from .programs import Program
 from .scripts import load, script
 from .shrink import shrink
@@ -86,10 +87,10 @@ def _is_of_write(name: str, message: str) -> bool:
 
 
 def _with_copies(function):
-    """Returns a program whose saved tensors are copied before anything is written to them."""
+    """Returns a program whose saved tensors are copies, to which nothing is written."""
 
     def program(run, see):
-        with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        with torch.autograd.graph.saved_tensors_hooks(copied, unchanged):
             function(run, see)
 
     return program
