@@ -11,7 +11,7 @@ from ._reach import reach
 from ._runtime.frame import Frame, Handle, RegionPath
 from ._torch import current_node, storage_of
 from .determinism import describe
-from .errors import DeterminismError, MutationError, rebuild_error
+from .errors import DeterminismError, MutationError
 
 __all__ = ["blame", "mutation_error", "name_of"]
 
@@ -150,10 +150,8 @@ def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[t
     return "".join(lines)
 
 
-def blame(
-    error: DeterminismError, frame: Frame, function: Any, argument: Callable[[torch.Tensor], str | None]
-) -> DeterminismError:
-    """Returns an error of the same kind that says more: which operator saved the tensor, and what may be the cause.
+def blame(error: DeterminismError, frame: Frame, function: Any, argument: Callable[[torch.Tensor], str | None]) -> None:
+    """Lets an error say more: which operator saved the tensor, and what may be the cause.
 
     Args:
         error: What a recompute raised.
@@ -161,8 +159,8 @@ def blame(
         function: Its function.
         argument: Returns where a tensor is among the arguments, or None.
     """
-    grad_fn = grad_fn_of(frame, error.index)
+    error.grad_fn = grad_fn_of(frame, error.index)
     message = str(error) + changed_requires_grad(frame.path, function, argument)
-    if grad_fn is not None:
-        message += f" The tensor at position {error.index} was saved by {grad_fn}."
-    return rebuild_error(type(error), message, {**vars(error), "grad_fn": grad_fn})
+    if error.grad_fn is not None:
+        message += f" The tensor at position {error.index} was saved by {error.grad_fn}."
+    error.args = (message,)

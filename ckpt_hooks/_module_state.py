@@ -37,8 +37,23 @@ _NOT_STATE = frozenset({"_is_full_backward_hook", _PLAN})
 
 #: A name in a module, as the dict that holds it and the key.
 _Slot = tuple[dict[str, Any], str]
-#: What a rerun found, to be put back: slots with their objects, tensors with contents and versions.
-StateUndo = tuple[list[tuple[_Slot, Any]], list[torch.Tensor], list[torch.Tensor], tuple[int, ...]]
+
+
+class StateUndo:
+    """What a rerun found, to be put back.
+
+    Attributes:
+        slots: Names in modules with their objects.
+        exchanged: Tensors, versions and contents of those that get another content for the rerun.
+        others: The same of those that do not, and are looked at when it has ended.
+    """
+
+    __slots__ = ("exchanged", "others", "slots")
+
+    def __init__(self, slots: list[tuple[_Slot, Any]]) -> None:
+        self.slots = slots
+        self.exchanged: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self.others: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
 
 class _Plan:
@@ -132,17 +147,15 @@ class _Copy:
         elif type(tensor) is torch.Tensor:
             self.copy, self.lazy = lazy_clone(tensor), True
 
-    def settle(self) -> None:
-        """Lets go of a lazy copy that forward left lazy, and finds out about quiet changes."""
+    def look(self) -> None:
+        """Finds out how far forward has changed the tensor until now."""
         self.after = self.tensor._version
         if self.copy is None or self.after != self.version:
             return
         if self.lazy:
             self.changed = not is_cow_tensor(self.tensor)
-            if not self.changed:
-                self.copy = None
         elif self.tensor.device.type == "cpu":
-            self.changed = not same_bytes(self.tensor, self.copy)
+            self.changed = _differs(self.tensor, self.copy)
         else:
             self.changed = self.tensor.is_floating_point()
 
@@ -155,11 +168,12 @@ class State:
         copies: Tensors, with copies of those that may change.
     """
 
-    __slots__ = ("copies", "slots")
+    __slots__ = ("_settled", "copies", "slots")
 
     def __init__(self, slots: list[_Slot], tensors: Sequence[torch.Tensor]) -> None:
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
         self.copies: list[_Copy] = []
+        self._settled = False
         seen = set()
         for tensor in (*(value for _, value in self.slots), *tensors):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
@@ -175,7 +189,10 @@ class State:
         the CPU are not asked to compare, so there floats count as changed.
         """
         for copy in self.copies:
-            copy.settle()
+            copy.look()
+            if copy.lazy and not copy.changed and copy.after == copy.version:
+                copy.copy = None
+        self._settled = True
 
     def rewind(self, complain: Callable[[torch.Tensor, int], BaseException]) -> StateUndo:
         """Puts back what forward found; returns what to give to :meth:`restore`.
@@ -183,27 +200,37 @@ class State:
         Args:
             complain: Returns an error for a tensor that has changed and the version that it had, where no copy was taken.
         """
-        slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot, _ in self.slots]
-        stale = [copy for copy in self.copies if copy.changed or copy.tensor._version != copy.version]
-        for copy in stale:
-            if copy.copy is None:
-                raise complain(copy.tensor, copy.version)
-        tensors = [copy.tensor for copy in stale]
-        versions = tuple(tensor._version for tensor in tensors)
-        contents = [tensor.clone() for tensor in tensors]
+        if not self._settled:  # a backward inside of forward
+            for copy in self.copies:
+                copy.look()
+        undo = StateUndo([(slot, slot[0].get(slot[1], _ABSENT)) for slot, _ in self.slots])
+        stale = []
+        for copy in self.copies:
+            if copy.changed or copy.tensor._version != copy.version:
+                if copy.copy is None:
+                    raise complain(copy.tensor, copy.version)
+                stale.append(copy)
+                undo.exchanged.append((copy.tensor, copy.tensor._version, copy.tensor.clone()))
+            elif not copy.tensor.requires_grad:
+                content = lazy_clone(copy.tensor) if copy.copy is None else copy.copy
+                if content is not None:
+                    undo.others.append((copy.tensor, copy.version, content))
         _bind(self.slots)
-        # Versions count on from where they were before forward as far as they have moved since its end: what a rerun saves of a
-        # tensor that somebody else modified is found to be modified, as in plain autograd.
-        shifted = tuple(copy.version + copy.tensor._version - copy.after for copy in stale)
-        _fill(tensors, [copy.copy for copy in stale if copy.copy is not None], shifted)
-        return slots, tensors, contents, versions
+        for copy in stale:
+            # Versions count on from where they were before forward as far as they have moved since its end: what a rerun saves
+            # of a tensor that somebody else modified is found to be modified, as in plain autograd.
+            _fill(copy.tensor, copy.version + copy.tensor._version - copy.after, copy.copy)
+        return undo
 
     @staticmethod
     def restore(undo: StateUndo) -> None:
-        """Puts back what :meth:`rewind` found."""
-        slots, tensors, contents, versions = undo
-        _bind(slots)
-        _fill(tensors, contents, versions)
+        """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did."""
+        _bind(undo.slots)
+        for tensor, version, content in undo.exchanged:
+            _fill(tensor, version, content)
+        for tensor, version, content in undo.others:
+            if tensor._version != version or is_cow_tensor(content) is not is_cow_tensor(tensor) or _differs(tensor, content):
+                _fill(tensor, version, content)
 
 
 def _may_change(tensor: torch.Tensor) -> bool:
@@ -218,7 +245,7 @@ def _may_change(tensor: torch.Tensor) -> bool:
 
 def storages_of(undo: StateUndo) -> frozenset[int | None]:
     """Returns which storages have their content exchanged for a rerun."""
-    return frozenset(map(storage_of, undo[1]))
+    return frozenset(storage_of(tensor) for tensor, *_ in undo.exchanged)
 
 
 def _bind(slots: list[tuple[_Slot, Any]]) -> None:
@@ -229,9 +256,13 @@ def _bind(slots: list[tuple[_Slot, Any]]) -> None:
             owner[name] = value
 
 
-def _fill(tensors: list[torch.Tensor], contents: list[torch.Tensor], versions: tuple[int, ...]) -> None:
-    if tensors:
+def _fill(tensor: torch.Tensor, version: int, content: torch.Tensor | None) -> None:
+    if content is not None:
         with torch.no_grad():
-            for tensor, content in zip(tensors, contents, strict=True):
-                tensor.copy_(content)
-        set_versions(tuple(tensors), versions)
+            tensor.copy_(content)
+        set_versions((tensor,), (version,))
+
+
+def _differs(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a small tensor on the CPU is no longer equal to its copy."""
+    return not is_cow_tensor(copy) and tensor.device.type == "cpu" and not same_bytes(tensor, copy)

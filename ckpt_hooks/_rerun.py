@@ -197,11 +197,12 @@ class FunctionFrame(Frame):
         try:
             return self._rerun(wanted)
         except DeterminismError as found:
-            error = blame(found, self, self._function, self._arguments.path_of)
+            blame(found, self, self._function, self._arguments.path_of)
             if self.explain is None:
-                raise error from None
-            explained = self.explain(error)
-            raise explained from error
+                error = found
+                raise
+            error = self.explain(found)
+            raise error from found
         except BaseException as found:
             error = found
             raise
