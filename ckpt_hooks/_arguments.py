@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ._containers import Capture, Container, TensorAt, build
-from ._refit import refit
+from ._refit import Spare, refit, spare_of
 from ._torch import (
     SavedTensor,
     pop_saved_tensors_hooks,
@@ -36,29 +36,25 @@ _NO_OBJECTS: tuple[Any, ...] = ()
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-_version_of = operator.attrgetter("_version")
-_requires_grad_of = operator.attrgetter("requires_grad")
+#: Version, and whether grad is required; -1 and None where that is not to be had.
+_Facts = tuple[int, "bool | None"]
+_NO_FACTS: _Facts = (-1, None)
+_facts_of = operator.attrgetter("_version", "requires_grad")
 
 
-def _requires_grad(tensors: Sequence[torch.Tensor | None]) -> list[bool | None]:
+def _facts_of_all(tensors: Sequence[torch.Tensor | None]) -> list[_Facts]:
     try:
-        return list(map(_requires_grad_of, tensors))
-    except (AttributeError, RuntimeError):  # None, and a view of many whose base was modified, which has lost its graph
-        return [None if tensor is None else _requires_grad_or_none(tensor) for tensor in tensors]
+        return list(map(_facts_of, tensors))
+    except (AttributeError, RuntimeError):
+        return [_NO_FACTS if tensor is None else _facts_slowly(tensor) for tensor in tensors]
 
 
-def _requires_grad_or_none(tensor: torch.Tensor) -> bool | None:
+def _facts_slowly(tensor: torch.Tensor) -> _Facts:
+    version = -1 if tensor.is_inference() else tensor._version  # inference tensors refuse to tell
     try:
-        return tensor.requires_grad
-    except RuntimeError:
-        return None
-
-
-def _versions_of(tensors: Sequence[torch.Tensor | None]) -> tuple[int, ...]:
-    try:
-        return tuple(map(_version_of, tensors))
-    except (AttributeError, RuntimeError):  # None has no version, and inference tensors refuse to tell
-        return tuple(-1 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors)
+        return version, tensor.requires_grad
+    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+        return version, None
 
 
 def _save(
@@ -117,17 +113,20 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_requires_grad", "_saved", "_strides", "_tensors", "_versions", "objects")
+    __slots__ = ("_captured", "_facts", "_kept_facts", "_nested", "_saved", "_strides", "_tensors", "objects")
 
     #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
 
     _captured: tuple[list[Any], dict[str, Any]] | None
-    _requires_grad: list[bool | None]
+    # Whether what was saved comes back through hooks of a frame, new each time.
+    _nested: bool
+    _kept_facts: list[_Facts]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
     _tensors: Sequence[torch.Tensor | None]
-    _versions: tuple[int, ...]
+    # Of all tensors; unset where no hooks were active.
+    _facts: list[_Facts]
     # Of those that are not contiguous, by position; unset where no hooks were active.
     _strides: dict[int, tuple[int, ...]]
 
@@ -161,29 +160,23 @@ class Arguments:
         else:
             self._saved, self._tensors = _save(tensors, each_occurrence=nested)
             self._strides = _strides_of(tensors)
-        self._versions = _versions_of(tensors)
-        self._requires_grad = _requires_grad(self._tensors)
+            self._facts = _facts_of_all(tensors)
+            self._nested = nested
+        self._kept_facts = _facts_of_all(self._tensors)
 
-    def restore(self, region: Callable[[], tuple[str, ...]]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def restore(self, region: Callable[[], tuple[str, ...]], spares: list[Spare]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
 
         Args:
             region: Names the region, for an error.
+            spares: Gets what :func:`ckpt_hooks._refit.put_back` needs when the rerun has ended.
 
         Raises:
             MutationError: If a tensor was modified in place since.
         """
         kept = self._tensors
-        if self._saved is None:
-            versions = _versions_of(kept)
-            if versions != self._versions:
-                self._raise_mutated(versions, region())
-        else:
-            for position, tensor in enumerate(kept):
-                if tensor is not None and _versions_of((tensor,)) != self._versions[position : position + 1]:
-                    self._raise_mutated(_versions_of(kept), region())
-        if _requires_grad(kept) != self._requires_grad:
-            self._look_at_requires_grad(region())
+        if _facts_of_all(kept) != self._kept_facts:
+            self._raise_changed(region())
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         if self._saved is not None:
             tensors = []
@@ -193,7 +186,10 @@ class Arguments:
                     tensor = tensors[saved]
                 elif tensor is None:
                     assert saved is not None
-                    tensor = refit(saved.unpack(), self._strides.get(position), self._versions[position])
+                    unpacked = saved.unpack()
+                    tensor = refit(unpacked, self._strides.get(position), self._facts[position][0])
+                    if tensor is unpacked and not self._nested:
+                        spares.append(spare_of(tensor))
                 tensors.append(tensor)
         if self._captured is None:
             return tensors, _NO_KWARGS
@@ -204,36 +200,32 @@ class Arguments:
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
 
-    def _raise_mutated(self, versions: tuple[int, ...], region: tuple[str, ...]) -> None:
-        position, expected, found = next(
-            (position, before, now)
-            for position, (before, now) in enumerate(zip(self._versions, versions, strict=True))
-            if before != now and self._tensors[position] is not None
-        )
-        tensor = self._tensors[position]
-        argument = self._path_at(position)
-        assert tensor is not None
-        raise MutationError(
-            f"{argument} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} "
-            f"tensor, has been modified by an inplace operation since the region's forward began: it is at version {found}; "
-            f"expected version {expected} instead. Backward reruns the region and needs the values that forward saw. Modify "
-            "a clone, or use the out-of-place form of the operation.",
-            region=region,
-            tensor=argument,
-            expected=expected,
-            found=found,
-        )
-
-    def _look_at_requires_grad(self, region: tuple[str, ...]) -> None:
-        for tensor, required, now in zip(self._tensors, self._requires_grad, _requires_grad(self._tensors), strict=True):
-            if tensor is not None and now is not required:
-                raise CheckpointError(
-                    f"{self.path_of(tensor)} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}"
-                    f"{list(tensor.shape)} tensor, had requires_grad={required} when the region's forward began, and has "
-                    f"requires_grad={now} now. A rerun of the region would save other tensors: change requires_grad "
-                    "after backward, or pass a detached tensor.",
+    def _raise_changed(self, region: tuple[str, ...]) -> None:
+        for position, (tensor, before, now) in enumerate(
+            zip(self._tensors, self._kept_facts, _facts_of_all(self._tensors), strict=True)
+        ):
+            if tensor is None or before == now:
+                continue
+            argument = self._path_at(position)
+            where = (
+                f"{argument} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+            )
+            if before[0] != now[0]:
+                raise MutationError(
+                    f"{where} tensor, has been modified by an inplace operation since the region's forward began: it is at "
+                    f"version {now[0]}; expected version {before[0]} instead. Backward reruns the region and needs the values "
+                    "that forward saw. Modify a clone, or use the out-of-place form of the operation.",
                     region=region,
+                    tensor=argument,
+                    expected=before[0],
+                    found=now[0],
                 )
+            raise CheckpointError(
+                f"{where} tensor, had requires_grad={before[1]} when the region's forward began, and has requires_grad={now[1]} "
+                "now. A rerun of the region would save other tensors: change requires_grad after backward, or pass a detached "
+                "tensor.",
+                region=region,
+            )
 
     def path_of(self, tensor: torch.Tensor) -> str | None:
         """Returns where a tensor is among the arguments, as a user would write it, or None."""

@@ -8,16 +8,18 @@ deep. It is done once a region, so it looks at no value twice and stops at what 
 
 from __future__ import annotations
 
+import builtins
+import dis
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-__all__ = ["Reached", "reach"]
+__all__ = ["NOTHING", "Reached", "reach"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
@@ -30,6 +32,7 @@ _DULL = frozenset(
     | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType, torch.dtype, torch.device, torch.Size}
     | {torch.layout, torch.memory_format, type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
 )
+_BUILTINS = frozenset(vars(builtins))
 _SEQUENCES = frozenset({list, tuple, set, frozenset, deque})
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
 
@@ -101,23 +104,60 @@ class Reached:
             self._look_at_all(function.__kwdefaults__.values(), depth)
         # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
         variables = function.__globals__
-        for name in function.__code__.co_names:
+        for name in _globals_of(function.__code__):
             value = variables.get(name)
             if isinstance(value, (Module, torch.Tensor, torch.Generator)):
                 self.look(value, 1)
 
 
-def reach(function: Any, objects: Iterable[Any] = ()) -> Reached:
-    """Returns what a function reaches.
+#: What most functions reach.
+NOTHING = Reached()
+
+_names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+
+
+def _globals_of(code: types.CodeType) -> tuple[str, ...]:
+    """Returns the names of global variables in code, without those of attributes, which code objects list along with them."""
+    known = _names.get(id(code))
+    if known is None or known[0] is not code:
+        loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        names = tuple(dict.fromkeys(str(step.argval) for step in loads if step.argval not in _BUILTINS))
+        known = _names[id(code)] = code, names
+    return known[1]
+
+
+def _is_dull(function: types.FunctionType) -> bool:
+    """Whether nothing that a function has at hand is of any interest, in the cheapest way to see that."""
+    for cell in function.__closure__ or ():
+        try:
+            if type(cell.cell_contents) not in _DULL:
+                return False
+        except ValueError:
+            continue
+    if function.__defaults__ or function.__kwdefaults__:
+        return False
+    variables = function.__globals__
+    for name in _globals_of(function.__code__):
+        value = variables.get(name)
+        if type(value) not in _DULL and isinstance(value, (Module, torch.Tensor, torch.Generator)):
+            return False
+    return True
+
+
+def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
+    """Returns what a function reaches, :data:`NOTHING` itself where that is nothing.
 
     Args:
         function: The function, or module, method, partial, or other callable.
         objects: Arguments of the call that are neither tensors nor containers.
     """
-    reached = Reached()
     if isinstance(function, Module):
+        reached = Reached()
         reached.modules.append(function)
+    elif not objects and (type(function) in _DULL or (type(function) is types.FunctionType and _is_dull(function))):
+        return NOTHING
     else:
+        reached = Reached()
         reached.look(function, _DEPTH)
     for value in objects:
         reached.look(value, _DEPTH)

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from ._torch import set_versions
+from ._torch import lazy_clone, set_versions
 
-__all__ = ["refit"]
+__all__ = ["Spare", "put_back", "refit", "spare_of"]
+
+#: A tensor that hooks handed out, its version then, and a copy.
+Spare = tuple[torch.Tensor, int, torch.Tensor]
 
 
 def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
@@ -30,6 +33,22 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
         copy: torch.Tensor = _Copy.apply(tensor, strides)  # type: ignore[no-untyped-call]
     set_versions((copy,), (version,))
     return copy
+
+
+def spare_of(tensor: torch.Tensor) -> Spare:
+    """Returns a copy of what hooks handed out, which may be all that they have: a rerun might write to it."""
+    plain = tensor.detach()
+    copy = lazy_clone(plain) if type(plain) is torch.Tensor else None
+    return tensor, tensor._version, plain.clone() if copy is None else copy
+
+
+def put_back(spares: list[Spare]) -> None:
+    """Undoes what a rerun wrote to tensors that hooks handed out."""
+    for tensor, version, copy in spares:
+        if tensor._version != version:
+            with torch.no_grad():
+                tensor.detach().copy_(copy)
+            set_versions((tensor,), (version,))
 
 
 class _Copy(torch.autograd.Function):

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from ._blame import blame, mutation_error, name_of
 from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
 from ._module_state import State, capture_state, storages_of
-from ._reach import reach
+from ._reach import NOTHING, reach
+from ._refit import Spare, put_back
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
@@ -139,8 +140,9 @@ class FunctionFrame(Frame):
         reached = reach(self._function, self._arguments.objects)
         options = self._options
         self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=reached.generators)
-        self._context = copy_context()
-        if options.preserve_buffers:
+        context = copy_context()
+        self._context = context if context else None
+        if reached is not NOTHING and options.preserve_buffers:
             self._state = capture_state(reached.modules, reached.tensors)
         crowded = stack.is_crowded()
         self._finish = open_frame(self, options.check.facts, options.check.fingerprint)
@@ -219,6 +221,7 @@ class FunctionFrame(Frame):
         shares = state is not None or _ambient.has_streams(ambient)
         if shares:
             _shared.acquire()
+        spares: list[Spare] = []
         filling = Filling(self, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
@@ -226,7 +229,7 @@ class FunctionFrame(Frame):
         grad_enabled = torch.is_grad_enabled()
         try:
             transforms = suspend_transforms()
-            args, kwargs = self._arguments.restore(self._region)
+            args, kwargs = self._arguments.restore(self._region, spares)
             undo = _ambient.enter(ambient, default_generators=borrows)
             if not borrows:
                 replay = _ambient.replay_draws(ambient, None if self._draws is None else self._draws.states)
@@ -239,8 +242,12 @@ class FunctionFrame(Frame):
             push_saved_tensors_hooks(hook, _identity)
             try:
                 set_grad_enabled(True)
-                # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-                self._context.copy().run(self._call, args, kwargs)
+                context = self._context
+                if context is None and not copy_context():
+                    self._call(args, kwargs)
+                else:
+                    # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
+                    (Context() if context is None else context.copy()).run(self._call, args, kwargs)
             finally:
                 pop_saved_tensors_hooks()
         except StopRecompute:
@@ -257,6 +264,8 @@ class FunctionFrame(Frame):
                 State.restore(rewound)
             if undo is not None:
                 _ambient.leave(undo)
+            if spares:
+                put_back(spares)
             if borrows:
                 _default_generators.release()
             if shares:

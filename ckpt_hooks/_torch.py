@@ -78,14 +78,6 @@ _precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
 _set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 
 
-def _matmul_precision() -> bool | str:
-    try:
-        allow_tf32: bool = _c._get_cublas_allow_tf32()
-    except RuntimeError:
-        return _precision_of("cuda", "matmul")
-    return allow_tf32
-
-
 def _set_matmul_precision(allow_tf32: bool | str) -> None:
     mkldnn = _precision_of("mkldnn", "matmul")
     _c._set_cublas_allow_tf32(allow_tf32 in (True, "tf32"))
@@ -101,23 +93,12 @@ def _set_mkldnn_matmul_precision(precision: str) -> None:
     _set_precision_of("mkldnn", "matmul", precision)
 
 
-def _cudnn_precision() -> bool | tuple[str, str]:
-    try:
-        allow_tf32: bool = _c._get_cudnn_allow_tf32()
-    except RuntimeError:
-        return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
-    return allow_tf32
-
-
 def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
     _c._set_cudnn_allow_tf32(allow_tf32 in (True, ("tf32", "tf32")))
     if isinstance(allow_tf32, tuple):
         for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
             _set_precision_of("cuda", operator, precision)
 
-
-#: Device types whose autocast dtype is among the flags, since it has a say also where autocast is off.
-AUTOCAST_FLAGS = ("cpu", "cuda") if torch.cuda._is_compiled() else ("cpu",)
 
 # How each switch that decides on kernels and roundings is read and set. The public forms (``torch.backends``,
 # ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler.
@@ -127,11 +108,6 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     (_c._get_deterministic_algorithms, _set_deterministic),
     (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
     (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    # What ``torch.autocast`` without a dtype takes.
-    *(
-        (functools.partial(torch.get_autocast_dtype, kind), functools.partial(torch.set_autocast_dtype, kind))
-        for kind in AUTOCAST_FLAGS
-    ),
     _flag("deterministic_fill_uninitialized_memory", "_set_deterministic_fill_uninitialized_memory"),
     _flag("flash_sdp_enabled", "_set_sdp_use_flash"),
     _flag("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
@@ -145,17 +121,31 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     _flag("cudnn_enabled", "_set_cudnn_enabled"),
     _flag("cudnn_benchmark", "_set_cudnn_benchmark"),
     _flag("cudnn_deterministic", "_set_cudnn_deterministic"),
-    _flag("cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    _reduced_precision("fp16"),
-    _reduced_precision("bf16"),
-    (_matmul_precision, _set_matmul_precision),
-    (_cudnn_precision, _set_cudnn_precision),
-    (functools.partial(_precision_of, "mkldnn", "matmul"), _set_mkldnn_matmul_precision),
-    *(
-        (functools.partial(_precision_of, "mkldnn", operator), functools.partial(_set_precision_of, "mkldnn", operator))
-        for operator in ("conv", "rnn")
+]
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    FLAGS += [
+        _flag("cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+        _reduced_precision("fp16"),
+        _reduced_precision("bf16"),
+    ]
+
+# The same for the precision of float32 in matrix products and in cuDNN: older getters and, where they raise, newer ones.
+PRECISION_FLAGS: list[tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]]] = [
+    (_c._get_cublas_allow_tf32, lambda: _precision_of("cuda", "matmul"), _set_matmul_precision),
+    (
+        _c._get_cudnn_allow_tf32,
+        lambda: (_precision_of("cuda", "conv"), _precision_of("cuda", "rnn")),
+        _set_cudnn_precision,
     ),
 ]
+
+# And for the operators of oneDNN, which the older way does not tell apart; by their names, which the getter takes.
+MKLDNN_PRECISION_FLAGS: list[tuple[str, Callable[[Any], object]]] = [
+    ("matmul", _set_mkldnn_matmul_precision),
+    ("conv", functools.partial(_set_precision_of, "mkldnn", "conv")),
+    ("rnn", functools.partial(_set_precision_of, "mkldnn", "rnn")),
+]
+precision_of = _precision_of
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

@@ -185,7 +185,7 @@ def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
 
 
 def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    return arguments.restore(lambda: ("region",))
+    return arguments.restore(lambda: ("region",), [])
 
 
 # Capturing and rebuilding

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_hooks._torch import AUTOCAST_FLAGS
-
 __all__ = ["Snapshot", "capture", "enter", "leave"]
 
 # Whether casts of weights are cached, and (enabled, dtype) for each device type in order.
@@ -17,9 +15,9 @@ _DEVICE_TYPES = tuple(
     if torch.amp.is_autocast_available(device_type)
 )
 
-# What each type's dtype is where nobody set it. A region outside of autocast notes only those of the types above, which is
-# what a function meets that enters autocast without a dtype, in a backward that runs under autocast.
-_RESTING = tuple(map(torch.get_autocast_dtype, _DEVICE_TYPES))
+# What each type's dtype is where nobody set it, which is what a function of a region outside of autocast meets that enters
+# autocast without a dtype, in a backward that runs under autocast.
+_OFF = tuple((False, torch.get_autocast_dtype(device_type)) for device_type in _DEVICE_TYPES)
 
 
 def _write(snapshot: Snapshot) -> None:
@@ -40,17 +38,9 @@ def capture() -> Snapshot:
 def enter(captured: Snapshot | None) -> Snapshot:
     """Makes autocast what it was at :func:`capture`, off for every type if None; returns what it was before."""
     before = capture()
-    if captured is None:
-        captured = (
-            before[0],
-            tuple(
-                (False, dtype if device_type in AUTOCAST_FLAGS else resting)
-                for device_type, (_, dtype), resting in zip(_DEVICE_TYPES, before[1], _RESTING, strict=True)
-            ),
-        )
     # A level of nesting, as ``torch.autocast`` opens one: casts are cached within it and dropped with the last level.
     torch.autocast_increment_nesting()
-    _write(captured)
+    _write((before[0], _OFF) if captured is None else captured)
     return before
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ckpt_hooks._bytes import same_bytes
 
-from .streams import Stream, device_streams, has_devices, stream_of_generator
+from .streams import Stream, device_streams, find_devices, stream_of_generator
 from .tracking import tracked_streams
 
 __all__ = ["Snapshot", "Undo", "capture", "default_states", "enter", "leave"]
@@ -30,6 +30,7 @@ Snapshot = tuple["torch.Tensor | None", _States, _States]
 Undo = tuple["torch.Tensor | None", _States]
 
 _NONE: _States = ()
+_devices = find_devices()
 _read_cpu, _write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
 
 
@@ -46,7 +47,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     global _latest
     if not preserve:
         return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
-    devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if has_devices() else _NONE
+    devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if find_devices() else _NONE
     others = _NONE
     if generators or tracked_streams():
         streams = (*tracked_streams(), *map(stream_of_generator, generators))
@@ -69,7 +70,7 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
     state, _, others = captured
     before = _read_cpu() if defaults else None
     undo = _NONE
-    if others or tracked_streams() or (defaults and has_devices()):
+    if others or tracked_streams() or (defaults and _devices):
         undo = _enter_others(captured, defaults=defaults)
     if state is not None and defaults:
         _write_cpu(state)

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["Stream", "device_streams", "has_devices", "stream_of_generator"]
+__all__ = ["Stream", "device_streams", "find_devices", "stream_of_generator"]
 
 
 class Stream:
@@ -52,12 +52,12 @@ _modules: list[tuple[Callable[[], bool], Any]] = []
 _modules_known_for = ""
 
 
-def has_devices() -> bool:
-    """Whether this build of torch has any accelerator, be it initialised or not."""
+def find_devices() -> list[Any]:
+    """Returns what this build of torch has of accelerators, be they initialised or not: the same list each time."""
     private_backend = private_backend_name()
     if private_backend != _modules_known_for:
         _find_modules(private_backend)
-    return bool(_modules)
+    return _modules
 
 
 def _find_modules(private_backend: str) -> None:

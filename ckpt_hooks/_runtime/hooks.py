@@ -65,12 +65,12 @@ def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Ten
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
         nonlocal latest
-        if not tensor.requires_grad:
+        if tensor.is_leaf:  # or has no graph
+            if tensor.requires_grad:
+                append(DEAD_HANDLE)
+                note(missing)
+                return tensor, tensor._version, path
             without_grad.append(len(handles))
-        elif tensor.is_leaf:
-            append(DEAD_HANDLE)
-            note(missing)
-            return tensor, tensor._version, path
         handle = Handle()  # attributes one by one: half the cost of an ``__init__``
         handle.frame = frame
         handle.index = len(handles)
