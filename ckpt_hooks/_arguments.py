@@ -207,12 +207,11 @@ class Arguments:
             if tensor is None or before == now:
                 continue
             argument = self._path_at(position)
-            where = (
-                f"{argument} of region {'/'.join(region)!r}, a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-            )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            where = f"{argument} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
             if before[0] != now[0]:
                 raise MutationError(
-                    f"{where} tensor, has been modified by an inplace operation since the region's forward began: it is at "
+                    f"{where} has been modified by an inplace operation since the region's forward began: it is at "
                     f"version {now[0]}; expected version {before[0]} instead. Backward reruns the region and needs the values "
                     "that forward saw. Modify a clone, or use the out-of-place form of the operation.",
                     region=region,
@@ -221,9 +220,9 @@ class Arguments:
                     found=now[0],
                 )
             raise CheckpointError(
-                f"{where} tensor, had requires_grad={before[1]} when the region's forward began, and has requires_grad={now[1]} "
-                "now. A rerun of the region would save other tensors: change requires_grad after backward, or pass a detached "
-                "tensor.",
+                f"{where} had requires_grad={before[1]} when the region's forward began, and has "
+                f"requires_grad={now[1]} now. A rerun of the region would save other tensors: change requires_grad after "
+                "backward, or pass a detached tensor.",
                 region=region,
             )
 

@@ -7,7 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-__all__ = ["same_bytes"]
+__all__ = ["Addressed", "addressed", "same_bytes", "same_bytes_as"]
+
+#: A contiguous tensor on the CPU, where it is, and how many bytes.
+Addressed = tuple[torch.Tensor, int, int]
 
 
 def _load_memcmp() -> Callable[[int, int, int], int] | None:
@@ -32,3 +35,15 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if _memcmp is None or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one, other)
     return _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
+
+
+def addressed(tensor: torch.Tensor) -> Addressed:
+    """Returns what :func:`same_bytes_as` needs of a tensor that many are compared with."""
+    return tensor, tensor.data_ptr(), tensor.nbytes
+
+
+def same_bytes_as(one: torch.Tensor, other: Addressed) -> bool:
+    """Whether a contiguous tensor on the CPU equals another one of its shape and dtype."""
+    if _memcmp is None:
+        return torch.equal(one, other[0])
+    return _memcmp(one.data_ptr(), other[1], other[2]) == 0

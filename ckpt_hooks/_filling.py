@@ -75,7 +75,8 @@ class Filling:
 
         What it hands to autograd for the graph of the rerun is what it keeps as the value, so that user code may run backward
         on that graph: the tensor without its history. Parameters are taken by an alias of their own also where they need no
-        gradient, since a framework that frees one by giving it another storage would leave the value empty.
+        gradient, since a framework that frees one by giving it another storage would leave the value empty. (To take the
+        history off all values at once when the rerun has ended was tried: no faster, for the holders that it takes.)
 
         Args:
             wanted: Which handles to fill; None for all that are alive.

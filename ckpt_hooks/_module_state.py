@@ -20,6 +20,11 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from ._bytes import same_bytes
 from ._torch import is_cow_tensor, lazy_clone, set_versions, storage_of
@@ -35,8 +40,12 @@ _ABSENT = object()
 _PLAN = "_ckpt_hooks_plan"
 _NOT_STATE = frozenset({"_is_full_backward_hook", _PLAN})
 
+#: In how many forwards a plan is looked at in any case.
+_LOOKS = 3
+
 #: A name in a module, as the dict that holds it and the key.
 _Slot = tuple[dict[str, Any], str]
+_NO_SLOTS: list[_Slot] = []
 
 
 class StateUndo:
@@ -56,6 +65,25 @@ class StateUndo:
         self.others: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
 
+class _Epoch:
+    """Counts what is registered in modules, of any kind, by a hook of torch for each kind."""
+
+    number = 0
+    watching = False
+
+    @classmethod
+    def watch(cls) -> None:
+        if not cls.watching:
+            cls.watching = True
+            register_module_module_registration_hook(cls._next)
+            register_module_buffer_registration_hook(cls._next)
+            register_module_parameter_registration_hook(cls._next)
+
+    @staticmethod
+    def _next(*_: Any) -> None:
+        _Epoch.number += 1
+
+
 class _Plan:
     """Where the state of a module and its submodules is, found once and used as long as the module has the same submodules.
 
@@ -63,33 +91,56 @@ class _Plan:
     so that it makes no cycle, and it copies and pickles as None.
     """
 
-    __slots__ = ("_attributes", "_children", "_containers", "_names", "_root", "_size", "_slots", "buffers")
+    __slots__ = (
+        "_attributes",
+        "_buffers",
+        "_children",
+        "_containers",
+        "_epoch",
+        "_names",
+        "_root",
+        "_size",
+        "_slots",
+        "_stateless",
+        "_used",
+    )
 
     def __init__(self, root: Module) -> None:
         self._root = weakref.ref(root)
         modules = [module for module in root.modules() if module is not root and type(module._modules) is dict]
         self._containers = [root._modules, *(module._modules for module in modules)]
         self._children = list(chain.from_iterable(map(dict.values, self._containers)))
-        self.buffers = [root._buffers, *(module._buffers for module in modules)]
+        self._buffers = [root._buffers, *(module._buffers for module in modules)]
         self._attributes = [module.__dict__ for module in modules]
         self._size = sum(map(len, self._attributes)) + len(root.__dict__.keys() | {_PLAN})
         # Plain attributes that are tensors, or None and may become one: of the root by name, since its dict holds this plan.
         self._names = _names_of_state(root.__dict__)
         self._slots: list[_Slot] = [(own, name) for own in self._attributes for name in _names_of_state(own)]
+        self._epoch, self._used = -1, 0
+        self._stateless = not (self._names or self._slots or any(self._buffers))
 
     def holds(self, root: Module) -> bool:
-        """Whether this is the plan of a module, and that has the submodules and attributes that it had."""
+        """Whether this is the plan of a module, and that has the submodules and attributes that it had.
+
+        To look at all of them costs a microsecond for every ten submodules, so it is done in the first few forwards, which may
+        add attributes, and then whenever a module, buffer or parameter was registered anywhere.
+        """
+        if self._root() is not root:
+            return False
+        if self._epoch == _Epoch.number and self._used > _LOOKS:
+            return True
+        self._epoch, self._used = _Epoch.number, self._used + 1
+        self._stateless = not (self._names or self._slots or any(self._buffers))
         return (
-            self._root() is root
-            and list(chain.from_iterable(map(dict.values, self._containers))) == self._children
+            list(chain.from_iterable(map(dict.values, self._containers))) == self._children
             and sum(map(len, self._attributes)) + len(root.__dict__) == self._size
         )
 
     def slots(self, root: Module) -> list[_Slot]:
         """Returns where a tensor is that forward might change."""
-        if not (self._names or self._slots or any(self.buffers)):
-            return []
-        slots = [(buffers, name) for buffers in self.buffers for name in buffers]
+        if self._stateless:
+            return _NO_SLOTS
+        slots = [(buffers, name) for buffers in self._buffers for name in buffers]
         return slots + [(root.__dict__, name) for name in self._names] + self._slots
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -107,6 +158,7 @@ def _names_of_state(attributes: dict[str, Any]) -> list[str]:
 def _plan_of(module: Module) -> _Plan:
     plan: _Plan | None = module.__dict__.get(_PLAN)
     if plan is None or not plan.holds(module):
+        _Epoch.watch()
         plan = module.__dict__[_PLAN] = _Plan(module)
     return plan
 
@@ -118,10 +170,10 @@ def capture_state(modules: Sequence[Module], tensors: Sequence[torch.Tensor]) ->
         modules: Whose buffers, and attributes that are tensors.
         tensors: Others, of which those that require no grad are looked at.
     """
-    slots: list[_Slot] = []
+    slots = _NO_SLOTS
     for module in modules:
         if type(module._modules) is dict:
-            slots += _plan_of(module).slots(module)
+            slots = slots + _plan_of(module).slots(module) if slots else _plan_of(module).slots(module)
     if not slots and not tensors:
         return None
     state = State(slots, tensors)

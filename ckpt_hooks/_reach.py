@@ -46,6 +46,19 @@ class Reached:
         generators: Those outside of modules.
     """
 
+    __slots__ = ("generators", "modules", "tensors")
+
+    def __init__(
+        self, modules: Sequence[Module], tensors: Sequence[torch.Tensor], generators: Sequence[torch.Generator]
+    ) -> None:
+        self.modules = modules
+        self.tensors = tensors
+        self.generators = generators
+
+
+class _Search:
+    """One search; has what it found, and what it has looked at."""
+
     __slots__ = ("_seen", "generators", "modules", "tensors")
 
     def __init__(self) -> None:
@@ -111,7 +124,7 @@ class Reached:
 
 
 #: What most functions reach.
-NOTHING = Reached()
+NOTHING = Reached((), (), ())
 
 _names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
 
@@ -151,14 +164,13 @@ def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
         function: The function, or module, method, partial, or other callable.
         objects: Arguments of the call that are neither tensors nor containers.
     """
-    if isinstance(function, Module):
-        reached = Reached()
-        reached.modules.append(function)
-    elif not objects and (type(function) in _DULL or (type(function) is types.FunctionType and _is_dull(function))):
-        return NOTHING
-    else:
-        reached = Reached()
-        reached.look(function, _DEPTH)
+    if not objects:
+        if isinstance(function, Module):
+            return Reached((function,), (), ())
+        if type(function) in _DULL or (type(function) is types.FunctionType and _is_dull(function)):
+            return NOTHING
+    search = _Search()
+    search.look(function, _DEPTH)
     for value in objects:
-        reached.look(value, _DEPTH)
-    return reached
+        search.look(value, _DEPTH)
+    return Reached(search.modules, search.tensors, search.generators)

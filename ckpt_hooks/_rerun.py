@@ -144,7 +144,7 @@ class FunctionFrame(Frame):
         self._context = context if context else None
         if reached is not NOTHING and options.preserve_buffers:
             self._state = capture_state(reached.modules, reached.tensors)
-        crowded = stack.is_crowded()
+        crowded = is_crowded(forward=self.parent is None)
         self._finish = open_frame(self, options.check.facts, options.check.fingerprint)
         if crowded and options.preserve_rng_state:
             self._draws = RecordDraws()
@@ -217,7 +217,7 @@ class FunctionFrame(Frame):
         ambient, options, state = self._ambient, self._options, self._state
         transforms = undo = rewound = replay = None
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
-        borrows = self._draws is None and not is_crowded() and _default_generators.acquire(blocking=False)
+        borrows = self._draws is None and not is_crowded() and _default_generators.acquire(False)
         shares = state is not None or _ambient.has_streams(ambient)
         if shares:
             _shared.acquire()
@@ -229,6 +229,7 @@ class FunctionFrame(Frame):
         grad_enabled = torch.is_grad_enabled()
         try:
             transforms = suspend_transforms()
+            set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, spares)
             undo = _ambient.enter(ambient, default_generators=borrows)
             if not borrows:
@@ -241,7 +242,6 @@ class FunctionFrame(Frame):
                 hook = filling.hook(wanted, storages_of(rewound))
             push_saved_tensors_hooks(hook, _identity)
             try:
-                set_grad_enabled(True)
                 context = self._context
                 if context is None and not copy_context():
                     self._call(args, kwargs)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+from torch._C._dynamo.guards import GlobalStateGuard
 
 Hook = Callable[[Any], Any]
 
@@ -78,43 +79,42 @@ _precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
 _set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 
 
-def _set_matmul_precision(allow_tf32: bool | str) -> None:
-    mkldnn = _precision_of("mkldnn", "matmul")
-    _c._set_cublas_allow_tf32(allow_tf32 in (True, "tf32"))
-    if isinstance(allow_tf32, str):
-        _set_precision_of("cuda", "matmul", allow_tf32)
-    _set_precision_of("mkldnn", "matmul", mkldnn)
+def _older_matmul_precision() -> str | None:
+    try:
+        precision: str = _c._get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+    return precision
 
 
-def _set_mkldnn_matmul_precision(precision: str) -> None:
-    cuda = _precision_of("cuda", "matmul")
-    _c._set_float32_matmul_precision("medium" if precision == "bf16" else "high" if cuda == "tf32" else "highest")
-    _set_precision_of("cuda", "matmul", cuda)
-    _set_precision_of("mkldnn", "matmul", precision)
+def _set_older_matmul_precision(precision: str | None) -> None:
+    if precision is not None:
+        _c._set_float32_matmul_precision(precision)
 
 
 def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
-    _c._set_cudnn_allow_tf32(allow_tf32 in (True, ("tf32", "tf32")))
-    if isinstance(allow_tf32, tuple):
+    if isinstance(allow_tf32, bool):
+        _c._set_cudnn_allow_tf32(allow_tf32)
+    else:
         for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
             _set_precision_of("cuda", operator, precision)
 
 
+Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+
+
+def _cudnn_precision() -> tuple[str, str]:
+    return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
+
+
 # How each switch that decides on kernels and roundings is read and set. The public forms (``torch.backends``,
-# ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler.
-# 2.11 to 2.15.
-FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_c._get_deterministic_algorithms, _set_deterministic),
-    (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    _flag("deterministic_fill_uninitialized_memory", "_set_deterministic_fill_uninitialized_memory"),
+# ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler. Where a
+# getter may raise since both ways to state a precision were used, there is another one. 2.11 to 2.15.
+FLAGS: list[Flag] = [
     _flag("flash_sdp_enabled", "_set_sdp_use_flash"),
     _flag("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
     _flag("math_sdp_enabled", "_set_sdp_use_math"),
     _flag("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _flag("overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    _flag("math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
     _flag("sdp_priority_order", "_set_sdp_priority_order"),
     _flag("mkldnn_enabled", "_set_mkldnn_enabled"),
     _flag("mkldnn_deterministic", "_set_mkldnn_deterministic"),
@@ -122,30 +122,38 @@ FLAGS: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
     _flag("cudnn_benchmark", "_set_cudnn_benchmark"),
     _flag("cudnn_deterministic", "_set_cudnn_deterministic"),
 ]
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    FLAGS += [
-        _flag("cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-        _reduced_precision("fp16"),
-        _reduced_precision("bf16"),
-    ]
+CUDNN_PRECISION: tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]] = (
+    _c._get_cudnn_allow_tf32,
+    _cudnn_precision,
+    _set_cudnn_precision,
+)
+MKLDNN_PRECISION: Flag = (
+    functools.partial(_precision_of, "mkldnn", "matmul"),
+    functools.partial(_set_precision_of, "mkldnn", "matmul"),
+)
 
-# The same for the precision of float32 in matrix products and in cuDNN: older getters and, where they raise, newer ones.
-PRECISION_FLAGS: list[tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]]] = [
-    (_c._get_cublas_allow_tf32, lambda: _precision_of("cuda", "matmul"), _set_matmul_precision),
-    (
-        _c._get_cudnn_allow_tf32,
-        lambda: (_precision_of("cuda", "conv"), _precision_of("cuda", "rnn")),
-        _set_cudnn_precision,
-    ),
+# Those that a ``GlobalStateGuard`` compares in one call of 0.13 us: it is what compiled code asks whether it still applies, in
+# a module of C++ that does not import the compiler. Autocast and gradient mode, which it compares too, are not set from here.
+GUARDED_FLAGS: list[Flag] = [
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (_c._get_deterministic_algorithms, _set_deterministic),
+    (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (_older_matmul_precision, _set_older_matmul_precision),
+    (functools.partial(_precision_of, "cuda", "matmul"), functools.partial(_set_precision_of, "cuda", "matmul")),
+    _reduced_precision("fp16"),
+    _reduced_precision("bf16"),
 ]
 
-# And for the operators of oneDNN, which the older way does not tell apart; by their names, which the getter takes.
-MKLDNN_PRECISION_FLAGS: list[tuple[str, Callable[[Any], object]]] = [
-    ("matmul", _set_mkldnn_matmul_precision),
-    ("conv", functools.partial(_set_precision_of, "mkldnn", "conv")),
-    ("rnn", functools.partial(_set_precision_of, "mkldnn", "rnn")),
-]
-precision_of = _precision_of
+
+class StateGuard(Protocol):
+    """Says whether part of torch's state is as it was when this was made."""
+
+    def check(self) -> bool:
+        """Returns whether it is."""
+
+
+new_state_guard: Callable[[], StateGuard] = GlobalStateGuard
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:

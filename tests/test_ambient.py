@@ -171,11 +171,11 @@ def install(monkeypatch):
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
         monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, name])
-        monkeypatch.setattr(streams, "_modules_known_for", "")
+        monkeypatch.setattr(streams, "_modules_known_for", -1)
         return module
 
     yield put
-    streams._modules_known_for = ""
+    streams._modules_known_for = -1
 
 
 @pytest.mark.parametrize("generators", [True, False], ids=["default_generators", "get_rng_state"])

@@ -22,7 +22,7 @@ __all__ = ["Ambient", "Undo", "capture", "enter", "has_streams", "leave", "repla
 #: Random streams, flags, autocast, function modes: what each module's ``capture`` answered.
 Ambient = tuple["rng.Snapshot", flags.Snapshot, "autocast.Snapshot | None", function_modes.Snapshot]
 #: What each module's ``enter`` answered.
-Undo = tuple[rng.Undo, tuple[flags.Snapshot, flags.Snapshot], "autocast.Snapshot | None", "function_modes.Snapshot | None"]
+Undo = tuple[rng.Undo, flags.Undo, "autocast.Snapshot | None", "function_modes.Snapshot | None"]
 
 _NO_MODES: function_modes.Snapshot = ()
 
@@ -44,7 +44,7 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
 
 
 def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
-    """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`.
+    """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`. Gradients are enabled already.
 
     Args:
         ambient: What was captured.
@@ -53,7 +53,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
     streams, switches, casts, modes = ambient
     return (
         rng.enter(streams, defaults=default_generators),
-        (flags.enter(switches), switches),
+        flags.enter(switches),
         autocast.enter(casts) if casts is not None or is_any_autocast_enabled() else None,
         function_modes.enter(modes) if modes or num_function_modes() else None,
     )
@@ -84,5 +84,5 @@ def leave(undo: Undo) -> None:
         function_modes.leave(modes)
     if casts is not None:
         autocast.leave(casts)
-    flags.leave(*switches)
+    flags.leave(switches)
     rng.leave(streams)

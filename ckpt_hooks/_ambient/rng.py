@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._bytes import same_bytes
+from ckpt_hooks._bytes import addressed, same_bytes_as
 
 from .streams import Stream, device_streams, find_devices, stream_of_generator
 from .tracking import tracked_streams
@@ -34,7 +34,7 @@ _devices = find_devices()
 _read_cpu, _write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
 
 
-_latest = _read_cpu()
+_latest = addressed(_read_cpu())
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
@@ -53,10 +53,10 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
         streams = (*tracked_streams(), *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
     state, latest = _read_cpu(), _latest  # read once: another thread may put its own there
-    if same_bytes(state, latest):
-        state = latest
+    if same_bytes_as(state, latest):
+        state = latest[0]
     else:
-        _latest = state
+        _latest = addressed(state)
     return state, devices, others
 
 

@@ -49,14 +49,15 @@ def stream_of_generator(generator: torch.Generator) -> Stream:
 # module under a name of its own, which may happen after this import.
 _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
-_modules_known_for = ""
+_torch_names = vars(torch)
+_modules_known_for = -1
 
 
 def find_devices() -> list[Any]:
     """Returns what this build of torch has of accelerators, be they initialised or not: the same list each time."""
-    private_backend = private_backend_name()
-    if private_backend != _modules_known_for:
-        _find_modules(private_backend)
+    # A backend that registers adds its module to torch; to count torch's names costs less than to ask for its name.
+    if len(_torch_names) != _modules_known_for:
+        _find_modules(private_backend_name())
     return _modules
 
 
@@ -72,7 +73,7 @@ def _find_modules(private_backend: str) -> None:
                 _modules.append((torch.backends.mps.is_available, module))
         else:
             _modules.append((_initialised_test(module), module))
-    _modules_known_for = private_backend
+    _modules_known_for = len(_torch_names)
 
 
 def _never(module: Any) -> bool:

@@ -33,28 +33,27 @@ class FrameStack(threading.local):
 
     Attributes:
         innermost: The frame whose forward or recompute is running, or None.
-        presence: What says that this thread runs forwards; False if it is not known yet, None for the main thread.
+        presence: What says that this thread runs forwards; None for the main thread, and as long as it has run none.
     """
 
     innermost: Frame | None = None
-    presence: _Presence | bool | None = False
-
-    def is_crowded(self) -> bool:
-        """Whether threads besides the main one run regions, this one perhaps, whose forward begins.
-
-        A thread that merely runs a backward, as those of autograd's engine do, works for another one that waits.
-        """
-        if self.presence is False and self.innermost is None:
-            main = threading.main_thread().ident == threading.get_ident()
-            self.presence = None if main else _Presence()
-        return _Presence.count > 0
+    presence: _Presence | None = None
 
 
 stack = FrameStack()
+_main_thread = threading.main_thread().ident
 
 
-def is_crowded() -> bool:
-    """Whether threads besides the main one run regions, so that what belongs to the process cannot be borrowed for a while."""
+def is_crowded(*, forward: bool = False) -> bool:
+    """Whether threads besides the main one run regions, so that what belongs to the process cannot be borrowed for a while.
+
+    A thread that merely runs a backward, as those of autograd's engine do, works for another one that waits.
+
+    Args:
+        forward: Whether this thread is about to run a forward, outside of all regions, and is to be counted from now on.
+    """
+    if forward and threading.get_ident() != _main_thread and stack.presence is None:
+        stack.presence = _Presence()
     return _Presence.count > 0
 
 

@@ -64,7 +64,6 @@ SETTINGS = {
         lambda setting: torch.use_deterministic_algorithms(setting[0], warn_only=setting[1]),
         (True, True),
     ),
-    "fill_uninitialized_memory": attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
 }
 
 

@@ -156,14 +156,14 @@ def install(monkeypatch) -> Iterator[Any]:
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
         torch.get_device_module.cache_clear()
-        monkeypatch.setattr(streams, "_modules_known_for", "")
+        monkeypatch.setattr(streams, "_modules_known_for", -1)
         monkeypatch.setattr(torch.utils.checkpoint.DefaultDeviceType, "_default_device_type", name)
         return module
 
     yield put
     monkeypatch.undo()
     torch.get_device_module.cache_clear()
-    streams._modules_known_for = ""
+    streams._modules_known_for = -1
 
 
 def over_devices(install, *args, **kwargs):
