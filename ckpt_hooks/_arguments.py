@@ -145,6 +145,11 @@ class Arguments:
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
             self.objects = _NO_OBJECTS
+            if top_saved_tensors_hooks(False) is None:  # and nobody's hooks around: the tensors are kept, and that is all
+                self._saved = None
+                self._tensors = args
+                self._kept_facts = _facts_of_all(args)
+                return
             tensors: Sequence[torch.Tensor] = args
         else:
             capture = Capture()
@@ -177,6 +182,8 @@ class Arguments:
         kept = self._tensors
         if _facts_of_all(kept) != self._kept_facts:
             self._raise_changed(region())
+        if self._saved is None and self._captured is None:
+            return kept, _NO_KWARGS
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         if self._saved is not None:
             tensors = []

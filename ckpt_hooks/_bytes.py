@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-__all__ = ["Addressed", "addressed", "same_bytes", "same_bytes_as"]
+__all__ = ["Addressed", "addressed", "memcmp", "same_bytes", "same_bytes_as"]
 
 #: A contiguous tensor on the CPU, where it is, and how many bytes.
 Addressed = tuple[torch.Tensor, int, int]
@@ -24,7 +25,8 @@ def _load_memcmp() -> Callable[[int, int, int], int] | None:
     return compare
 
 
-_memcmp = _load_memcmp()
+#: The C function: two addresses and a number of bytes; None where there is no C library to be had.
+memcmp: Any = _load_memcmp()
 
 
 def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -32,9 +34,9 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
 
     Tensors that are not contiguous are compared by value, so that not-a-number makes them differ.
     """
-    if _memcmp is None or not (one.is_contiguous() and other.is_contiguous()):
+    if memcmp is None or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one, other)
-    return _memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0
+    return bool(memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
 
 
 def addressed(tensor: torch.Tensor) -> Addressed:
@@ -44,6 +46,6 @@ def addressed(tensor: torch.Tensor) -> Addressed:
 
 def same_bytes_as(one: torch.Tensor, other: Addressed) -> bool:
     """Whether a contiguous tensor on the CPU equals another one of its shape and dtype."""
-    if _memcmp is None:
+    if memcmp is None:
         return torch.equal(one, other[0])
-    return _memcmp(one.data_ptr(), other[1], other[2]) == 0
+    return bool(memcmp(one.data_ptr(), other[1], other[2]) == 0)

@@ -29,7 +29,7 @@ from torch.nn.modules.module import (
 from ._bytes import same_bytes
 from ._torch import is_cow_tensor, lazy_clone, set_versions, storage_of
 
-__all__ = ["State", "StateUndo", "capture_state", "storages_of"]
+__all__ = ["State", "StateUndo", "capture_state", "is_idle", "storages_of"]
 
 #: Tensors up to this size are copied outright. A lazy copy moves the original to other memory when that is written to, which
 #: whoever holds its address would not notice.
@@ -119,6 +119,10 @@ class _Plan:
         self._epoch, self._used = -1, 0
         self._stateless = not (self._names or self._slots or any(self._buffers))
 
+    def is_idle(self, root: Module) -> bool:
+        """Whether there is nothing in a module that forward might change, as far as can be said without looking."""
+        return self._stateless and self._epoch == _Epoch.number and self._used > _LOOKS and self._root() is root
+
     def holds(self, root: Module) -> bool:
         """Whether this is the plan of a module, and that has the submodules and attributes that it had.
 
@@ -161,6 +165,12 @@ def _plan_of(module: Module) -> _Plan:
         _Epoch.watch()
         plan = module.__dict__[_PLAN] = _Plan(module)
     return plan
+
+
+def is_idle(function: Any) -> bool:
+    """Whether a function is a module that was looked at before and has no state to capture."""
+    plan = getattr(function, _PLAN, None)
+    return plan is not None and plan.is_idle(function)
 
 
 def capture_state(modules: Sequence[Module], tensors: Sequence[torch.Tensor]) -> State | None:

@@ -139,8 +139,13 @@ def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     return known[1]
 
 
+#: Code that names no global variable.
+_bare: dict[int, types.CodeType] = {}
+
+
 def _is_dull(function: types.FunctionType) -> bool:
     """Whether nothing that a function has at hand is of any interest, in the cheapest way to see that."""
+    code = function.__code__
     for cell in function.__closure__ or ():
         try:
             if type(cell.cell_contents) not in _DULL:
@@ -149,11 +154,15 @@ def _is_dull(function: types.FunctionType) -> bool:
             continue
     if function.__defaults__ or function.__kwdefaults__:
         return False
+    if _bare.get(id(code)) is code:
+        return True
     variables = function.__globals__
     for name in _globals_of(function.__code__):
         value = variables.get(name)
         if type(value) not in _DULL and isinstance(value, (Module, torch.Tensor, torch.Generator)):
             return False
+    if not _globals_of(code):
+        _bare[id(code)] = code
     return True
 
 

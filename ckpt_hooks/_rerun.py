@@ -21,7 +21,7 @@ from ._arguments import Arguments
 from ._blame import blame, mutation_error, name_of
 from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
-from ._module_state import State, capture_state, storages_of
+from ._module_state import State, capture_state, is_idle, storages_of
 from ._reach import NOTHING, reach
 from ._refit import Spare, put_back
 from ._runtime.frame import Frame, format_path
@@ -137,8 +137,8 @@ class FunctionFrame(Frame):
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
     def __enter__(self) -> FunctionFrame:
-        reached = reach(self._function, self._arguments.objects)
-        options = self._options
+        objects, options = self._arguments.objects, self._options
+        reached = NOTHING if not objects and is_idle(self._function) else reach(self._function, objects)
         self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=reached.generators)
         context = copy_context()
         self._context = context if context else None
@@ -218,7 +218,7 @@ class FunctionFrame(Frame):
         transforms = undo = rewound = replay = None
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not is_crowded() and _default_generators.acquire(False)
-        shares = state is not None or _ambient.has_streams(ambient)
+        shares = state is not None or ambient.has_streams
         if shares:
             _shared.acquire()
         spares: list[Spare] = []

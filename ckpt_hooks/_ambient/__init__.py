@@ -4,6 +4,10 @@ Each module knows one kind of state. All of them follow one scheme: ``capture`` 
 where there is nothing out of the ordinary), ``enter`` makes the present equal to such a value and answers what is needed to
 undo that (None where nothing had to be touched), ``leave`` undoes it. Whether there is anything out of the ordinary is asked
 here, in the cheapest way there is, before any of them is called.
+
+Most regions see what the one before them saw, and most recomputes find what they need: no autocast, no modes, no stream but
+the CPU's, no switch moved. To find that out is all that :func:`capture` and :func:`enter` do for them, in one function each;
+whatever is not as simple goes the long way.
 """
 
 from __future__ import annotations
@@ -12,19 +16,59 @@ from collections.abc import Sequence
 
 import torch
 
+from ckpt_hooks._bytes import memcmp
 from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
+from .flags import left_switched, read_fast
+from .rng import read_cpu, write_cpu
+from .streams import find_devices
+from .tracking import TRACKED
 
-__all__ = ["Ambient", "Undo", "capture", "enter", "has_streams", "leave", "replay_draws"]
-
-#: Random streams, flags, autocast, function modes: what each module's ``capture`` answered.
-Ambient = tuple["rng.Snapshot", flags.Snapshot, "autocast.Snapshot | None", function_modes.Snapshot]
-#: What each module's ``enter`` answered.
-Undo = tuple[rng.Undo, flags.Undo, "autocast.Snapshot | None", "function_modes.Snapshot | None"]
+__all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
 
 _NO_MODES: function_modes.Snapshot = ()
+_STATE_BYTES = read_cpu().nbytes
+
+
+class Ambient:
+    """What a forward saw.
+
+    Attributes:
+        streams: Random streams.
+        flags: Switches of the process.
+        casts: Autocast, None where it is off.
+        modes: Function modes.
+        address: Where the state of the CPU's generator is, if there is nothing else but flags; 0 if there is.
+    """
+
+    __slots__ = ("address", "casts", "flags", "modes", "streams")
+
+    def __init__(
+        self, streams: rng.Snapshot, switches: flags.Snapshot, casts: autocast.Snapshot | None, modes: function_modes.Snapshot
+    ) -> None:
+        self.streams = streams
+        self.flags = switches
+        self.casts = casts
+        self.modes = modes
+        state, devices, others = streams
+        simple = memcmp is not None and state is not None and not (devices or others or casts or modes)
+        self.address = state.data_ptr() if simple and state is not None else 0
+
+    @property
+    def has_streams(self) -> bool:
+        """Whether a recompute will set random streams back that are not torch's default ones."""
+        return bool(self.streams[2])
+
+
+#: What each module's ``enter`` answered; of a simple one, the state of the CPU's generator and the switches.
+Undo = (
+    tuple[rng.Undo, flags.Undo, "autocast.Snapshot | None", "function_modes.Snapshot | None"]
+    | tuple[torch.Tensor, flags.Snapshot]
+)
+
+_latest: Ambient | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
@@ -35,12 +79,29 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
             leaves the streams outside where it found them.
         generators: Random generators that the function reaches, besides the default ones.
     """
-    return (
+    global _latest
+    latest = _latest
+    if latest is not None and preserve_rng_state and not generators and not TRACKED and not find_devices():
+        try:
+            state = read_cpu()
+            if (
+                memcmp(state.data_ptr(), latest.address, _STATE_BYTES) == 0
+                and latest.flags.guard.check()
+                and read_fast() == latest.flags.unguarded
+                and not num_function_modes()
+            ):
+                return latest
+        except RuntimeError:  # from a switch, which says that it cannot be read this way
+            pass
+    ambient = Ambient(
         rng.capture(generators, preserve=preserve_rng_state),
         flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
+    if ambient.address:
+        _latest = ambient
+    return ambient
 
 
 def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
@@ -50,18 +111,38 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         ambient: What was captured.
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
-    streams, switches, casts, modes = ambient
+    if ambient.address and default_generators and not TRACKED and not find_devices():
+        try:
+            switches = ambient.flags
+            if switches.guard.check() and read_fast() == switches.unguarded and not num_function_modes():
+                state = read_cpu()
+                write_cpu(ambient.streams[0])  # type: ignore[arg-type]
+                return state, switches
+        except RuntimeError:
+            pass
     return (
-        rng.enter(streams, defaults=default_generators),
-        flags.enter(switches),
-        autocast.enter(casts) if casts is not None or is_any_autocast_enabled() else None,
-        function_modes.enter(modes) if modes or num_function_modes() else None,
+        rng.enter(ambient.streams, defaults=default_generators),
+        flags.enter(ambient.flags),
+        autocast.enter(ambient.casts) if ambient.casts is not None or is_any_autocast_enabled() else None,
+        function_modes.enter(ambient.modes) if ambient.modes or num_function_modes() else None,
     )
 
 
-def has_streams(ambient: Ambient) -> bool:
-    """Whether a recompute will set random streams back that are not torch's default ones."""
-    return bool(ambient[0][2])
+def leave(undo: Undo) -> None:
+    """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
+    if len(undo) == 2:
+        state, captured = undo
+        write_cpu(state)
+        if left_switched(captured):
+            captured.write()
+        return
+    streams, switches, casts, modes = undo
+    if modes is not None:
+        function_modes.leave(modes)
+    if casts is not None:
+        autocast.leave(casts)
+    flags.leave(switches)
+    rng.leave(streams)
 
 
 def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayDraws:
@@ -72,17 +153,6 @@ def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayD
         states: What forward noted at each draw.
     """
     replay = ReplayDraws(states)
-    for generator, state in rng.default_states(ambient[0]):
+    for generator, state in rng.default_states(ambient.streams):
         replay.start(generator, state)
     return replay
-
-
-def leave(undo: Undo) -> None:
-    """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
-    streams, switches, casts, modes = undo
-    if modes is not None:
-        function_modes.leave(modes)
-    if casts is not None:
-        autocast.leave(casts)
-    flags.leave(switches)
-    rng.leave(streams)

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_hooks._torch import CUDNN_PRECISION, FLAGS, GUARDED_FLAGS, MKLDNN_PRECISION, StateGuard, new_state_guard
 
-__all__ = ["Snapshot", "Undo", "capture", "enter", "leave"]
+__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "left_switched", "read_fast"]
 
 
 def _reader(getters: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
@@ -26,7 +26,7 @@ def _reader(getters: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
 
 
 _some = [getter for getter, _ in FLAGS] + [MKLDNN_PRECISION[0]]
-_read_fast = _reader([*_some, CUDNN_PRECISION[0]])
+read_fast = _reader([*_some, CUDNN_PRECISION[0]])
 _read_slow = _reader([*_some, CUDNN_PRECISION[1]])
 _read_guarded = _reader([getter for getter, _ in GUARDED_FLAGS])
 _setters: list[Callable[[Any], object]] = [
@@ -41,7 +41,7 @@ _setters: list[Callable[[Any], object]] = [
 
 def _read_unguarded() -> list[Any]:
     try:
-        return _read_fast()
+        return read_fast()
     except RuntimeError:
         return _read_slow()
 
@@ -106,5 +106,10 @@ def leave(undo: Undo) -> None:
     captured, before = undo
     if before is not None:
         before.write()
-    elif get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]:
+    elif left_switched(captured):
         captured.write()
+
+
+def left_switched(captured: Snapshot) -> bool:
+    """Whether a recompute that began with these switches has ended with others, of the few that are looked at."""
+    return get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]

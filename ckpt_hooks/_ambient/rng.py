@@ -19,7 +19,7 @@ import torch
 from ckpt_hooks._bytes import addressed, same_bytes_as
 
 from .streams import Stream, device_streams, find_devices, stream_of_generator
-from .tracking import tracked_streams
+from .tracking import TRACKED
 
 __all__ = ["Snapshot", "Undo", "capture", "default_states", "enter", "leave"]
 
@@ -31,10 +31,8 @@ Undo = tuple["torch.Tensor | None", _States]
 
 _NONE: _States = ()
 _devices = find_devices()
-_read_cpu, _write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
-
-
-_latest = addressed(_read_cpu())
+read_cpu, write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
+_latest = addressed(read_cpu())
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
@@ -49,10 +47,10 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
         return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
     devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if find_devices() else _NONE
     others = _NONE
-    if generators or tracked_streams():
-        streams = (*tracked_streams(), *map(stream_of_generator, generators))
+    if generators or TRACKED:
+        streams = (*TRACKED, *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
-    state, latest = _read_cpu(), _latest  # read once: another thread may put its own there
+    state, latest = read_cpu(), _latest  # read once: another thread may put its own there
     if same_bytes_as(state, latest):
         state = latest[0]
     else:
@@ -68,18 +66,18 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
         defaults: Whether the default generators are among them.
     """
     state, _, others = captured
-    before = _read_cpu() if defaults else None
+    before = read_cpu() if defaults else None
     undo = _NONE
-    if others or tracked_streams() or (defaults and _devices):
+    if others or TRACKED or (defaults and _devices):
         undo = _enter_others(captured, defaults=defaults)
     if state is not None and defaults:
-        _write_cpu(state)
+        write_cpu(state)
     return before, undo
 
 
 def _enter_others(captured: Snapshot, *, defaults: bool) -> _States:
     cpu, devices, others = captured
-    states, present = dict(others), tracked_streams()
+    states, present = dict(others), tuple(TRACKED)
     if defaults:
         states.update(devices)
         present += tuple(device_streams(needed=False))
@@ -100,7 +98,7 @@ def leave(before: Undo) -> None:
     """Sets every stream back to where it was."""
     cpu, others = before
     if cpu is not None:
-        _write_cpu(cpu)
+        write_cpu(cpu)
     for stream, state in others:
         stream.write(state)
 

@@ -11,15 +11,11 @@ from typing_extensions import Self
 
 from .streams import Stream
 
-__all__ = ["TrackedSource", "track_rng", "tracked_streams"]
+__all__ = ["TRACKED", "TrackedSource", "track_rng"]
 
 _lock = threading.Lock()
-_tracked: tuple[Stream, ...] = ()
-
-
-def tracked_streams() -> tuple[Stream, ...]:
-    """Returns the streams that are tracked now."""
-    return _tracked
+#: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
+TRACKED: list[Stream] = []
 
 
 class TrackedSource:
@@ -29,16 +25,15 @@ class TrackedSource:
     """
 
     def __init__(self, stream: Stream) -> None:
-        global _tracked
         self._stream: Stream | None = stream
         with _lock:
-            _tracked = (*_tracked, stream)
+            TRACKED.append(stream)
 
     def remove(self) -> None:
         """Stops tracking, for regions whose forward is yet to run; once more does nothing."""
-        global _tracked
         with _lock:
-            _tracked = tuple(stream for stream in _tracked if stream is not self._stream)
+            if self._stream in TRACKED:
+                TRACKED.remove(self._stream)
         self._stream = None
 
     def __enter__(self) -> Self:
