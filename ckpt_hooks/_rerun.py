@@ -27,7 +27,7 @@ from ._refit import Spare, put_back
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
-from ._runtime.stack import is_crowded, stack
+from ._runtime.stack import Presence, is_crowded, stack
 from ._torch import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -144,7 +144,7 @@ class FunctionFrame(Frame):
         self._context = context if context else None
         if reached is not NOTHING and options.preserve_buffers:
             self._state = capture_state(reached.modules, reached.tensors)
-        crowded = is_crowded(forward=self.parent is None)
+        crowded = is_crowded()
         self._finish = open_frame(self, options.check.facts, options.check.fingerprint)
         if crowded and options.preserve_rng_state:
             self._draws = RecordDraws()
@@ -217,7 +217,7 @@ class FunctionFrame(Frame):
         ambient, options, state = self._ambient, self._options, self._state
         transforms = undo = rewound = replay = None
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
-        borrows = self._draws is None and not is_crowded() and _default_generators.acquire(False)
+        borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
         shares = state is not None or ambient.has_streams
         if shares:
             _shared.acquire()

@@ -115,13 +115,14 @@ FLAGS: list[Flag] = [
     _flag("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
     _flag("math_sdp_enabled", "_set_sdp_use_math"),
     _flag("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _flag("sdp_priority_order", "_set_sdp_priority_order"),
     _flag("mkldnn_enabled", "_set_mkldnn_enabled"),
     _flag("mkldnn_deterministic", "_set_mkldnn_deterministic"),
     _flag("cudnn_enabled", "_set_cudnn_enabled"),
     _flag("cudnn_benchmark", "_set_cudnn_benchmark"),
     _flag("cudnn_deterministic", "_set_cudnn_deterministic"),
 ]
+if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+    FLAGS.append(_flag("sdp_priority_order", "_set_sdp_priority_order"))
 CUDNN_PRECISION: tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]] = (
     _c._get_cudnn_allow_tf32,
     _cudnn_precision,

@@ -21,7 +21,7 @@ from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
-from .flags import left_switched, read_fast
+from .flags import are_deterministic, get_default_dtype, read_fast
 from .rng import read_cpu, write_cpu
 from .streams import find_devices
 from .tracking import TRACKED
@@ -40,10 +40,11 @@ class Ambient:
         flags: Switches of the process.
         casts: Autocast, None where it is off.
         modes: Function modes.
+        has_streams: Whether a recompute will set random streams back that are not torch's default ones.
         address: Where the state of the CPU's generator is, if there is nothing else but flags; 0 if there is.
     """
 
-    __slots__ = ("address", "casts", "flags", "modes", "streams")
+    __slots__ = ("address", "casts", "flags", "has_streams", "modes", "streams")
 
     def __init__(
         self, streams: rng.Snapshot, switches: flags.Snapshot, casts: autocast.Snapshot | None, modes: function_modes.Snapshot
@@ -55,11 +56,7 @@ class Ambient:
         state, devices, others = streams
         simple = memcmp is not None and state is not None and not (devices or others or casts or modes)
         self.address = state.data_ptr() if simple and state is not None else 0
-
-    @property
-    def has_streams(self) -> bool:
-        """Whether a recompute will set random streams back that are not torch's default ones."""
-        return bool(self.streams[2])
+        self.has_streams = bool(others)
 
 
 #: What each module's ``enter`` answered; of a simple one, the state of the CPU's generator and the switches.
@@ -133,7 +130,7 @@ def leave(undo: Undo) -> None:
     if len(undo) == 2:
         state, captured = undo
         write_cpu(state)
-        if left_switched(captured):
+        if get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]:
             captured.write()
         return
     streams, switches, casts, modes = undo

@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_hooks._torch import CUDNN_PRECISION, FLAGS, GUARDED_FLAGS, MKLDNN_PRECISION, StateGuard, new_state_guard
 
-__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "left_switched", "read_fast"]
+__all__ = ["Snapshot", "Undo", "are_deterministic", "capture", "enter", "get_default_dtype", "leave", "read_fast"]
 
 
 def _reader(getters: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
@@ -106,10 +106,5 @@ def leave(undo: Undo) -> None:
     captured, before = undo
     if before is not None:
         before.write()
-    elif left_switched(captured):
+    elif get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]:
         captured.write()
-
-
-def left_switched(captured: Snapshot) -> bool:
-    """Whether a recompute that began with these switches has ended with others, of the few that are looked at."""
-    return get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]

@@ -7,25 +7,26 @@ parent is, and it is what a recompute exchanges for its own, so that it runs as 
 from __future__ import annotations
 
 import threading
+from threading import get_ident
 
 from .frame import Frame
 
-__all__ = ["is_crowded", "is_recomputing", "stack"]
+__all__ = ["Presence", "is_crowded", "is_recomputing", "stack"]
 
 
-class _Presence:
+class Presence:
     """Counts the threads besides the main one that run forwards of regions; goes when its thread does."""
 
     count = 0
     _lock = threading.Lock()
 
     def __init__(self) -> None:
-        with _Presence._lock:
-            _Presence.count += 1
+        with Presence._lock:
+            Presence.count += 1
 
     def __del__(self) -> None:
-        with _Presence._lock:
-            _Presence.count -= 1
+        with Presence._lock:
+            Presence.count -= 1
 
 
 class FrameStack(threading.local):
@@ -37,24 +38,22 @@ class FrameStack(threading.local):
     """
 
     innermost: Frame | None = None
-    presence: _Presence | None = None
+    presence: Presence | None = None
 
 
 stack = FrameStack()
 _main_thread = threading.main_thread().ident
 
 
-def is_crowded(*, forward: bool = False) -> bool:
-    """Whether threads besides the main one run regions, so that what belongs to the process cannot be borrowed for a while.
+def is_crowded() -> bool:
+    """Whether threads besides the main one run regions, this one among them, whose forward is about to begin.
 
-    A thread that merely runs a backward, as those of autograd's engine do, works for another one that waits.
-
-    Args:
-        forward: Whether this thread is about to run a forward, outside of all regions, and is to be counted from now on.
+    What belongs to the process cannot be borrowed for a while then. A thread that merely runs a backward, as those of
+    autograd's engine do, does not count: it works for another one that waits.
     """
-    if forward and threading.get_ident() != _main_thread and stack.presence is None:
-        stack.presence = _Presence()
-    return _Presence.count > 0
+    if get_ident() != _main_thread and stack.presence is None and stack.innermost is None:
+        stack.presence = Presence()
+    return Presence.count > 0
 
 
 def is_recomputing() -> bool:

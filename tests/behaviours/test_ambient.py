@@ -48,7 +48,11 @@ SETTINGS = {
     "sdpa memory efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
     "sdpa math": (cuda.math_sdp_enabled, cuda.enable_math_sdp, False),
     "sdpa cuDNN": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
-    "sdpa priority": (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, [2, 1, 0, 3, 4]),
+    **(
+        {"sdpa priority": (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, [2, 1, 0, 3, 4])}
+        if cuda.is_built()
+        else {}
+    ),
     "float32 matmul precision": (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision, "high"),
     "tf32 of matmul": attribute(cuda.matmul, "allow_tf32", True),
     "tf32 of cuDNN": attribute(cudnn, "allow_tf32", False),
