@@ -25,6 +25,7 @@ from ._torch import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     save_tensor,
+    storage_of,
     top_saved_tensors_hooks,
 )
 from .errors import CheckpointError, MutationError
@@ -113,7 +114,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_facts", "_kept_facts", "_nested", "_saved", "_strides", "_tensors", "objects")
+    __slots__ = ("_captured", "_facts", "_kept_facts", "_nested", "_saved", "_storages", "_strides", "_tensors", "objects")
 
     #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
@@ -125,6 +126,8 @@ class Arguments:
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
     _tensors: Sequence[torch.Tensor | None]
+    # Of all tensors where hooks are not those of a frame: which storage each is in, which hooks may hand on as it is.
+    _storages: tuple[int | None, ...]
     # Of all tensors; unset where no hooks were active.
     _facts: list[_Facts]
     # Of those that are not contiguous, by position; unset where no hooks were active.
@@ -167,6 +170,7 @@ class Arguments:
             self._strides = _strides_of(tensors)
             self._facts = _facts_of_all(tensors)
             self._nested = nested
+            self._storages = _NO_OBJECTS if nested else tuple(map(storage_of, tensors))
         self._kept_facts = _facts_of_all(self._tensors)
 
     def restore(self, region: Callable[[], tuple[str, ...]], spares: list[Spare]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -194,7 +198,10 @@ class Arguments:
                 elif tensor is None:
                     assert saved is not None
                     unpacked = saved.unpack()
-                    tensor = refit(unpacked, self._strides.get(position), self._facts[position][0])
+                    version = self._facts[position][0]
+                    if not self._nested and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
+                        self._raise_modified(position, unpacked, region())
+                    tensor = refit(unpacked, self._strides.get(position), version)
                     if tensor is unpacked and not self._nested:
                         spares.append(spare_of(tensor))
                 tensors.append(tensor)
@@ -213,25 +220,30 @@ class Arguments:
         ):
             if tensor is None or before == now:
                 continue
-            argument = self._path_at(position)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            where = f"{argument} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
             if before[0] != now[0]:
-                raise MutationError(
-                    f"{where} has been modified by an inplace operation since the region's forward began: it is at "
-                    f"version {now[0]}; expected version {before[0]} instead. Backward reruns the region and needs the values "
-                    "that forward saw. Modify a clone, or use the out-of-place form of the operation.",
-                    region=region,
-                    tensor=argument,
-                    expected=before[0],
-                    found=now[0],
-                )
+                self._raise_modified(position, tensor, region)
             raise CheckpointError(
-                f"{where} had requires_grad={before[1]} when the region's forward began, and has "
-                f"requires_grad={now[1]} now. A rerun of the region would save other tensors: change requires_grad after "
+                f"{self._where(position, tensor, region)} had requires_grad={before[1]} when the region's forward began, and "
+                f"has requires_grad={now[1]} now. A rerun of the region would save other tensors: change requires_grad after "
                 "backward, or pass a detached tensor.",
                 region=region,
             )
+
+    def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
+        expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
+        raise MutationError(
+            f"{self._where(position, tensor, region)} has been modified by an inplace operation since the region's forward "
+            f"began: it is at version {tensor._version}; expected version {expected} instead. Backward reruns the region and "
+            "needs the values that forward saw. Modify a clone, or use the out-of-place form of the operation.",
+            region=region,
+            tensor=self._path_at(position),
+            expected=expected,
+            found=tensor._version,
+        )
+
+    def _where(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{self._path_at(position)} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
 
     def path_of(self, tensor: torch.Tensor) -> str | None:
         """Returns where a tensor is among the arguments, as a user would write it, or None."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ._blame import mutation_error
+from ._blame import mutation_error, name_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
 from ._torch import sequence_number, set_versions, storage_of
@@ -50,16 +50,18 @@ class Filling:
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
 
-    __slots__ = ("_early_stop", "_frame", "_last", "_surplus", "_values", "_wanted", "_without_grad", "stopped")
+    __slots__ = ("_early_stop", "_frame", "_function", "_last", "_surplus", "_values", "_wanted", "_without_grad", "stopped")
 
-    def __init__(self, frame: Frame, *, early_stop: bool) -> None:
+    def __init__(self, frame: Frame, function: Any, *, early_stop: bool) -> None:
         """Prepares to fill handles.
 
         Args:
             frame: Whose handles.
+            function: What is called again, for an error to name tensors in it.
             early_stop: Whether to end the rerun when everything wanted is there.
         """
         self._frame = frame
+        self._function = function
         self._early_stop = early_stop
         self._values: list[torch.Tensor] = []
         self._wanted: Collection[int] | None = None
@@ -176,10 +178,12 @@ class Filling:
         for index, (value, expected, now) in enumerate(zip(self._values, self._frame.facts, found, strict=False)):
             if value is not MISSING and expected != now:
                 if self._wanted is not None and len(self._wanted) == 1:
-                    raise mutation_error(
-                        f"tensor {index} of those that it saved", value, version_of(expected), format_path(self._frame.path)
-                    )
+                    raise mutation_error(self._name(index), value, version_of(expected), format_path(self._frame.path))
                 self._values[index] = MISSING
+
+    def _name(self, index: int) -> str:
+        default = f"tensor {index} of those that it saved"
+        return name_of(self._values[index], self._function, default)
 
     def _compare_values(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
         frame = self._frame

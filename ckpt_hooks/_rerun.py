@@ -17,6 +17,7 @@ import torch
 
 from . import _ambient
 from ._ambient.draws import RecordDraws
+from ._ambient.tracking import hold, let_go
 from ._arguments import Arguments
 from ._blame import blame, mutation_error, name_of
 from ._contexts import ContextPair, reusable
@@ -215,14 +216,14 @@ class FunctionFrame(Frame):
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         ambient, options, state = self._ambient, self._options, self._state
-        transforms = undo = rewound = replay = None
+        transforms = undo = rewound = replay = held = None
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
         shares = state is not None or ambient.has_streams
         if shares:
             _shared.acquire()
         spares: list[Spare] = []
-        filling = Filling(self, early_stop=options.early_stop)
+        filling = Filling(self, self._function, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
@@ -232,6 +233,8 @@ class FunctionFrame(Frame):
             set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, spares)
             undo = _ambient.enter(ambient, default_generators=borrows)
+            if ambient.has_streams:
+                held = hold(stream for stream, _ in ambient.streams[2])
             if not borrows:
                 replay = _ambient.replay_draws(ambient, None if self._draws is None else self._draws.states)
                 replay.__enter__()
@@ -262,6 +265,8 @@ class FunctionFrame(Frame):
                 replay.__exit__(None, None, None)
             if rewound is not None:
                 State.restore(rewound)
+            if held is not None:
+                let_go(held)
             if undo is not None:
                 _ambient.leave(undo)
             if spares:

@@ -5,17 +5,38 @@ from __future__ import annotations
 import importlib
 import random
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 from typing_extensions import Self
 
 from .streams import Stream
 
-__all__ = ["TRACKED", "TrackedSource", "track_rng"]
+__all__ = ["TRACKED", "TrackedSource", "hold", "let_go", "track_rng"]
 
 _lock = threading.Lock()
 #: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
 TRACKED: list[Stream] = []
+
+
+def hold(streams: Iterable[Stream]) -> list[Stream]:
+    """Tracks streams for the time of a recompute, for the regions inside of it; returns those to :func:`let_go` of.
+
+    Args:
+        streams: What was tracked in the forward that is recomputed, and may not be any more.
+    """
+    with _lock:
+        held = [stream for stream in streams if stream not in TRACKED]
+        TRACKED.extend(held)
+    return held
+
+
+def let_go(held: list[Stream]) -> None:
+    """Ends :func:`hold`."""
+    with _lock:
+        for stream in held:
+            if stream in TRACKED:
+                TRACKED.remove(stream)
 
 
 class TrackedSource:
