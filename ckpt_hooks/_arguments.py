@@ -20,6 +20,7 @@ import torch
 
 from ._containers import Capture, Container, TensorAt, build
 from ._refit import Spare, refit, spare_of
+from ._runtime.hooks import unpack
 from ._torch import (
     SavedTensor,
     pop_saved_tensors_hooks,
@@ -114,19 +115,19 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_facts", "_kept_facts", "_nested", "_saved", "_storages", "_strides", "_tensors", "objects")
+    __slots__ = ("_captured", "_facts", "_foreign", "_kept_facts", "_saved", "_storages", "_strides", "_tensors", "objects")
 
     #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
 
     _captured: tuple[list[Any], dict[str, Any]] | None
-    # Whether what was saved comes back through hooks of a frame, new each time.
-    _nested: bool
+    # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
+    _foreign: bool
     _kept_facts: list[_Facts]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
     _tensors: Sequence[torch.Tensor | None]
-    # Of all tensors where hooks are not those of a frame: which storage each is in, which hooks may hand on as it is.
+    # Where hooks are foreign: which storage each is in, which hooks may hand on as it is.
     _storages: tuple[int | None, ...]
     # Of all tensors; unset where no hooks were active.
     _facts: list[_Facts]
@@ -162,15 +163,16 @@ class Arguments:
             )
             tensors, self.objects = capture.tensors, capture.objects
             capture.finish()
-        if top_saved_tensors_hooks(False) is None:
+        hooks = top_saved_tensors_hooks(False)
+        if hooks is None:
             self._saved = None
             self._tensors = tensors
         else:
             self._saved, self._tensors = _save(tensors, each_occurrence=nested)
             self._strides = _strides_of(tensors)
             self._facts = _facts_of_all(tensors)
-            self._nested = nested
-            self._storages = _NO_OBJECTS if nested else tuple(map(storage_of, tensors))
+            self._foreign = hooks[1] is not unpack
+            self._storages = tuple(map(storage_of, tensors)) if self._foreign else _NO_OBJECTS
         self._kept_facts = _facts_of_all(self._tensors)
 
     def restore(self, region: Callable[[], tuple[str, ...]], spares: list[Spare]) -> tuple[Sequence[Any], dict[str, Any]]:
@@ -199,10 +201,10 @@ class Arguments:
                     assert saved is not None
                     unpacked = saved.unpack()
                     version = self._facts[position][0]
-                    if not self._nested and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
+                    if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, region())
                     tensor = refit(unpacked, self._strides.get(position), version)
-                    if tensor is unpacked and not self._nested:
+                    if tensor is unpacked and self._foreign:
                         spares.append(spare_of(tensor))
                 tensors.append(tensor)
         if self._captured is None:

@@ -292,4 +292,6 @@ def test_no_tensor_can_be_reached_from_an_error(failure: Callable[[], Checkpoint
 def test_fields_are_plain_values(failure: Callable[[], CheckpointError]) -> None:
     """Fields are strings, numbers and tuples of strings, which any log can take."""
     for value in vars(failure()).values():
-        assert isinstance(value, str | int | None) or (isinstance(value, tuple) and all(isinstance(name, str) for name in value))
+        names = value if isinstance(value, tuple) else ()
+        assert isinstance(value, str | int | tuple | None)
+        assert all(isinstance(name, str) for name in names)
