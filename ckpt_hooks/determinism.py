@@ -66,17 +66,20 @@ _SAMPLES = 64
 
 
 def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the bits of some values of a tensor, on its device: the same places each time, spread over all dimensions."""
+    """Returns some values of a tensor, on its device: those at the same places each time, spread over all dimensions."""
     if not _has_bits(tensor) or tensor.numel() == 0:
         return _NO_FINGERPRINT
-    sample, left = tensor.detach(), float(_SAMPLES)
-    for dimension, size in sorted(enumerate(tensor.shape), key=lambda item: item[1]):
-        # Small dimensions first, so that large ones share what is left evenly.
-        wanted = max(1, min(size, round(left ** (1 / (tensor.dim() - dimension)) if dimension < tensor.dim() - 1 else left)))
-        step = size // wanted
-        sample = sample.narrow(dimension, step // 2, size - step // 2)[(slice(None),) * dimension + (slice(None, None, step),)]
-        left /= max(1, sample.shape[dimension])
-    return _bits(sample)
+    sizes, strides, offset, left = list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), _SAMPLES
+    # Small dimensions first, so that large ones share evenly what is left.
+    for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
+        size = sizes[dimension]
+        step = max(1, size // max(1, round(left ** (1 / (len(sizes) - rank)))))
+        first = step // 2
+        sizes[dimension] = (size - first - 1) // step + 1
+        offset += first * strides[dimension]
+        strides[dimension] *= step
+        left = max(1, left // sizes[dimension])
+    return torch.as_strided(tensor.detach(), sizes, strides, offset).clone()
 
 
 DEFAULT_CHECK = Check(_metadata)
@@ -130,7 +133,7 @@ def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | Non
         found: Those of the recompute, as many; None in either where there is none to compare.
     """
     differs: list[int] = []
-    tensors: dict[torch.device, list[int]] = {}
+    tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
         if one is None or other is None:
             continue
@@ -140,9 +143,9 @@ def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | Non
         elif (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
             differs.append(index)
         elif one.numel():
-            tensors.setdefault(one.device, []).append(index)
+            tensors.setdefault((one.device, one.dtype), []).append(index)
     for indices in tensors.values():
-        ones, others = ([_bits(values[index]) for index in indices] for values in (expected, found))
-        if not torch.equal(torch.cat(ones), torch.cat(others)):
-            differs.append(next(i for i, one, other in zip(indices, ones, others, strict=True) if not torch.equal(one, other)))
+        one, other = (_bits(torch.cat([values[index].reshape(-1) for index in indices])) for values in (expected, found))
+        if not torch.equal(one, other):
+            differs.append(next(i for i in indices if not torch.equal(_bits(expected[i]), _bits(found[i]))))
     return min(differs, default=None)
