@@ -169,6 +169,12 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     return storage
 
 
+def address_of_generator(generator: torch.Generator) -> int:
+    """Returns where the object of a generator is in memory. 2.11 to 2.15."""
+    address: int = generator._cdata  # type: ignore[attr-defined]
+    return address
+
+
 # Whether a tensor's storage is a lazy copy of another one's, or the other way round. 2.11 to 2.15.
 is_cow_tensor: Callable[[torch.Tensor], bool] = _c._is_cow_tensor
 

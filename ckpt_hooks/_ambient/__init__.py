@@ -21,6 +21,7 @@ from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
+from .engine_image import ADDRESS, SIZE, Image, is_now, take_image
 from .flags import are_deterministic, get_default_dtype, read_fast
 from .rng import read_cpu, write_cpu
 from .streams import find_devices
@@ -29,7 +30,6 @@ from .tracking import TRACKED
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
 
 _NO_MODES: function_modes.Snapshot = ()
-_STATE_BYTES = read_cpu().nbytes
 
 
 class Ambient:
@@ -41,10 +41,11 @@ class Ambient:
         casts: Autocast, None where it is off.
         modes: Function modes.
         has_streams: Whether a recompute will set random streams back that are not torch's default ones.
-        address: Where the state of the CPU's generator is, if there is nothing else but flags; 0 if there is.
+        is_simple: Whether there is nothing but flags and the state of the CPU's generator.
+        image: Bytes of that generator in that state, as long as this is the latest.
     """
 
-    __slots__ = ("address", "casts", "flags", "has_streams", "modes", "streams")
+    __slots__ = ("casts", "flags", "has_streams", "image", "is_simple", "modes", "streams")
 
     def __init__(
         self, streams: rng.Snapshot, switches: flags.Snapshot, casts: autocast.Snapshot | None, modes: function_modes.Snapshot
@@ -54,8 +55,8 @@ class Ambient:
         self.casts = casts
         self.modes = modes
         state, devices, others = streams
-        simple = memcmp is not None and state is not None and not (devices or others or casts or modes)
-        self.address = state.data_ptr() if simple and state is not None else 0
+        self.is_simple = state is not None and not (devices or others or casts or modes)
+        self.image: Image | None = None
         self.has_streams = bool(others)
 
 
@@ -80,9 +81,10 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     latest = _latest
     if latest is not None and preserve_rng_state and not generators and not TRACKED and not find_devices():
         try:
-            state = read_cpu()
+            image = latest.image
             if (
-                memcmp(state.data_ptr(), latest.address, _STATE_BYTES) == 0
+                image is not None
+                and memcmp(ADDRESS, image[1], SIZE) == 0
                 and latest.flags.guard.check()
                 and read_fast() == latest.flags.unguarded
                 and not num_function_modes()
@@ -90,14 +92,18 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
                 return latest
         except RuntimeError:  # from a switch, which says that it cannot be read this way
             pass
+    image = take_image()
     ambient = Ambient(
         rng.capture(generators, preserve=preserve_rng_state),
         flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.address:
+    if ambient.is_simple and is_now(image):  # so it was when the state was read
+        ambient.image = image
         _latest = ambient
+        if latest is not None:
+            latest.image = None
     return ambient
 
 
@@ -108,12 +114,16 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         ambient: What was captured.
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
-    if ambient.address and default_generators and not TRACKED and not find_devices():
+    if ambient.is_simple and default_generators and not TRACKED and not find_devices():
         try:
             switches = ambient.flags
             if switches.guard.check() and read_fast() == switches.unguarded and not num_function_modes():
+                captured, image = ambient.streams[0], ambient.image
+                assert captured is not None
+                if image is not None and memcmp(ADDRESS, image[1], SIZE) == 0:
+                    return captured, switches
                 state = read_cpu()
-                write_cpu(ambient.streams[0])  # type: ignore[arg-type]
+                write_cpu(captured)
                 return state, switches
         except RuntimeError:
             pass
