@@ -46,6 +46,8 @@ _LOOKS = 3
 #: A name in a module, as the dict that holds it and the key.
 _Slot = tuple[dict[str, Any], str]
 _NO_SLOTS: list[_Slot] = []
+#: The names in a dict before forward.
+_Names = tuple[dict[str, Any], frozenset[str]]
 
 
 class StateUndo:
@@ -140,6 +142,12 @@ class _Plan:
             and sum(map(len, self._attributes)) + len(root.__dict__) == self._size
         )
 
+    def names(self, root: Module) -> list[_Names]:
+        """Returns the names that a module and its submodules have now, as long as they may still get others."""
+        if self._used > _LOOKS:
+            return []
+        return [(owner, frozenset(owner)) for owner in (root.__dict__, *self._attributes, *self._buffers)]
+
     def slots(self, root: Module) -> list[_Slot]:
         """Returns where a tensor is that forward might change."""
         if self._stateless:
@@ -180,14 +188,17 @@ def capture_state(modules: Sequence[Module], tensors: Sequence[torch.Tensor]) ->
         modules: Whose buffers, and attributes that are tensors.
         tensors: Others, of which those that require no grad are looked at.
     """
-    slots = _NO_SLOTS
+    slots: list[_Slot] = []
+    names: list[_Names] = []
     for module in modules:
         if type(module._modules) is dict:
-            slots = slots + _plan_of(module).slots(module) if slots else _plan_of(module).slots(module)
-    if not slots and not tensors:
+            plan = _plan_of(module)
+            slots += plan.slots(module)
+            names += plan.names(module)
+    if not (slots or names or tensors):
         return None
-    state = State(slots, tensors)
-    return state if state.slots or state.copies else None
+    state = State(slots, tensors, names)
+    return state if state.slots or state.copies or names else None
 
 
 class _Copy:
@@ -230,9 +241,10 @@ class State:
         copies: Tensors, with copies of those that may change.
     """
 
-    __slots__ = ("_settled", "copies", "slots")
+    __slots__ = ("_names", "_settled", "copies", "slots")
 
-    def __init__(self, slots: list[_Slot], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, slots: list[_Slot], tensors: Sequence[torch.Tensor], names: list[_Names]) -> None:
+        self._names = names
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
         self.copies: list[_Copy] = []
         self._settled = False
@@ -243,8 +255,8 @@ class State:
                 if _may_change(tensor):
                     self.copies.append(_Copy(tensor, shared=tensor.requires_grad or tensor.layout is not torch.strided))
 
-    def settle(self) -> None:
-        """Looks what forward changed, when it has ended.
+    def settle(self) -> bool:
+        """Looks what forward changed, when it has ended; returns whether there is anything to rewind.
 
         Small copies are kept whatever it did, since the original may change before backward. A write that no version tells of,
         by a kernel from outside of torch, is seen by its making a lazy copy a real one, or by comparing; other devices than
@@ -255,6 +267,11 @@ class State:
             if copy.lazy and not copy.changed and copy.after == copy.version:
                 copy.copy = None
         self._settled = True
+        for owner, names in self._names:  # a cache that the first forward builds, say
+            added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
+            self.slots += [((owner, name), _ABSENT) for name in added]
+        self._names = []
+        return bool(self.slots or self.copies)
 
     def rewind(self, complain: Callable[[torch.Tensor, int], BaseException]) -> StateUndo:
         """Puts back what forward found; returns what to give to :meth:`restore`.

@@ -186,8 +186,8 @@ class FunctionFrame(Frame):
             self._finish = None
         if self._draws is not None:
             self._draws.__exit__(None, None, None)
-        if self._state is not None:
-            self._state.settle()
+        if self._state is not None and not self._state.settle():
+            self._state = None
         if self.observer is not None:
             self.observer.exited(self, error)
 

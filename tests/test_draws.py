@@ -1,0 +1,158 @@
+"""Draws of regions that run in several threads: each from a generator of the region's own."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import grad
+
+from ckpt_hooks import checkpoint
+from ckpt_hooks._ambient.draws import RecordDraws, ReplayDraws
+from ckpt_hooks._runtime.stack import Presence
+from tests.measure import CountOps
+
+RANDOM = {
+    "rand": lambda x: torch.rand(3, 4),
+    "rand_like": lambda x: torch.rand_like(x),
+    "randn": lambda x: torch.randn(3, 4),
+    "randn_like": lambda x: torch.randn_like(x),
+    "randint": lambda x: torch.randint(2, 9, (3, 4)) * x,
+    "randint_like": lambda x: torch.randint_like(x, 9),
+    "randperm": lambda x: x[torch.randperm(3)],
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid().detach()),
+    "bernoulli_": lambda x: torch.empty(3, 4).bernoulli_(0.5),
+    "normal": lambda x: torch.normal(x.detach(), 0.5),
+    "normal_": lambda x: torch.empty(3, 4).normal_(),
+    "uniform_": lambda x: torch.empty(3, 4).uniform_(),
+    "exponential_": lambda x: torch.empty(3, 4).exponential_(),
+    "multinomial": lambda x: torch.multinomial(x.detach().sigmoid(), 2),
+    "poisson": lambda x: torch.poisson(x.detach().exp()),
+    "dropout": lambda x: F.dropout(x),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, training=True),
+    "feature_dropout": lambda x: F.dropout1d(x[None], training=True),
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.5),
+    "gru": nn.GRU(4, 4, num_layers=2, dropout=0.5),
+    "gumbel_softmax": lambda x: F.gumbel_softmax(x),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "beta": lambda x: torch.distributions.Beta(x.exp(), x.exp()).rsample(),
+}
+
+
+def leaf(size):
+    """Returns a leaf with the same elements each time, for which nothing is drawn."""
+    return torch.linspace(-1, 1, size, dtype=torch.float64).requires_grad_()
+
+
+def value_of(result):
+    return result[0] if isinstance(result, tuple) else result
+
+
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=RANDOM)
+def test_recording_changes_nothing_and_replaying_gives_the_same_without_touching_the_stream(draw):
+    x = torch.linspace(-1, 1, 12).reshape(3, 4).requires_grad_()
+    torch.manual_seed(5)
+    expected, after = value_of(draw(x)), torch.get_rng_state()
+    torch.manual_seed(5)
+    with RecordDraws() as record:
+        assert torch.equal(value_of(draw(x)), expected)
+    assert torch.equal(torch.get_rng_state(), after)
+    torch.manual_seed(6)
+    state = torch.get_rng_state()
+    with ReplayDraws(record.states):
+        assert torch.equal(value_of(draw(x)), expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert record.states
+
+
+def test_explicit_generators_are_left_to_themselves():
+    generator = torch.Generator().manual_seed(1)
+    with RecordDraws() as record:
+        found = torch.rand(3, generator=generator)
+    assert record.states == []
+    assert torch.equal(found, torch.rand(3, generator=torch.Generator().manual_seed(1)))
+
+
+def in_a_thread(function):
+    """Runs a function on a thread of its own; returns what it returns."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def test_threads_count_from_their_first_forward_until_they_end():
+    assert Presence.count == 0
+    x = leaf(3)
+    assert in_a_thread(lambda: (checkpoint(torch.exp, x), Presence.count)[1]) == 1
+    assert Presence.count == 0
+    y = checkpoint(lambda x: x.sin().exp(), x)
+    assert in_a_thread(lambda: (y.sum().backward(), Presence.count)[1]) == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_region_of_another_thread_gives_what_it_gives_on_the_main_one(depth):
+    def function(x, left=depth):
+        x = F.dropout(x.sin()).exp() * torch.rand_like(x)
+        return x if left == 1 else F.dropout(checkpoint(function, x, left - 1))
+
+    def run():
+        x = leaf(8)
+        torch.manual_seed(2)
+        y = checkpoint(function, x)
+        between = torch.rand(2)
+        (gradient,) = grad(y.sum(), x)
+        return y, between, gradient, torch.rand(2)
+
+    assert all(map(torch.equal, run(), in_a_thread(run)))
+
+
+def test_seeding_inside_of_a_region():
+    def function(x):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            x = F.dropout(x.sin())
+        return F.dropout(x.exp()).cos()
+
+    def run():
+        x = leaf(8)
+        torch.manual_seed(2)
+        return grad(checkpoint(function, x).sum(), x)[0]
+
+    x = leaf(8)
+    torch.manual_seed(2)
+    expected = grad(function(x).sum(), x)[0]
+    assert torch.equal(run(), expected)
+    assert torch.equal(in_a_thread(run), expected)
+
+
+def test_backward_inside_of_forward():
+    def function(x):
+        h = F.dropout(x.sin())
+        (inner,) = grad(h.exp().sum(), x, create_graph=True)
+        return F.dropout(h * inner).cos()
+
+    def run(call):
+        x = leaf(8)
+        torch.manual_seed(2)
+        return (*grad(call(function, x).sum(), x), torch.rand(1))
+
+    expected = run(lambda function, x: function(x))
+    assert all(map(torch.equal, run(checkpoint), expected))
+    assert all(map(torch.equal, in_a_thread(lambda: run(checkpoint)), expected))
+
+
+def test_a_program_of_one_thread_runs_without_a_mode():
+    with CountOps() as ops:
+        checkpoint(F.dropout, leaf(3))
+    assert ops.counts["bernoulli_"] == 1
+    x = leaf(3)
+    y = checkpoint(lambda x: F.dropout(x.sin()).exp(), x)
+    frame = next(n for n, _ in y.grad_fn.next_functions)
+    assert frame is not None
+    assert y.grad_fn._raw_saved_result.data.frame._draws is None

@@ -1,0 +1,181 @@
+"""State of modules: where it is looked for, what is copied, what a rerun leaves behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import checkpoint
+from ckpt_hooks._module_state import _PLAN, capture_state, is_idle
+
+
+def leaf(size):
+    """Returns a leaf with the same elements each time, for which nothing is drawn."""
+    return torch.linspace(-1, 1, size, dtype=torch.float64).requires_grad_()
+
+
+class Counting(nn.Module):
+    """Multiplies by how often it was called, which it keeps in a buffer."""
+
+    def __init__(self, size=1):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(size, dtype=torch.float64))
+
+    def forward(self, x):
+        self.calls.add_(1)
+        return (x * self.calls[0].clone()).sin()
+
+
+def run(module, x):
+    """Returns the gradient, and what the module's buffers are before and after backward."""
+    y = checkpoint(module, x)
+    before = [buffer.clone() for buffer in module.buffers()]
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    return gradient, before, [buffer.clone() for buffer in module.buffers()]
+
+
+@pytest.mark.parametrize("size", [1, 100_000], ids=["small", "large"])
+def test_buffers_written_in_place_are_rewound(size):
+    x, module, plain = leaf(3), Counting(size), Counting(size)
+    for _ in range(6):
+        gradient, before, after = run(module, x)
+        assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+        assert all(map(torch.equal, before, after))
+    assert torch.equal(module.calls, plain.calls)
+
+
+def test_views_and_aliases_of_a_buffer_see_it_rewound():
+    module, x = Counting(), leaf(3)
+    alias, view, version = module.calls, module.calls[:], None
+    y = checkpoint(module, x)
+    version = alias._version
+    y.sum().backward()
+    assert module.calls is alias
+    assert (alias.item(), view.item(), alias._version) == (1, 1, version)
+
+
+def test_a_module_with_nothing_to_capture_is_idle_after_a_few_forwards():
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(3)
+    for _ in range(5):
+        state = capture_state([module], [])
+    assert state is None
+    assert is_idle(module)
+    assert checkpoint(module, x).shape == (3,)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda module: module.append(Counting()),
+        lambda module: setattr(module, "1", Counting()),
+        lambda module: module[0].register_buffer("calls", torch.zeros(1)),
+        lambda module: module._modules.update({"1": Counting()}),
+    ],
+    ids=["append", "replace", "register", "replace in the dict"],
+)
+def test_state_that_appears_later_is_found(change):
+    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    for _ in range(5):
+        capture_state([module], [])
+    change(module)
+    assert not is_idle(module)
+    assert capture_state([module], []) is not None
+
+
+def test_attributes_that_the_first_forward_adds_are_found():
+    class Lazy(nn.Module):
+        def forward(self, x):
+            if not hasattr(self, "scale"):
+                self.scale = torch.ones(1, dtype=torch.float64)
+            self.scale.mul_(2)
+            return (x * self.scale.clone()).sin()
+
+    x, module, plain = leaf(3), Lazy(), Lazy()
+    for _ in range(4):
+        gradient, _, _ = run(module, x)
+        assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+        assert torch.equal(module.scale, plain.scale)
+
+
+def test_the_plan_goes_with_its_module_without_the_garbage_collector(no_gc):
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    checkpoint(module, torch.rand(4, 3, requires_grad=True)).sum().backward()
+    assert _PLAN in vars(module)
+    alive = weakref.ref(module)
+    del module
+    assert alive() is None
+
+
+def test_the_plan_is_neither_copied_nor_saved():
+    module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    checkpoint(module, torch.rand(4, 3, requires_grad=True))
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module)), copy.copy(module)):
+        found = run(other, torch.rand(4, 3, requires_grad=True))
+        assert all(map(torch.equal, found[1], found[2]))
+    assert b"ckpt_hooks" not in pickle.dumps(module).replace(_PLAN.encode(), b"")
+    assert not any(_PLAN in name for name in module.state_dict())
+
+
+def test_quiet_writes_are_found():
+    """By a kernel that moves no version, as batch norm's: seen in the bytes of small tensors, in the storage of large ones."""
+
+    class Quiet(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(size, dtype=torch.float64))
+
+        def forward(self, x):
+            with torch.autograd._unsafe_preserve_version_counter(self.calls):
+                self.calls.add_(1)
+            return (x * self.calls[0].clone()).sin()
+
+    for size in (1, 100_000):
+        x, module, plain = leaf(3), Quiet(size), Quiet(size)
+        for _ in range(3):
+            gradient, before, after = run(module, x)
+            assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+            assert all(map(torch.equal, before, after))
+
+
+def test_memory_shared_with_numpy_stays_where_it_is():
+    numpy = pytest.importorskip("numpy")
+    array = numpy.zeros(100_000)
+    module = Counting()
+    module.calls = torch.from_numpy(array)
+    address = module.calls.data_ptr()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="calls"):
+        run(module, leaf(3))
+    assert module.calls.data_ptr() == address
+
+
+def test_large_buffers_that_do_not_change_are_not_copied():
+    module = Counting(100_000)
+    module.forward = lambda x: (x * module.calls[0]).sin()
+    y = checkpoint(module, leaf(3))
+    assert not any(entry.copy is not None for entry in y.grad_fn._raw_saved_self.data.frame._state.copies)
+
+
+def test_preserve_buffers_false_looks_at_nothing():
+    module = Counting()
+    y = checkpoint(preserve_buffers=False)(module)(leaf(3))
+    y.sum().backward()
+    assert module.calls.item() == 2
+
+
+def test_a_tensor_of_the_closure_is_rewound():
+    state, x = torch.zeros(1, dtype=torch.float64), leaf(3)
+
+    def function(x):
+        state.add_(1)
+        return (x * state.clone()).sin()
+
+    (gradient,) = torch.autograd.grad(checkpoint(function, x).sum(), x)
+    assert state.item() == 1
+    assert torch.equal(gradient, x.detach().cos())
+    gc.collect()
