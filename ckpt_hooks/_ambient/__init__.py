@@ -24,7 +24,7 @@ from .draws import ReplayDraws
 from .engine_image import ADDRESS, SIZE, Image, is_now, take_image
 from .flags import are_deterministic, get_default_dtype, read_fast
 from .rng import read_cpu, write_cpu
-from .streams import find_devices
+from .streams import any_device, find_devices
 from .tracking import TRACKED
 
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
@@ -79,7 +79,7 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     """
     global _latest
     latest = _latest
-    if latest is not None and preserve_rng_state and not generators and not TRACKED and not find_devices():
+    if latest is not None and preserve_rng_state and not generators and not TRACKED and not (find_devices() and any_device()):
         try:
             image = latest.image
             if (
@@ -114,7 +114,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         ambient: What was captured.
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
-    if ambient.is_simple and default_generators and not TRACKED and not find_devices():
+    if ambient.is_simple and default_generators and not TRACKED and not (find_devices() and any_device()):
         try:
             switches = ambient.flags
             if switches.guard.check() and read_fast() == switches.unguarded and not num_function_modes():

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["Stream", "device_streams", "find_devices", "stream_of_generator"]
+__all__ = ["Stream", "any_device", "device_streams", "find_devices", "stream_of_generator"]
 
 
 class Stream:
@@ -85,6 +85,11 @@ def _never(module: Any) -> bool:
 def _initialised_test(module: Any) -> Callable[[], bool]:
     test: Callable[[], bool] | None = getattr(module, "is_initialized", None)
     return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
+
+
+def any_device() -> bool:
+    """Whether an accelerator is initialised, which nobody needs to ask where :func:`find_devices` finds none."""
+    return any(initialised() for initialised, _ in _modules)
 
 
 def device_streams(*, needed: bool) -> list[Stream]:

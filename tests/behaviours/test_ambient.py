@@ -115,7 +115,7 @@ def test_setting(run, setting, around):
 
 
 @pytest.mark.parametrize("around", ["forward", "backward"])
-@runs("nested", "sequential", torch_fails=SILENT)
+@runs("nested", "sequential", torch_fails=(SILENT, RuntimeError))
 def test_several_settings_at_once(run, around):
     names = [
         "default dtype",
