@@ -1,0 +1,69 @@
+"""What comparing values costs, and regions that draw or have buffers: each against the same step with the defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import ckpt_hooks
+
+from .interleave import interleave
+from .programs import build
+
+
+@pytest.mark.benchmark(group="determinism_check, block of width 256")
+@pytest.mark.parametrize("check", ["values", "sampled_values"])
+def test_determinism_check(benchmark: BenchmarkFixture, note: Callable[[str], None], check: str) -> None:
+    """A step of a block whose values are compared, against one whose metadata are."""
+    program = build("block of width 256")
+
+    def step_with(determinism_check: str) -> Callable[[], None]:
+        def region(function: Callable[..., torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return ckpt_hooks.checkpoint(function, x, determinism_check=determinism_check)
+
+        return lambda: program.forward(region).sum().backward()  # type: ignore[no-untyped-call]
+
+    step = step_with(check)
+    if not benchmark.disabled:
+        seconds = interleave({name: step_with(name) for name in ("default", check)}, seconds=8.0)
+        ratio = seconds[check] / seconds["default"]
+        benchmark.extra_info["ratio_to_default"] = ratio
+        note(f"determinism_check={check!r}, block of width 256: {ratio:.3f} of the default")
+    benchmark(step)
+
+
+def _batch_norms() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()]
+    return nn.Sequential(*layers, *layers), torch.randn(2, 8, 8, 8, requires_grad=True)
+
+
+def _dropouts() -> tuple[nn.Module, torch.Tensor]:
+    layers = [nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.1)]
+    return nn.Sequential(*layers, *layers), torch.randn(16, 32, requires_grad=True)
+
+
+@pytest.mark.benchmark(group="state to rewind")
+@pytest.mark.parametrize("make", [_batch_norms, _dropouts], ids=["batch norm", "dropout"])
+def test_state(
+    benchmark: BenchmarkFixture, note: Callable[[str], None], make: Callable[[], tuple[nn.Module, torch.Tensor]]
+) -> None:
+    """Regions whose recompute has something to set back, against torch's, which leaves buffers updated twice."""
+    module, x = make()
+    implementations = {"ours": ckpt_hooks.checkpoint, "torch": partial(torch_checkpoint, use_reentrant=False)}
+    steps = {name: partial(_step, run, module, x) for name, run in implementations.items()}
+    if not benchmark.disabled:
+        seconds = interleave(steps)
+        ratio = seconds["ours"] / seconds["torch"]
+        benchmark.extra_info["ratio_to_torch"] = ratio
+        note(f"small region with {make.__name__.strip('_').replace('_', ' ')}: {ratio:.3f} of torch's step")
+    benchmark(steps["ours"])
+
+
+def _step(run: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> None:
+    run(module, x).sum().backward()  # type: ignore[no-untyped-call]
