@@ -152,7 +152,10 @@ class Arguments:
             if top_saved_tensors_hooks(False) is None:  # and nobody's hooks around: the tensors are kept, and that is all
                 self._saved = None
                 self._tensors = args
-                self._kept_facts = _facts_of_all(args)
+                try:
+                    self._kept_facts = list(map(_facts_of, args))
+                except RuntimeError:
+                    self._kept_facts = _facts_of_all(args)
                 return
             tensors: Sequence[torch.Tensor] = args
         else:

@@ -174,9 +174,12 @@ def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
         objects: Arguments of the call that are neither tensors nor containers.
     """
     if not objects:
-        if isinstance(function, Module):
+        if type(function) is types.FunctionType:
+            if _is_dull(function):
+                return NOTHING
+        elif isinstance(function, Module):
             return Reached((function,), (), ())
-        if type(function) in _DULL or (type(function) is types.FunctionType and _is_dull(function)):
+        elif type(function) in _DULL:
             return NOTHING
     search = _Search()
     search.look(function, _DEPTH)

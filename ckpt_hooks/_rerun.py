@@ -11,6 +11,7 @@ import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from contextvars import Context, copy_context
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ._filling import Filling, StopRecompute
 from ._module_state import State, capture_state, is_idle, storages_of
 from ._reach import NOTHING, reach
 from ._refit import Spare, put_back
-from ._runtime.frame import Frame, format_path
+from ._runtime.frame import Frame, Observer, format_path
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
@@ -139,7 +140,11 @@ class FunctionFrame(Frame):
 
     def __enter__(self) -> FunctionFrame:
         objects, options = self._arguments.objects, self._options
-        reached = NOTHING if not objects and is_idle(self._function) else reach(self._function, objects)
+        function = self._function
+        if not objects and type(function) is not FunctionType and is_idle(function):
+            reached = NOTHING
+        else:
+            reached = reach(function, objects)
         self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=reached.generators)
         context = copy_context()
         self._context = context if context else None
@@ -193,26 +198,35 @@ class FunctionFrame(Frame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
-        observer = self.observer
-        if observer is not None:
-            observer.recomputing(self)
-        error: BaseException | None = None
+        if self.observer is not None:
+            return self._recompute_observed(self.observer, wanted)
         try:
             return self._rerun(wanted)
         except DeterminismError as found:
-            blame(found, self, self._function, self._arguments.path_of)
-            if self.explain is None:
-                error = found
+            self._explain(found)
+            raise
+
+    def _recompute_observed(self, observer: Observer, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        observer.recomputing(self)
+        error: BaseException | None = None
+        try:
+            try:
+                return self._rerun(wanted)
+            except DeterminismError as found:
+                self._explain(found)
                 raise
-            error = self.explain(found)
-            raise error from found
         except BaseException as found:
             error = found
             raise
         finally:
-            if observer is not None:
-                observer.recomputed(self, error)
+            observer.recomputed(self, error)
             del error  # its traceback has this call, which would keep it alive in turn
+
+    def _explain(self, found: DeterminismError) -> None:
+        """Lets an error say more, or raises another one that does."""
+        blame(found, self, self._function, self._arguments.path_of)
+        if self.explain is not None:
+            raise self.explain(found) from found
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         ambient, options, state = self._ambient, self._options, self._state

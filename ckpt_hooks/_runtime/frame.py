@@ -19,7 +19,7 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
-from .passes import MISSING, NO_PASSES, Pass, PassTable, graph_task_scope
+from .passes import MISSING, NO_PASSES, Pass, graph_task_scope
 
 __all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf"]
 
@@ -177,10 +177,11 @@ class Frame(abc.ABC):
             if opened is None:
                 opened = Pass(self.recompute(None))
                 if self.passes is NO_PASSES:
-                    self.passes = PassTable()
-                self.passes[key] = opened
+                    self.passes = {key: opened}
+                else:
+                    self.passes[key] = opened
                 scope = graph_task_scope(key) if group is None else group_scope(group)
-                scope.append(weakref.ref(self.passes))
+                scope.append(weakref.ref(self))
             return opened
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:

@@ -14,13 +14,13 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ckpt_hooks._torch import queue_callback
 
-__all__ = ["MISSING", "NO_PASSES", "Pass", "PassTable", "Scope", "graph_task_scope", "new_group_scope"]
+__all__ = ["MISSING", "NO_PASSES", "Pass", "Scope", "graph_task_scope", "new_group_scope"]
 
 
 class _Missing:
@@ -53,18 +53,22 @@ class Pass:
         self.taken: list[int] = []
 
 
-class PassTable(dict[int, Pass]):
-    """The passes of one frame, by the key of the scope that each belongs to."""
+class HasPasses(Protocol):
+    """A frame, as far as scopes know it.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        passes: Its passes, by the key of the scope that each belongs to.
+    """
+
+    passes: dict[int, Pass]
 
 
 #: What every frame has until its first pass; never filled.
-NO_PASSES = PassTable()
+NO_PASSES: dict[int, Pass] = {}
 
 
-class Scope(list["weakref.ref[PassTable]"]):
-    """One backward, or one group of backwards, as the list of the frames' tables that have a pass of it.
+class Scope(list["weakref.ref[HasPasses]"]):
+    """One backward, or one group of backwards, as the list of the frames that have a pass of it.
 
     When it ends, every pass that was opened in it is dropped.
 
@@ -82,9 +86,9 @@ class Scope(list["weakref.ref[PassTable]"]):
             key = self.key
             _graph_tasks.pop(key, None)
             for reference in self:
-                table = reference()
-                if table is not None:
-                    table.pop(key, None)
+                frame = reference()
+                if frame is not None:
+                    frame.passes.pop(key, None)
             self.clear()
 
     # Autograd calls the scope when its graph task ends, and deletes it uncalled when the task fails.
