@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ._containers import Capture, Container, TensorAt, build
-from ._refit import Spare, refit, spare_of
+from ._refit import refit
 from ._runtime.hooks import unpack
 from ._torch import (
     SavedTensor,
@@ -31,7 +31,10 @@ from ._torch import (
 )
 from .errors import CheckpointError, MutationError
 
-__all__ = ["Arguments"]
+__all__ = ["Arguments", "HandedOut"]
+
+#: The position of a tensor, the tensor as somebody's hooks handed it out, and its version then.
+HandedOut = tuple[int, torch.Tensor, int]
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
@@ -178,12 +181,14 @@ class Arguments:
             self._storages = tuple(map(storage_of, tensors)) if self._foreign else _NO_OBJECTS
         self._kept_facts = _facts_of_all(self._tensors)
 
-    def restore(self, region: Callable[[], tuple[str, ...]], spares: list[Spare]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def restore(
+        self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut]
+    ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
 
         Args:
             region: Names the region, for an error.
-            spares: Gets what :func:`ckpt_hooks._refit.put_back` needs when the rerun has ended.
+            handed_out: Gets what :meth:`look_at` is to be given when the rerun has ended.
 
         Raises:
             MutationError: If a tensor was modified in place since.
@@ -208,7 +213,7 @@ class Arguments:
                         self._raise_modified(position, unpacked, region())
                     tensor = refit(unpacked, self._strides.get(position), version)
                     if tensor is unpacked and self._foreign:
-                        spares.append(spare_of(tensor))
+                        handed_out.append((position, tensor, tensor._version))
                 tensors.append(tensor)
         if self._captured is None:
             return tensors, _NO_KWARGS
@@ -218,6 +223,14 @@ class Arguments:
             [build(captured, tensors, built) for captured in args],
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
+
+    def look_at(self, handed_out: list[HandedOut]) -> None:
+        """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""
+        for position, tensor, version in handed_out:
+            if tensor._version != version:
+                storages = list(self._storages)
+                storages[position] = storage_of(tensor)
+                self._storages = tuple(storages)
 
     def _raise_changed(self, region: tuple[str, ...]) -> None:
         for position, (tensor, before, now) in enumerate(

@@ -24,9 +24,10 @@ from typing import Any
 import torch
 
 from ._blame import mutation_error, name_of
+from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
-from ._torch import sequence_number, set_versions, storage_of
+from ._torch import sequence_number, storage_of
 from .determinism import Check, describe, first_difference, version_of
 from .errors import DeterminismError
 
@@ -118,7 +119,7 @@ class Filling:
                 if index != final:
                     unfinished = sequence_number()
                 if exchanged and storage_of(tensor) in exchanged:
-                    tensor = _copy_of(tensor)
+                    tensor = copy_of(tensor)
                 elif type(tensor) is not plain:
                     tensor = tensor.detach()
             append(tensor)
@@ -260,12 +261,6 @@ class Filling:
 def _short(fingerprint: Any) -> str:
     words = repr(fingerprint.tolist() if isinstance(fingerprint, torch.Tensor) else fingerprint)
     return words if len(words) <= 80 else f"{words[:80]}..."
-
-
-def _copy_of(tensor: torch.Tensor) -> torch.Tensor:
-    copy = tensor.clone()
-    set_versions((copy,), (tensor._version,))
-    return copy
 
 
 def _in_words(differences: list[tuple[int, str, str]]) -> str:

@@ -1,53 +1,103 @@
 """State that forward changes besides its outputs: running statistics, power iterations, histories of maxima.
 
 A rerun must find such state as forward found it, or it computes something else, and must not change it again. What forward
-changed is known only afterwards, by object and by version; so before forward a copy is taken of each tensor that may change,
-and after it those that did not are let go. Copies are real ones for small tensors, and lazy ones for large tensors, which cost
-nothing unless the original is written to (``Tensor._lazy_clone``). Of tensors that carry a graph no copy is taken; that they
-changed is told by their versions, and an error.
+changes is known only afterwards, so before forward a copy is taken of each tensor that may change. Copies are shared: a tensor
+that nobody wrote to since it was copied for another region is not copied again.
 
-For a rerun, entries that forward bound to other objects (``self.history = ...``) get the objects back that they had, and
-tensors that forward wrote to get their old content, in place, so that every view and alias of them sees it; both are undone
-when the rerun ends, versions included.
+For a rerun, names that were bound to other objects since (``self.history = ...``) get the objects back that they had, and tensors
+that were written to get their content back, in place, so that every view and alias of them sees it. Both are undone when the
+rerun ends, versions included. What the rerun itself writes is undone as well.
+
+Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged, nor about those of other
+classes than torch's own. Closed-over tensors are copied up to a size; larger ones are only known by their versions.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.module import (
-    register_module_buffer_registration_hook,
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from ._bytes import same_bytes
-from ._torch import is_cow_tensor, lazy_clone, set_versions, storage_of
+from ._module_plan import ModulePlan, Slot, plan_of
+from ._refit import copy_of
+from ._torch import set_versions, storage_of
 
-__all__ = ["State", "StateUndo", "capture_state", "is_idle", "storages_of"]
+__all__ = ["State", "StateUndo", "capture_state"]
 
-#: Tensors up to this size are copied outright. A lazy copy moves the original to other memory when that is written to, which
-#: whoever holds its address would not notice.
-_SMALL_BYTES = 1 << 16
+#: Up to this size tensors on the CPU are compared byte by byte, since batch norm moves no version.
+_COMPARED_BYTES = 1 << 16
+#: Up to this size tensors that are not a module's are copied.
+_MOST_BYTES = 1 << 20
 
 _ABSENT = object()
-#: The attribute of a module that has its plan.
-_PLAN = "_ckpt_hooks_plan"
-_NOT_STATE = frozenset({"_is_full_backward_hook", _PLAN})
+#: Stands for an object that carried a graph, which to keep would keep the graph of the forward before.
+_HAD_GRAPH = object()
+_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
-#: In how many forwards a plan is looked at in any case.
-_LOOKS = 3
 
-#: A name in a module, as the dict that holds it and the key.
-_Slot = tuple[dict[str, Any], str]
-_NO_SLOTS: list[_Slot] = []
-#: The names in a dict before forward.
-_Names = tuple[dict[str, Any], frozenset[str]]
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be taken, compared and put back."""
+    return (
+        type(tensor) in _TYPES
+        and not tensor.requires_grad
+        and tensor.layout is torch.strided
+        and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.is_inference())
+        and _has_storage(tensor)
+    )
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a strided tensor are there, which a framework may have freed."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    return tensor.untyped_storage().nbytes() >= needed
+
+
+def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
+
+
+def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+    """Whether a tensor still equals its copy, if its version says so: other devices than the CPU are not made to wait."""
+    if not _same_layout(tensor, copy):
+        return False
+    if copy.nbytes > _COMPARED_BYTES:
+        return True
+    return tensor.device.type == "cpu" and same_bytes(tensor, copy)
+
+
+# The latest copy of each tensor, with its version.
+_copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    known = _copies.get(id(tensor))
+    if known is not None and known[0]() is tensor and known[1] == tensor._version and _same(tensor, known[2]):
+        return known[2]
+    copy, key = copy_of(tensor), id(tensor)
+    _copies[key] = weakref.ref(tensor, lambda _: _copies.pop(key, None)), tensor._version, copy
+    return copy
+
+
+class _Entry:
+    """One tensor: its version before forward and after it, and its copy."""
+
+    __slots__ = ("after", "before", "copy", "tensor")
+
+    def __init__(self, tensor: torch.Tensor, *, owned: bool) -> None:
+        self.tensor = tensor
+        self.before = self.after = tensor._version
+        self.copy = _copy(tensor) if owned or tensor.nbytes <= _MOST_BYTES else None
+
+    def is_stale(self) -> bool:
+        """Whether the tensor is not as it was before forward."""
+        if self.tensor._version != self.before:
+            return True
+        return self.copy is not None and _has_storage(self.tensor) and not _same(self.tensor, self.copy)
 
 
 class StateUndo:
@@ -55,182 +105,20 @@ class StateUndo:
 
     Attributes:
         slots: Names in modules with their objects.
-        exchanged: Tensors, versions and contents of those that get another content for the rerun.
-        others: The same of those that do not, and are looked at when it has ended.
+        exchanged: Tensors, versions and contents of those that get another content for the rerun, and how they are laid out.
+        others: Tensors, versions and contents of those that do not.
     """
 
     __slots__ = ("exchanged", "others", "slots")
 
-    def __init__(self, slots: list[tuple[_Slot, Any]]) -> None:
-        self.slots = slots
-        self.exchanged: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+    def __init__(self) -> None:
+        self.slots: list[tuple[Slot, Any]] = []
+        self.exchanged: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
         self.others: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
-
-class _Epoch:
-    """Counts what is registered in modules, of any kind, by a hook of torch for each kind."""
-
-    number = 0
-    watching = False
-
-    @classmethod
-    def watch(cls) -> None:
-        if not cls.watching:
-            cls.watching = True
-            register_module_module_registration_hook(cls._next)
-            register_module_buffer_registration_hook(cls._next)
-            register_module_parameter_registration_hook(cls._next)
-
-    @staticmethod
-    def _next(*_: Any) -> None:
-        _Epoch.number += 1
-
-
-class _Plan:
-    """Where the state of a module and its submodules is, found once and used as long as the module has the same submodules.
-
-    It is kept in the module's ``__dict__``, so that it dies with the module. It refers to nothing that refers to the module,
-    so that it makes no cycle, and it copies and pickles as None.
-    """
-
-    __slots__ = (
-        "_attributes",
-        "_buffers",
-        "_children",
-        "_containers",
-        "_epoch",
-        "_names",
-        "_root",
-        "_size",
-        "_slots",
-        "_stateless",
-        "_used",
-    )
-
-    def __init__(self, root: Module) -> None:
-        self._root = weakref.ref(root)
-        modules = [module for module in root.modules() if module is not root and type(module._modules) is dict]
-        self._containers = [root._modules, *(module._modules for module in modules)]
-        self._children = list(chain.from_iterable(map(dict.values, self._containers)))
-        self._buffers = [root._buffers, *(module._buffers for module in modules)]
-        self._attributes = [module.__dict__ for module in modules]
-        self._size = sum(map(len, self._attributes)) + len(root.__dict__.keys() | {_PLAN})
-        # Plain attributes that are tensors, or None and may become one: of the root by name, since its dict holds this plan.
-        self._names = _names_of_state(root.__dict__)
-        self._slots: list[_Slot] = [(own, name) for own in self._attributes for name in _names_of_state(own)]
-        self._epoch, self._used = -1, 0
-        self._stateless = not (self._names or self._slots or any(self._buffers))
-
-    def is_idle(self, root: Module) -> bool:
-        """Whether there is nothing in a module that forward might change, as far as can be said without looking."""
-        return self._stateless and self._epoch == _Epoch.number and self._used > _LOOKS and self._root() is root
-
-    def holds(self, root: Module) -> bool:
-        """Whether this is the plan of a module, and that has the submodules and attributes that it had.
-
-        To look at all of them costs a microsecond for every ten submodules, so it is done in the first few forwards, which may
-        add attributes, and then whenever a module, buffer or parameter was registered anywhere.
-        """
-        if self._root() is not root:
-            return False
-        if self._epoch == _Epoch.number and self._used > _LOOKS:
-            return True
-        self._epoch, self._used = _Epoch.number, self._used + 1
-        self._stateless = not (self._names or self._slots or any(self._buffers))
-        return (
-            list(chain.from_iterable(map(dict.values, self._containers))) == self._children
-            and sum(map(len, self._attributes)) + len(root.__dict__) == self._size
-        )
-
-    def names(self, root: Module) -> list[_Names]:
-        """Returns the names that a module and its submodules have now, as long as they may still get others."""
-        if self._used > _LOOKS:
-            return []
-        return [(owner, frozenset(owner)) for owner in (root.__dict__, *self._attributes, *self._buffers)]
-
-    def slots(self, root: Module) -> list[_Slot]:
-        """Returns where a tensor is that forward might change."""
-        if self._stateless:
-            return _NO_SLOTS
-        slots = [(buffers, name) for buffers in self._buffers for name in buffers]
-        return slots + [(root.__dict__, name) for name in self._names] + self._slots
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
-
-
-def _names_of_state(attributes: dict[str, Any]) -> list[str]:
-    return [
-        name
-        for name, value in attributes.items()
-        if (value is None or isinstance(value, torch.Tensor)) and name not in _NOT_STATE
-    ]
-
-
-def _plan_of(module: Module) -> _Plan:
-    plan: _Plan | None = module.__dict__.get(_PLAN)
-    if plan is None or not plan.holds(module):
-        _Epoch.watch()
-        plan = module.__dict__[_PLAN] = _Plan(module)
-    return plan
-
-
-def is_idle(function: Any) -> bool:
-    """Whether a function is a module that was looked at before and has no state to capture."""
-    plan = getattr(function, _PLAN, None)
-    return plan is not None and plan.is_idle(function)
-
-
-def capture_state(modules: Sequence[Module], tensors: Sequence[torch.Tensor]) -> State | None:
-    """Takes copies of what a forward may change; None where there is nothing of the kind.
-
-    Args:
-        modules: Whose buffers, and attributes that are tensors.
-        tensors: Others, of which those that require no grad are looked at.
-    """
-    slots: list[_Slot] = []
-    names: list[_Names] = []
-    for module in modules:
-        if type(module._modules) is dict:
-            plan = _plan_of(module)
-            slots += plan.slots(module)
-            names += plan.names(module)
-    if not (slots or names or tensors):
-        return None
-    state = State(slots, tensors, names)
-    return state if state.slots or state.copies or names else None
-
-
-class _Copy:
-    """What is known of one tensor: its version before forward and after it, and a copy of it where one was taken."""
-
-    __slots__ = ("after", "changed", "copy", "lazy", "tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor, *, shared: bool) -> None:
-        self.tensor = tensor
-        self.version = self.after = tensor._version
-        self.copy: torch.Tensor | None = None
-        self.lazy = False
-        #: Whether forward changed it without its version telling.
-        self.changed = False
-        if shared:
-            return
-        if tensor.numel() * tensor.element_size() <= _SMALL_BYTES:
-            self.copy = tensor.clone()
-        elif type(tensor) is torch.Tensor:
-            self.copy, self.lazy = lazy_clone(tensor), True
-
-    def look(self) -> None:
-        """Finds out how far forward has changed the tensor until now."""
-        self.after = self.tensor._version
-        if self.copy is None or self.after != self.version:
-            return
-        if self.lazy:
-            self.changed = not is_cow_tensor(self.tensor)
-        elif self.tensor.device.type == "cpu":
-            self.changed = _differs(self.tensor, self.copy)
-        else:
-            self.changed = self.tensor.is_floating_point()
+    def storages(self) -> frozenset[int | None]:
+        """Returns which storages have their content exchanged for a rerun."""
+        return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged)
 
 
 class State:
@@ -238,110 +126,122 @@ class State:
 
     Attributes:
         slots: Names in modules with the objects that they had.
-        copies: Tensors, with copies of those that may change.
+        entries: Tensors.
+        plans: Of the modules.
     """
 
-    __slots__ = ("_names", "_settled", "copies", "slots")
+    __slots__ = ("_names", "entries", "plans", "slots")
 
-    def __init__(self, slots: list[_Slot], tensors: Sequence[torch.Tensor], names: list[_Names]) -> None:
-        self._names = names
+    def __init__(
+        self, plans: list[ModulePlan], slots: list[Slot], own: list[torch.Tensor], others: Sequence[torch.Tensor]
+    ) -> None:
+        self.plans = plans
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
-        self.copies: list[_Copy] = []
-        self._settled = False
+        self._names = [entry for plan in plans for entry in plan.names()]
+        self.entries: list[_Entry] = []
         seen = set()
-        for tensor in (*(value for _, value in self.slots), *tensors):
-            if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
+        owned = [value for _, value in self.slots if isinstance(value, torch.Tensor)] + own
+        for number, tensor in enumerate((*owned, *others)):
+            if id(tensor) not in seen:
                 seen.add(id(tensor))
-                if _may_change(tensor):
-                    self.copies.append(_Copy(tensor, shared=tensor.requires_grad or tensor.layout is not torch.strided))
+                if _is_plain(tensor):
+                    self.entries.append(_Entry(tensor, owned=number < len(owned)))
+        self.slots = [
+            (slot, _HAD_GRAPH if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf else value)
+            for slot, value in self.slots
+        ]
 
     def settle(self) -> bool:
-        """Looks what forward changed, when it has ended; returns whether there is anything to rewind.
-
-        Small copies are kept whatever it did, since the original may change before backward. A write that no version tells of,
-        by a kernel from outside of torch, is seen by its making a lazy copy a real one, or by comparing; other devices than
-        the CPU are not asked to compare, so there floats count as changed.
-        """
-        for copy in self.copies:
-            copy.look()
-            if copy.lazy and not copy.changed and copy.after == copy.version:
-                copy.copy = None
-        self._settled = True
+        """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind."""
+        for entry in self.entries:
+            entry.after = entry.tensor._version
         for owner, names in self._names:  # a cache that the first forward builds, say
             added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
             self.slots += [((owner, name), _ABSENT) for name in added]
         self._names = []
-        return bool(self.slots or self.copies)
+        return bool(self.slots or self.entries)
 
-    def rewind(self, complain: Callable[[torch.Tensor, int], BaseException]) -> StateUndo:
-        """Puts back what forward found; returns what to give to :meth:`restore`.
+    def storages(self) -> frozenset[int | None]:
+        """Returns which storages hold what may be rewound."""
+        return frozenset(storage_of(entry.tensor) for entry in self.entries)
+
+    def rewind(self, undo: StateUndo, complain: Callable[[torch.Tensor, int], BaseException]) -> None:
+        """Puts back what forward found.
 
         Args:
+            undo: Gets what :meth:`restore` needs, whatever happens.
             complain: Returns an error for a tensor that has changed and the version that it had, where no copy was taken.
         """
-        if not self._settled:  # a backward inside of forward
-            for copy in self.copies:
-                copy.look()
-        undo = StateUndo([(slot, slot[0].get(slot[1], _ABSENT)) for slot, _ in self.slots])
         stale = []
-        for copy in self.copies:
-            if copy.changed or copy.tensor._version != copy.version:
-                if copy.copy is None:
-                    raise complain(copy.tensor, copy.version)
-                stale.append(copy)
-                undo.exchanged.append((copy.tensor, copy.tensor._version, copy.tensor.clone()))
-            elif not copy.tensor.requires_grad:
-                content = lazy_clone(copy.tensor) if copy.copy is None else copy.copy
-                if content is not None:
-                    undo.others.append((copy.tensor, copy.version, content))
-        _bind(self.slots)
-        for copy in stale:
-            # Versions count on from where they were before forward as far as they have moved since its end: what a rerun saves
-            # of a tensor that somebody else modified is found to be modified, as in plain autograd.
-            _fill(copy.tensor, copy.version + copy.tensor._version - copy.after, copy.copy)
-        return undo
+        for entry in self.entries:
+            tensor, copy = entry.tensor, entry.copy
+            if entry.is_stale():
+                if copy is None:
+                    raise complain(tensor, entry.before)
+                # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
+                # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
+                after = entry.after if not self._names else tensor._version  # the latter for a backward inside of forward
+                stale.append((tensor, entry.before + tensor._version - after, copy))
+            elif copy is not None:
+                undo.others.append((tensor, tensor._version, copy))
+        for slot, value in self.slots:
+            undo.slots.append((slot, slot[0].get(slot[1], _ABSENT)))
+            if value is not _HAD_GRAPH:
+                _bind(slot, value)
+        for tensor, _, _ in stale:
+            undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
+        for tensor, version, copy in stale:
+            _fill(tensor, version, copy, None)
 
     @staticmethod
     def restore(undo: StateUndo) -> None:
         """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did."""
-        _bind(undo.slots)
-        for tensor, version, content in undo.exchanged:
-            _fill(tensor, version, content)
+        for slot, value in undo.slots:
+            _bind(slot, value)
+        for tensor, version, content, layout in undo.exchanged:
+            _fill(tensor, version, content, layout)
         for tensor, version, content in undo.others:
-            if tensor._version != version or is_cow_tensor(content) is not is_cow_tensor(tensor) or _differs(tensor, content):
-                _fill(tensor, version, content)
+            if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content)):
+                _fill(tensor, version, content, None)
 
 
-def _may_change(tensor: torch.Tensor) -> bool:
-    if tensor.is_inference() or tensor.is_meta:
-        return False
-    try:
-        # What autograd saves of a leaf that requires grad is kept by itself, and checked.
-        return not (tensor.is_leaf and tensor.requires_grad)
-    except RuntimeError:  # a view that lost its graph when its base was modified
-        return False
+def _bind(slot: Slot, value: Any) -> None:
+    owner, name = slot
+    if value is _ABSENT:
+        owner.pop(name, None)
+    else:
+        owner[name] = value
 
 
-def storages_of(undo: StateUndo) -> frozenset[int | None]:
-    """Returns which storages have their content exchanged for a rerun."""
-    return frozenset(storage_of(tensor) for tensor, *_ in undo.exchanged)
-
-
-def _bind(slots: list[tuple[_Slot, Any]]) -> None:
-    for (owner, name), value in slots:
-        if value is _ABSENT:
-            owner.pop(name, None)
-        else:
-            owner[name] = value
-
-
-def _fill(tensor: torch.Tensor, version: int, content: torch.Tensor | None) -> None:
-    if content is not None:
-        with torch.no_grad():
+def _fill(tensor: torch.Tensor, version: int, content: torch.Tensor, layout: torch.Tensor | None) -> None:
+    """Gives a tensor a content and a version; ``layout`` is an alias of what it was, where that is known."""
+    with torch.no_grad():
+        if layout is not None and not (_same_layout(tensor, layout) and storage_of(tensor) == storage_of(layout)):
+            tensor.data = layout
+        if _same_layout(tensor, content):
             tensor.copy_(content)
-        set_versions((tensor,), (version,))
+        else:
+            tensor.data = copy_of(content)  # an observer gave it another shape
+    set_versions((tensor,), (version,))
 
 
-def _differs(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a small tensor on the CPU is no longer equal to its copy."""
-    return not is_cow_tensor(copy) and tensor.device.type == "cpu" and not same_bytes(tensor, copy)
+def capture_state(modules: Iterable[Module], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:
+    """Takes copies of what a forward may change; None where there is nothing of the kind.
+
+    Args:
+        modules: Whose buffers, attributes that are tensors, and tensors in containers and objects.
+        tensors: Others, of which those that require no grad are looked at.
+
+    Returns:
+        The state, and random generators that the modules hold.
+    """
+    plans, slots, own, generators = [], [], [], []
+    for module in modules:
+        plan = plan_of(module)
+        plans.append(plan)
+        more = plan.contents()
+        slots += more[0]
+        own += more[1]
+        generators += more[2]
+    state = State(plans, slots, own, tensors)
+    return state if state.slots or state.entries or state._names else None, generators

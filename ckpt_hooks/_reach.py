@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "reach"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
+#: How many values one search looks at.
+_MOST_LOOKS = 2000
 #: Containers with more entries than this are data, not structure.
 _MOST = 1000
 
@@ -56,7 +58,7 @@ class Reached:
         self.generators = generators
 
 
-class _Search:
+class Search:
     """One search; has what it found, and what it has looked at."""
 
     __slots__ = ("_seen", "generators", "modules", "tensors")
@@ -70,7 +72,7 @@ class _Search:
     def look(self, value: Any, depth: int) -> None:
         """Looks at a value, and into it for as many levels as ``depth`` says."""
         kind = type(value)
-        if kind in _DULL or id(value) in self._seen:
+        if kind in _DULL or id(value) in self._seen or len(self._seen) > _MOST_LOOKS:
             return
         self._seen.add(id(value))
         if isinstance(value, torch.Tensor):
@@ -93,16 +95,27 @@ class _Search:
             elif kind in _DICTS:
                 self._look_at_all(value.values(), depth - 1)
             else:
-                attributes = getattr(value, "__dict__", None)
-                if type(attributes) is dict and not isinstance(value, type):
-                    self._look_at_all(attributes.values(), depth - 1)
-                for name in getattr(kind, "__slots__", ()):
-                    self.look(getattr(value, name, None), depth - 1)
+                self._look_into_object(value, depth - 1)
 
     def _look_at_all(self, values: Any, depth: int) -> None:
         if len(values) <= _MOST:
             for value in tuple(values):
                 self.look(value, depth)
+
+    def _look_into_object(self, value: Any, depth: int) -> None:
+        try:
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            attributes = None
+        if type(attributes) is dict and not isinstance(value, type):
+            self._look_at_all(attributes.values(), depth)
+        for kind in type(value).__mro__:
+            for member in vars(kind).values():
+                if type(member) is types.MemberDescriptorType:  # a slot
+                    try:
+                        self.look(member.__get__(value), depth)
+                    except AttributeError:
+                        continue
 
     def _look_into_function(self, function: types.FunctionType, depth: int) -> None:
         for cell in function.__closure__ or ():
@@ -119,18 +132,22 @@ class _Search:
         variables = function.__globals__
         for name in _globals_of(function.__code__):
             value = variables.get(name)
-            if isinstance(value, (Module, torch.Tensor, torch.Generator)):
+            if issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
                 self.look(value, 1)
 
 
 #: What most functions reach.
 NOTHING = Reached((), (), ())
 
+_MOST_CODE = 10_000
 _names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
 
 
 def _globals_of(code: types.CodeType) -> tuple[str, ...]:
     """Returns the names of global variables in code, without those of attributes, which code objects list along with them."""
+    if len(_names) > _MOST_CODE:  # code that is made anew all the time
+        _names.clear()
+        _bare.clear()
     known = _names.get(id(code))
     if known is None or known[0] is not code:
         loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
@@ -159,7 +176,7 @@ def _is_dull(function: types.FunctionType) -> bool:
     variables = function.__globals__
     for name in _globals_of(function.__code__):
         value = variables.get(name)
-        if type(value) not in _DULL and isinstance(value, (Module, torch.Tensor, torch.Generator)):
+        if type(value) not in _DULL and issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
             return False
     if not _globals_of(code):
         _bare[id(code)] = code
@@ -181,7 +198,7 @@ def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
             return Reached((function,), (), ())
         elif type(function) in _DULL:
             return NOTHING
-    search = _Search()
+    search = Search()
     search.look(function, _DEPTH)
     for value in objects:
         search.look(value, _DEPTH)

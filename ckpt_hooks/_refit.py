@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-from ._torch import lazy_clone, set_versions
+from ._torch import set_versions
 
-__all__ = ["Spare", "put_back", "refit", "spare_of"]
-
-#: A tensor that hooks handed out, its version then, and a copy.
-Spare = tuple[torch.Tensor, int, torch.Tensor]
+__all__ = ["copy_of", "refit"]
 
 
 def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
@@ -35,20 +32,20 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
     return copy
 
 
-def spare_of(tensor: torch.Tensor) -> Spare:
-    """Returns a copy of what hooks handed out, which may be all that they have: a rerun might write to it."""
-    plain = tensor.detach()
-    copy = lazy_clone(plain) if type(plain) is torch.Tensor else None
-    return tensor, tensor._version, plain.clone() if copy is None else copy
-
-
-def put_back(spares: list[Spare]) -> None:
-    """Undoes what a rerun wrote to tensors that hooks handed out."""
-    for tensor, version, copy in spares:
-        if tensor._version != version:
-            with torch.no_grad():
-                tensor.detach().copy_(copy)
-            set_versions((tensor,), (version,))
+def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel."""
+    strides = tensor.stride() if strides is None else strides
+    # Dimensions of stride 0 are expanded ones: one element is stored for all of them.
+    stored = tensor.detach()
+    for dimension, stride in enumerate(strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            stored = stored.narrow(dimension, 0, 1)
+    copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
+    if copy.shape != tensor.shape:
+        copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
+    set_versions((copy,), (tensor._version,))
+    return copy
 
 
 class _Copy(torch.autograd.Function):
@@ -56,16 +53,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
-        if strides is None:
-            return tensor.clone()
-        # Dimensions of stride 0 are expanded ones: one element is stored for all of them.
-        stored = tensor
-        for dimension, stride in enumerate(strides):
-            if stride == 0 and tensor.shape[dimension] > 1:
-                stored = stored.narrow(dimension, 0, 1)
-        copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
-        copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
-        return copy if copy.shape == tensor.shape else copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
+        return tensor.clone() if strides is None else copy_of(tensor, strides)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -6,6 +6,7 @@ What it does with the tensors that autograd saves meanwhile, and when it ends, i
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -19,13 +20,13 @@ import torch
 from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._ambient.tracking import hold, let_go
-from ._arguments import Arguments
+from ._arguments import Arguments, HandedOut
 from ._blame import blame, mutation_error, name_of
 from ._contexts import ContextPair, reusable
 from ._filling import Filling, StopRecompute
-from ._module_state import State, capture_state, is_idle, storages_of
+from ._module_plan import is_idle
+from ._module_state import State, StateUndo, capture_state
 from ._reach import NOTHING, reach
-from ._refit import Spare, put_back
 from ._runtime.frame import Frame, Observer, format_path
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
@@ -45,8 +46,10 @@ __all__ = ["DEFAULT_OPTIONS", "FunctionFrame", "RegionOptions"]
 
 # Held by the recompute that borrows the default generators; others that run meanwhile do without.
 _default_generators = threading.RLock()
-# Held by a recompute that changes what else threads may share: explicit generators, buffers of modules. It waits for others.
-_shared = threading.RLock()
+# Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
+_shared_streams = threading.RLock()
+
+_NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
@@ -139,19 +142,22 @@ class FunctionFrame(Frame):
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
     def __enter__(self) -> FunctionFrame:
-        objects, options = self._arguments.objects, self._options
-        function = self._function
-        if not objects and type(function) is not FunctionType and is_idle(function):
-            reached = NOTHING
-        else:
+        function, options = self._function, self._options
+        objects, generators = self._arguments.objects, _NO_GENERATORS
+        # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
+        if objects or type(function) is FunctionType or not is_idle(function):
             reached = reach(function, objects)
-        self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=reached.generators)
+            if reached is not NOTHING:
+                generators = reached.generators
+                if options.preserve_buffers:
+                    self._state, more = capture_state(reached.modules, reached.tensors)
+                    generators = [*generators, *more]
+        self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
         context = copy_context()
         self._context = context if context else None
-        if reached is not NOTHING and options.preserve_buffers:
-            self._state = capture_state(reached.modules, reached.tensors)
         crowded = is_crowded()
-        self._finish = open_frame(self, options.check.facts, options.check.fingerprint)
+        left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
+        self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
         if crowded and options.preserve_rng_state:
             self._draws = RecordDraws()
             self._draws.__enter__()
@@ -186,13 +192,13 @@ class FunctionFrame(Frame):
 
     def _close(self, error: BaseException | None) -> None:
         close_frame(self)
-        if self._finish is not None:
-            self._finish()
-            self._finish = None
         if self._draws is not None:
             self._draws.__exit__(None, None, None)
         if self._state is not None and not self._state.settle():
             self._state = None
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
         if self.observer is not None:
             self.observer.exited(self, error)
 
@@ -229,44 +235,28 @@ class FunctionFrame(Frame):
             raise self.explain(found) from found
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        ambient, options, state = self._ambient, self._options, self._state
-        transforms = undo = rewound = replay = held = None
+        options = self._options
+        filling = Filling(self, self._function, early_stop=options.early_stop)
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
-        shares = state is not None or ambient.has_streams
-        if shares:
-            _shared.acquire()
-        spares: list[Spare] = []
-        filling = Filling(self, self._function, early_stop=options.early_stop)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
         grad_enabled = torch.is_grad_enabled()
+        transforms = None
+        handed_out: list[HandedOut] = []
         try:
             transforms = suspend_transforms()
             set_grad_enabled(True)
-            args, kwargs = self._arguments.restore(self._region, spares)
-            undo = _ambient.enter(ambient, default_generators=borrows)
-            if ambient.has_streams:
-                held = hold(stream for stream, _ in ambient.streams[2])
-            if not borrows:
-                replay = _ambient.replay_draws(ambient, None if self._draws is None else self._draws.states)
-                replay.__enter__()
-            if state is None:
-                hook = filling.hook(wanted)
+            args, kwargs = self._arguments.restore(self._region, handed_out)
+            if borrows and self._state is None and not self._ambient.has_streams:
+                undo = _ambient.enter(self._ambient)
+                try:
+                    self._call_under(filling.hook(wanted), args, kwargs)
+                finally:
+                    _ambient.leave(undo)
             else:
-                rewound = state.rewind(self._mutated)
-                hook = filling.hook(wanted, storages_of(rewound))
-            push_saved_tensors_hooks(hook, _identity)
-            try:
-                context = self._context
-                if context is None and not copy_context():
-                    self._call(args, kwargs)
-                else:
-                    # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-                    (Context() if context is None else context.copy()).run(self._call, args, kwargs)
-            finally:
-                pop_saved_tensors_hooks()
+                self._call_with_state(filling, wanted, args, kwargs, borrows=borrows)
         except StopRecompute:
             pass
         except Exception:
@@ -275,25 +265,58 @@ class FunctionFrame(Frame):
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
             set_grad_enabled(grad_enabled)
-            if replay is not None:
-                replay.__exit__(None, None, None)
-            if rewound is not None:
-                State.restore(rewound)
-            if held is not None:
-                let_go(held)
-            if undo is not None:
-                _ambient.leave(undo)
-            if spares:
-                put_back(spares)
             if borrows:
                 _default_generators.release()
-            if shares:
-                _shared.release()
             self.recomputing = reentered
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
+            if handed_out:
+                self._arguments.look_at(handed_out)
         return filling.result(options.check)
+
+    def _call_with_state(
+        self,
+        filling: Filling,
+        wanted: Collection[int] | None,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        borrows: bool,
+    ) -> None:
+        """Calls the function where more has to be put back for it than flags and the CPU's generator."""
+        ambient, state = self._ambient, self._state
+        with contextlib.ExitStack() as undone:
+            # Locks last of all that is waited for: what restores arguments takes locks of other frames.
+            if ambient.has_streams:
+                undone.enter_context(_shared_streams)
+            for plan in () if state is None else sorted(state.plans, key=id):
+                undone.enter_context(plan.lock)
+            undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
+            if ambient.has_streams:
+                undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
+            if not borrows:
+                undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
+            if state is None:
+                hook = filling.hook(wanted)
+            else:
+                undo = StateUndo()
+                undone.callback(State.restore, undo)
+                state.rewind(undo, self._mutated)
+                hook = filling.hook(wanted, undo.storages())
+            self._call_under(hook, args, kwargs)
+
+    def _call_under(self, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        push_saved_tensors_hooks(hook, _identity)
+        try:
+            context = self._context
+            if context is None and not copy_context():
+                self._call(args, kwargs)
+            else:
+                # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
+                (Context() if context is None else context.copy()).run(self._call, args, kwargs)
+        finally:
+            pop_saved_tensors_hooks()
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -175,23 +175,6 @@ def address_of_generator(generator: torch.Generator) -> int:
     return address
 
 
-# Whether a tensor's storage is a lazy copy of another one's, or the other way round. 2.11 to 2.15.
-is_cow_tensor: Callable[[torch.Tensor], bool] = _c._is_cow_tensor
-
-
-def lazy_clone(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a copy that shares memory until either of the two is written to; None where storage is not torch's own.
-
-    2.11 to 2.15. Memory that was shared with NumPy or among processes cannot move, which it would on a write.
-    """
-    try:
-        with torch.no_grad():
-            copy: torch.Tensor = tensor._lazy_clone()
-    except RuntimeError:
-        return None
-    return copy
-
-
 # How many ``TorchFunctionMode`` objects are active (a default device is one), and each of them, outermost first. 2.11 to 2.15.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at

@@ -125,6 +125,18 @@ def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
 
 
+def _equal(one: Any, other: Any) -> bool:
+    """Whether two results of a function of the user's are the same: equal, or not-a-number both, or such in containers."""
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return first_difference([one], [other]) is None
+    if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
+        return all(map(_equal, one, other))
+    try:
+        return bool(one == other) or bool(one != one and other != other)
+    except ValueError:  # arrays of NumPy
+        return bool((one == other).all())
+
+
 def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
     """Returns the position of the first fingerprint that differs, None if none does; waits for each device once.
 
@@ -138,7 +150,7 @@ def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | Non
         if one is None or other is None:
             continue
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-            if not bool(one == other):
+            if not _equal(one, other):
                 differs.append(index)
         elif (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
             differs.append(index)

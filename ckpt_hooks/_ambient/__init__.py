@@ -12,7 +12,8 @@ whatever is not as simple goes the long way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -60,11 +61,8 @@ class Ambient:
         self.has_streams = bool(others)
 
 
-#: What each module's ``enter`` answered; of a simple one, the state of the CPU's generator and the switches.
-Undo = (
-    tuple[rng.Undo, flags.Undo, "autocast.Snapshot | None", "function_modes.Snapshot | None"]
-    | tuple[torch.Tensor, flags.Snapshot]
-)
+#: Of a simple one, the state of the CPU's generator and the switches; else what each module's ``enter`` answered.
+Undo = tuple[torch.Tensor, flags.Snapshot] | list[Any]
 
 _latest: Ambient | None = None
 
@@ -127,12 +125,18 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
                 return state, switches
         except RuntimeError:
             pass
-    return (
-        rng.enter(ambient.streams, defaults=default_generators),
-        flags.enter(ambient.flags),
-        autocast.enter(ambient.casts) if ambient.casts is not None or is_any_autocast_enabled() else None,
-        function_modes.enter(ambient.modes) if ambient.modes or num_function_modes() else None,
-    )
+    undo: list[Any] = [None, None, None, None]
+    try:
+        undo[0] = rng.enter(ambient.streams, defaults=default_generators)
+        undo[1] = flags.enter(ambient.flags)
+        if ambient.casts is not None or is_any_autocast_enabled():
+            undo[2] = autocast.enter(ambient.casts)
+        if ambient.modes or num_function_modes():
+            undo[3] = function_modes.enter(ambient.modes)
+    except BaseException:
+        leave(undo)
+        raise
+    return undo
 
 
 def leave(undo: Undo) -> None:
@@ -143,13 +147,12 @@ def leave(undo: Undo) -> None:
         if get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]:
             captured.write()
         return
-    streams, switches, casts, modes = undo
-    if modes is not None:
-        function_modes.leave(modes)
-    if casts is not None:
-        autocast.leave(casts)
-    flags.leave(switches)
-    rng.leave(streams)
+    for value, leave_one in zip(reversed(undo), _LEAVE, strict=True):
+        if value is not None:
+            leave_one(value)
+
+
+_LEAVE: list[Callable[[Any], None]] = [function_modes.leave, autocast.leave, flags.leave, rng.leave]
 
 
 def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayDraws:

@@ -83,14 +83,18 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> _States:
         present += tuple(device_streams(needed=False))
     # All are read before any is set: a generator may be there twice, explicit and as a device's default.
     undo = tuple([(stream, stream.read()) for stream in dict.fromkeys([*states, *present])])
-    for stream, _ in undo:
-        state = states.get(stream)
-        if state is not None:
-            stream.write(state)
-        elif cpu is not None and stream.restart is not None:
-            # A device that was not in use yet when forward began: should forward have been the one to draw from it first, it
-            # drew from the start.
-            stream.restart()
+    try:
+        for stream, _ in undo:
+            state = states.get(stream)
+            if state is not None:
+                stream.write(state)
+            elif cpu is not None and stream.restart is not None:
+                # A device that was not in use yet when forward began: should forward have been the one to draw from it first,
+                # it drew from the start.
+                stream.restart()
+    except BaseException:
+        leave((None, undo))
+        raise
     return undo
 
 

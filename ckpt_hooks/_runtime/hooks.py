@@ -12,12 +12,12 @@ on to the one that was to be freed.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number
+from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number, storage_of
 
 from .frame import DEAD_HANDLE, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
@@ -103,10 +103,11 @@ class _Fingerprints:
     another operator saves, or forward ends.
     """
 
-    __slots__ = ("_fingerprint", "_sequence", "_waiting", "taken")
+    __slots__ = ("_fingerprint", "_left_out", "_sequence", "_waiting", "taken")
 
-    def __init__(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
+    def __init__(self, fingerprint: Callable[[torch.Tensor], Any], left_out: Collection[int | None]) -> None:
         self._fingerprint = fingerprint
+        self._left_out = left_out
         self._waiting: list[tuple[int, torch.Tensor, int]] = []
         self._sequence = -1
         self.taken: list[Any] = []
@@ -114,7 +115,9 @@ class _Fingerprints:
     def note(self, tensor: torch.Tensor, *, kept: bool) -> None:
         if self._waiting and self._sequence != sequence_number():
             self.finish()
-        if kept or tensor.requires_grad:
+        if self._left_out and storage_of(tensor) in self._left_out:
+            self.taken.append(None)
+        elif kept or tensor.requires_grad:
             self.taken.append(None if kept else self._fingerprint(tensor))
         else:
             self._sequence = sequence_number()
@@ -141,7 +144,10 @@ def _pack_fingerprinted(
 
 
 def open_frame(
-    frame: Frame, facts: Callable[[Any], Any], fingerprint: Callable[[torch.Tensor], Any] | None = None
+    frame: Frame,
+    facts: Callable[[Any], Any],
+    fingerprint: Callable[[torch.Tensor], Any] | None = None,
+    left_out: Collection[int | None] = (),
 ) -> Callable[[], None] | None:
     """Makes a frame the innermost one of this thread.
 
@@ -149,6 +155,7 @@ def open_frame(
         frame: The frame, which has packed nothing yet.
         facts: Returns what is noted of each tensor, and of :data:`MISSING`.
         fingerprint: Returns what the values of a tensor are compared by, or None where they are not.
+        left_out: Storages of tensors that are not compared: an operator writes to them after it has saved them.
 
     Returns:
         What to call when forward has ended, if anything.
@@ -160,7 +167,7 @@ def open_frame(
     pack = _pack_into(frame, facts)
     finish = None
     if fingerprint is not None:
-        fingerprints = _Fingerprints(fingerprint)
+        fingerprints = _Fingerprints(fingerprint, left_out)
         frame.fingerprints = fingerprints.taken
         pack = _pack_fingerprinted(pack, fingerprints)
         finish = fingerprints.finish

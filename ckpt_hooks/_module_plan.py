@@ -1,0 +1,190 @@
+"""Where the state of a module is: buffers, attributes that are tensors, containers and objects that hold some.
+
+That is found once for a module and its submodules, and used as long as it has the same ones. It is kept in the module's
+``__dict__``, so that it dies with the module; it refers to modules weakly, and it copies and pickles as None.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ._reach import Search
+
+__all__ = ["PLAN", "ModulePlan", "Slot", "is_idle", "plan_of"]
+
+#: The attribute of a module that has its plan.
+PLAN = "_ckpt_hooks_plan"
+#: In how many forwards a module is looked at in any case: they may build caches, and add attributes.
+_LOOKS = 3
+#: Levels of containers and objects that are opened below an attribute.
+_DEPTH = 2
+
+_MACHINERY = frozenset(vars(Module())) | {PLAN}
+_MUTABLE = (dict, OrderedDict, defaultdict, list, set, deque)
+
+#: A name in a module, as the dict that holds it and the key.
+Slot = tuple[dict[str, Any], str]
+
+
+class _Epoch:
+    """Counts what is registered in modules, of any kind, by a hook of torch for each kind."""
+
+    number = 0
+    watching = False
+
+    @classmethod
+    def watch(cls) -> None:
+        if not cls.watching:
+            cls.watching = True
+            register_module_module_registration_hook(cls._next)
+            register_module_buffer_registration_hook(cls._next)
+            register_module_parameter_registration_hook(cls._next)
+
+    @staticmethod
+    def _next(*_: Any) -> None:
+        _Epoch.number += 1
+
+
+class ModulePlan:
+    """What there is to capture of one module.
+
+    Attributes:
+        lock: Held by a recompute that rewinds the module.
+    """
+
+    __slots__ = (
+        "_children",
+        "_epoch",
+        "_holders",
+        "_modules",
+        "_names",
+        "_own_size",
+        "_scripted",
+        "_size",
+        "_stateless",
+        "_used",
+        "lock",
+    )
+
+    def __init__(self, root: Module) -> None:
+        # The root first: the others are its submodules.
+        modules = [module for module in root.modules() if type(module._modules) is dict]
+        self._modules = [weakref.ref(module) for module in modules]
+        self._children = [weakref.ref(child) for module in modules for child in module._modules.values() if child is not None]
+        # What TorchScript made has its tensors elsewhere; they are taken as they are.
+        self._scripted = [weakref.ref(module) for module in root.modules() if type(module._modules) is not dict]
+        names = [(number, name, value) for number, own in enumerate(map(vars, modules)) for name, value in own.items()]
+        names = [entry for entry in names if entry[1] not in _MACHINERY]
+        #: Attributes that are tensors, or None and may become one: number of the module, and name.
+        self._names = [(n, name) for n, name, value in names if value is None or isinstance(value, torch.Tensor)]
+        #: Attributes that hold tensors or generators, or may come to hold some.
+        self._holders = [(n, name) for n, name, value in names if type(value) in _MUTABLE or _holds_something(value)]
+        self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
+        self._own_size = len(vars(root)) + (PLAN not in vars(root))
+        self._epoch, self._used = -1, 0
+        self._stateless = False
+        self.lock = threading.RLock()
+
+    def is_idle(self, root: Module) -> bool:
+        """Whether there is nothing in a module that forward might change, as far as can be said without looking."""
+        return (
+            self._stateless
+            and self._epoch == _Epoch.number
+            and self._used > _LOOKS
+            and self._own_size == len(root.__dict__)
+            and self._modules[0]() is root
+        )
+
+    def holds(self, root: Module) -> bool:
+        """Whether this is the plan of a module that has the submodules and attributes that it had.
+
+        To look at all of them costs a microsecond for every ten submodules. So it is done in the first few forwards, then
+        whenever a module, buffer or parameter was registered anywhere, and always for a module that has state.
+        """
+        if self._modules[0]() is not root:
+            return False
+        if self.is_idle(root):
+            return True
+        self._epoch, self._used = _Epoch.number, self._used + 1
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        children = [child for module in modules for child in module._modules.values() if child is not None]
+        if (
+            len(modules) != len(self._modules)
+            or sum(map(len, map(vars, modules))) != self._size
+            or len(children) != len(self._children)
+            or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
+        ):
+            return False
+        self._stateless = not (
+            self._names or self._scripted or any(module._buffers for module in modules) or any(self._held(modules))
+        )
+        return True
+
+    def _held(self, modules: list[Module]) -> Iterator[Any]:
+        """Goes through tensors and generators in containers and objects."""
+        for number, name in self._holders:
+            search = Search()
+            search.look(vars(modules[number]).get(name), _DEPTH + 1)
+            yield from search.tensors
+            yield from search.generators
+
+    def contents(self) -> tuple[list[Slot], list[torch.Tensor], list[torch.Generator]]:
+        """Returns names that may be bound to something else, tensors elsewhere, and generators."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if self._stateless or len(modules) != len(self._modules):
+            return [], [], []
+        slots: list[Slot] = [(module._buffers, name) for module in modules for name in module._buffers]
+        slots += [(vars(modules[number]), name) for number, name in self._names]
+        held = list(self._held(modules))
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        for reference in self._scripted:
+            scripted = reference()
+            tensors += [] if scripted is None else scripted.buffers(recurse=False)
+        return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
+
+    def names(self) -> list[tuple[dict[str, Any], frozenset[str]]]:
+        """Returns the names that a module and its submodules have now, as long as they may still get others."""
+        if self._used > _LOOKS and self._stateless:
+            return []
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        return [(owner, frozenset(owner)) for module in modules for owner in (vars(module), module._buffers)]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def _holds_something(value: Any) -> bool:
+    if isinstance(value, (torch.Tensor, Module)):
+        return False
+    search = Search()
+    search.look(value, _DEPTH + 1)
+    return bool(search.tensors or search.generators)
+
+
+def plan_of(module: Module) -> ModulePlan:
+    """Returns the plan of a module, a new one where it has changed."""
+    plan: ModulePlan | None = module.__dict__.get(PLAN)
+    if plan is None or not plan.holds(module):
+        _Epoch.watch()
+        plan = module.__dict__[PLAN] = ModulePlan(module)
+    return plan
+
+
+def is_idle(function: Any) -> bool:
+    """Whether a function is a module that was looked at before and has no state to capture."""
+    if not isinstance(function, Module):
+        return False
+    plan: ModulePlan | None = function.__dict__.get(PLAN)
+    return plan is not None and plan.is_idle(function)
