@@ -4,9 +4,9 @@ A rerun must find such state as forward found it, or it computes something else,
 changes is known only afterwards, so before forward a copy is taken of each tensor that may change. Copies are shared: a tensor
 that nobody wrote to since it was copied for another region is not copied again.
 
-For a rerun, names that were bound to other objects since (``self.history = ...``) get the objects back that they had, and tensors
-that were written to get their content back, in place, so that every view and alias of them sees it. Both are undone when the
-rerun ends, versions included. What the rerun itself writes is undone as well.
+For a rerun, names that were bound to other objects since (``self.history = ...``) get the objects back that they had, and
+tensors that were written to get their content back, in place, so that every view and alias of them sees it. Both are undone
+when the rerun ends, versions included. What the rerun itself writes is undone as well.
 
 Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged, nor about those of other
 classes than torch's own. Closed-over tensors are copied up to a size; larger ones are only known by their versions.
@@ -130,11 +130,12 @@ class State:
         plans: Of the modules.
     """
 
-    __slots__ = ("_names", "entries", "plans", "slots")
+    __slots__ = ("_names", "_settled", "entries", "plans", "slots")
 
     def __init__(
         self, plans: list[ModulePlan], slots: list[Slot], own: list[torch.Tensor], others: Sequence[torch.Tensor]
     ) -> None:
+        self._settled = False
         self.plans = plans
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
         self._names = [entry for plan in plans for entry in plan.names()]
@@ -158,7 +159,7 @@ class State:
         for owner, names in self._names:  # a cache that the first forward builds, say
             added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
             self.slots += [((owner, name), _ABSENT) for name in added]
-        self._names = []
+        self._names, self._settled = [], True
         return bool(self.slots or self.entries)
 
     def storages(self) -> frozenset[int | None]:
@@ -180,7 +181,7 @@ class State:
                     raise complain(tensor, entry.before)
                 # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
                 # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
-                after = entry.after if not self._names else tensor._version  # the latter for a backward inside of forward
+                after = entry.after if self._settled else tensor._version  # the latter for a backward inside of forward
                 stale.append((tensor, entry.before + tensor._version - after, copy))
             elif copy is not None:
                 undo.others.append((tensor, tensor._version, copy))

@@ -125,7 +125,7 @@ def test_the_plan_is_neither_copied_nor_saved():
 
 
 def test_quiet_writes_are_found():
-    """By a kernel that moves no version, as batch norm's: seen in the bytes of small tensors, in the storage of large ones."""
+    """By a kernel that moves no version, as batch norm's: seen in the bytes of tensors of usual size."""
 
     class Quiet(nn.Module):
         def __init__(self, size):
@@ -137,7 +137,7 @@ def test_quiet_writes_are_found():
                 self.calls.add_(1)
             return (x * self.calls[0].clone()).sin()
 
-    for size in (1, 100_000):
+    for size in (1, 8000):
         x, module, plain = leaf(3), Quiet(size), Quiet(size)
         for _ in range(3):
             gradient, before, after = run(module, x)
@@ -148,19 +148,24 @@ def test_quiet_writes_are_found():
 def test_memory_shared_with_numpy_stays_where_it_is():
     numpy = pytest.importorskip("numpy")
     array = numpy.zeros(100_000)
-    module = Counting()
+    module, x = Counting(), leaf(3)
     module.calls = torch.from_numpy(array)
-    address = module.calls.data_ptr()
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="calls"):
-        run(module, leaf(3))
-    assert module.calls.data_ptr() == address
+    gradient, _, _ = run(module, x)
+    assert torch.equal(gradient, x.detach().cos())
+    assert array[0] == 1
+    assert module.calls.data_ptr() == array.ctypes.data
 
 
-def test_large_buffers_that_do_not_change_are_not_copied():
-    module = Counting(100_000)
-    module.forward = lambda x: (x * module.calls[0]).sin()
-    y = checkpoint(module, leaf(3))
-    assert not any(entry.copy is not None for entry in y.grad_fn._raw_saved_self.data.frame._state.copies)
+def test_regions_share_copies_of_what_nobody_writes_to():
+    module, x = nn.Module(), leaf(3)
+    module.register_buffer("scale", torch.ones(100_000, dtype=torch.float64))
+    module.forward = lambda x: (x * module.scale[0]).sin()
+    states = [capture_state([module], [])[0] for _ in range(3)]
+    assert len({id(state.entries[0].copy) for state in states}) == 1
+    assert checkpoint(module, x).shape == (3,)
+    with torch.no_grad():
+        module.scale.add_(1)
+    assert capture_state([module], [])[0].entries[0].copy is not states[0].entries[0].copy
 
 
 def test_preserve_buffers_false_looks_at_nothing():
