@@ -74,10 +74,15 @@ def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 _copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _known_copy(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns the latest copy of a tensor, if it has not changed since."""
     known = _copies.get(id(tensor))
     if known is not None and known[0]() is tensor and known[1] == tensor._version and _same(tensor, known[2]):
         return known[2]
+    return None
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
     copy, key = copy_of(tensor), id(tensor)
     _copies[key] = weakref.ref(tensor, lambda _: _copies.pop(key, None)), tensor._version, copy
     return copy
@@ -88,10 +93,10 @@ class _Entry:
 
     __slots__ = ("after", "before", "copy", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, *, owned: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, copy: torch.Tensor | None) -> None:
         self.tensor = tensor
         self.before = self.after = tensor._version
-        self.copy = _copy(tensor) if owned or tensor.nbytes <= _MOST_BYTES else None
+        self.copy = copy
 
     def is_stale(self) -> bool:
         """Whether the tensor is not as it was before forward."""
@@ -145,8 +150,13 @@ class State:
         for number, tensor in enumerate((*owned, *others)):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                if _is_plain(tensor):
-                    self.entries.append(_Entry(tensor, owned=number < len(owned)))
+                copy = _known_copy(tensor)
+                if copy is None:
+                    if not _is_plain(tensor):
+                        continue
+                    if number < len(owned) or tensor.nbytes <= _MOST_BYTES:
+                        copy = _copy(tensor)
+                self.entries.append(_Entry(tensor, copy))
         self.slots = [
             (slot, _HAD_GRAPH if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf else value)
             for slot, value in self.slots
