@@ -128,7 +128,10 @@ class ModulePlan:
         ):
             return False
         self._stateless = not (
-            self._names or self._scripted or any(module._buffers for module in modules) or any(self._held(modules))
+            self._names
+            or self._scripted
+            or any(module._buffers for module in modules)
+            or next(self._held(modules), None) is not None
         )
         return True
 
