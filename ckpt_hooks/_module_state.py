@@ -246,6 +246,8 @@ def capture_state(modules: Iterable[Module], tensors: Sequence[torch.Tensor]) ->
     Returns:
         The state, and random generators that the modules hold.
     """
+    if torch.is_inference_mode_enabled():  # no backward will come
+        return None, []
     plans, slots, own, generators = [], [], [], []
     for module in modules:
         plan = plan_of(module)
