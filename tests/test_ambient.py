@@ -343,7 +343,7 @@ def test_function_modes_of_forward_are_active_in_recompute_and_are_not_entered_a
         expected = x.sin().exp()
     assert torch.equal(grad(y.sum(), x)[0], grad(expected.sum(), x)[0])
     assert mode.entered == 1
-    assert function_modes.capture() == ()
+    assert function_modes.capture() == (None,)
 
 
 def test_function_modes_around_backward_alone_are_not():
@@ -351,6 +351,25 @@ def test_function_modes_around_backward_alone_are_not():
     y, expected = checkpoint(lambda x: x.sin().exp(), x), x.sin().exp()
     with torch.device("meta"), Doubling():
         before = function_modes.capture()
-        assert len(before) == 2
+        assert len(before) == 3
         assert torch.equal(grad(y.sum(), x)[0], grad(expected.sum(), x)[0])
         assert all(one is other for one, other in zip(before, function_modes.capture(), strict=True))
+
+
+def test_the_default_device_set_around_backward_alone_is_not_seen():
+    seen, x = [], leaf(3)
+
+    def function(x):
+        seen.append(torch.get_default_device())
+        return x.sin().exp()
+
+    y = checkpoint(function, x).sum()
+    torch.set_default_device("meta")
+    try:
+        y.backward()
+        assert torch.get_default_device() == torch.device("meta")
+        assert torch.empty(1).device.type == "meta"
+    finally:
+        torch.set_default_device(None)
+    assert seen == [torch.device("cpu")] * 2
+    assert torch.empty(1).device.type == "cpu"
