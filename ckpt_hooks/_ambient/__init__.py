@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._bytes import memcmp
-from ckpt_hooks._torch import is_any_autocast_enabled, num_function_modes
+from ckpt_hooks._torch import global_device_mode, is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
@@ -115,7 +115,12 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
     if ambient.is_simple and default_generators and not TRACKED and not (find_devices() and any_device()):
         try:
             switches = ambient.flags
-            if switches.guard.check() and read_fast() == switches.unguarded and not num_function_modes():
+            if (
+                switches.guard.check()
+                and read_fast() == switches.unguarded
+                and not num_function_modes()
+                and global_device_mode() is None  # which torch's backward may hide from the stack
+            ):
                 captured, image = ambient.streams[0], ambient.image
                 assert captured is not None
                 if image is not None and memcmp(ADDRESS, image[1], SIZE) == 0:
@@ -131,7 +136,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         undo[1] = flags.enter(ambient.flags)
         if ambient.casts is not None or is_any_autocast_enabled():
             undo[2] = autocast.enter(ambient.casts)
-        if ambient.modes or num_function_modes():
+        if ambient.modes or num_function_modes() or global_device_mode() is not None:
             undo[3] = function_modes.enter(ambient.modes)
     except BaseException:
         leave(undo)
