@@ -157,15 +157,17 @@ class State:
                     if number < len(owned) or tensor.nbytes <= _MOST_BYTES:
                         copy = _copy(tensor)
                 self.entries.append(_Entry(tensor, copy))
-        self.slots = [
-            (slot, _HAD_GRAPH if isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf else value)
-            for slot, value in self.slots
-        ]
 
     def settle(self) -> bool:
         """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind."""
         for entry in self.entries:
             entry.after = entry.tensor._version
+        # What carried a graph and was bound anew is of the forward before, as a loss that is only logged: to keep it would keep
+        # that forward, and so on. What this forward may have read is kept.
+        self.slots = [
+            (slot, _HAD_GRAPH if _carries_graph(value) and slot[0].get(slot[1]) is not value else value)
+            for slot, value in self.slots
+        ]
         for owner, names in self._names:  # a cache that the first forward builds, say
             added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
             self.slots += [((owner, name), _ABSENT) for name in added]
@@ -214,6 +216,10 @@ class State:
         for tensor, version, content in undo.others:
             if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content)):
                 _fill(tensor, version, content, None)
+
+
+def _carries_graph(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
 
 
 def _bind(slot: Slot, value: Any) -> None:
