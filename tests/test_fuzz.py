@@ -53,7 +53,9 @@ def test_programs_do_the_same_twice():
     tally = Tally()
     assert list(fuzz(IMPLEMENTATIONS["plain"], range(150), FEATURES, tally)) == [None] * 150
     assert (tally.programs, tally.differences) == (150, [])
-    assert tally.raising < 30
+    assert tally.raising < (
+        75 if importlib.util.find_spec("numpy") is None else 30
+    )  # programs that ask for it raise without it
 
 
 def test_a_seed_makes_one_program():
