@@ -183,18 +183,19 @@ function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
 
-_global_device: Any = torch._GLOBAL_DEVICE_CONTEXT
+# Has the mode that ``torch.set_default_device`` has pushed on this thread, as ``device_context``. 2.11 to 2.15.
+GLOBAL_DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
 
 
 def global_device_mode() -> object | None:
     """Returns the mode that ``torch.set_default_device`` has pushed on this thread, which ``torch.get_default_device`` asks."""
-    return getattr(_global_device, "device_context", None)
+    return getattr(GLOBAL_DEVICE, "device_context", None)
 
 
 def set_global_device_mode(mode: object | None) -> None:
     """Sets that mode, which is on the stack already, or is not any more. 2.11 to 2.15."""
     if mode is not global_device_mode():
-        _global_device.device_context = mode
+        GLOBAL_DEVICE.device_context = mode
 
 
 # ``torch.set_grad_enabled`` without its object. 2.11 to 2.15.

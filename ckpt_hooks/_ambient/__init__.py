@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._bytes import memcmp
-from ckpt_hooks._torch import global_device_mode, is_any_autocast_enabled, num_function_modes
+from ckpt_hooks._torch import GLOBAL_DEVICE, global_device_mode, is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
@@ -119,7 +119,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
                 switches.guard.check()
                 and read_fast() == switches.unguarded
                 and not num_function_modes()
-                and global_device_mode() is None  # which torch's backward may hide from the stack
+                and getattr(GLOBAL_DEVICE, "device_context", None) is None  # which torch's backward may hide from the stack
             ):
                 captured, image = ambient.streams[0], ambient.image
                 assert captured is not None
