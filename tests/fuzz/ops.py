@@ -242,7 +242,7 @@ F.local_response_norm({x}, 2)
 F.pixel_shuffle({x}.repeat_interleave(4, -3), 2)
 F.max_pool2d({x}, 2, 1, 1)
 F.avg_pool2d({x}, 2, 1, 1)
-F.group_norm({x}.contiguous(), 1, {P(m)}, {P(m)})
+F.group_norm({x}.contiguous(), 1) * {P(m)}.sum() + {P(m)}.sum()
 F.layer_norm({x}, ({m}, {n}))
 torch.einsum("bij,bkj->bik", {x}, {y})
 """
