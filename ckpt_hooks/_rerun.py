@@ -204,23 +204,13 @@ class FunctionFrame(Frame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
-        if self.observer is not None:
-            return self._recompute_observed(self.observer, wanted)
-        try:
-            return self._rerun(wanted)
-        except DeterminismError as found:
-            self._explain(found)
-            raise
+        return self._rerun(wanted) if self.observer is None else self._recompute_observed(self.observer, wanted)
 
     def _recompute_observed(self, observer: Observer, wanted: Collection[int] | None) -> list[torch.Tensor]:
         observer.recomputing(self)
         error: BaseException | None = None
         try:
-            try:
-                return self._rerun(wanted)
-            except DeterminismError as found:
-                self._explain(found)
-                raise
+            return self._rerun(wanted)
         except BaseException as found:
             error = found
             raise
@@ -273,7 +263,11 @@ class FunctionFrame(Frame):
                 resume_transforms(transforms)
             if handed_out:
                 self._arguments.look_at(handed_out)
-        return filling.result(options.check)
+        try:
+            return filling.result(options.check)
+        except DeterminismError as found:  # not those of regions around, which restore the arguments
+            self._explain(found)
+            raise
 
     def _call_with_state(
         self,

@@ -6,6 +6,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -295,3 +296,19 @@ def test_fields_are_plain_values(failure: Callable[[], CheckpointError]) -> None
         names = value if isinstance(value, tuple) else ()
         assert isinstance(value, str | int | tuple | None)
         assert all(isinstance(name, str) for name in names)
+
+
+def test_an_error_of_a_region_that_brings_back_arguments_of_another_is_told_once():
+    """The inner region asks the outer one for its input, which fails: the tensor is one of the outer region's operators."""
+    shorter = threading.Event()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        h = (x[:2] if shorter.is_set() else x).sin().tan()
+        return checkpoint(name="inner")(lambda h: h.cos().exp())(h)
+
+    y = checkpoint(name="outer")(outer)(torch.ones(3, requires_grad=True))
+    shorter.set()
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.grad_fn) == (("outer",), "TanBackward0")
+    assert str(caught.value).count("was saved by") == 1
