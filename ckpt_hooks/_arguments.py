@@ -152,14 +152,6 @@ class Arguments:
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
             self.objects = _NO_OBJECTS
-            if top_saved_tensors_hooks(False) is None:  # and nobody's hooks around: the tensors are kept, and that is all
-                self._saved = None
-                self._tensors = args
-                try:
-                    self._kept_facts = list(map(_facts_of, args))
-                except RuntimeError:
-                    self._kept_facts = _facts_of_all(args)
-                return
             tensors: Sequence[torch.Tensor] = args
         else:
             capture = Capture()

@@ -8,10 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Addressed", "addressed", "memcmp", "same_bytes", "same_bytes_as"]
-
-#: A contiguous tensor on the CPU, where it is, and how many bytes.
-Addressed = tuple[torch.Tensor, int, int]
+__all__ = ["memcmp", "same_bytes"]
 
 
 def _load_memcmp() -> Callable[[int, int, int], int] | None:
@@ -37,15 +34,3 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if memcmp is None or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one, other)
     return bool(memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
-
-
-def addressed(tensor: torch.Tensor) -> Addressed:
-    """Returns what :func:`same_bytes_as` needs of a tensor that many are compared with."""
-    return tensor, tensor.data_ptr(), tensor.nbytes
-
-
-def same_bytes_as(one: torch.Tensor, other: Addressed) -> bool:
-    """Whether a contiguous tensor on the CPU equals another one of its shape and dtype."""
-    if memcmp is None:
-        return torch.equal(one, other[0])
-    return bool(memcmp(one.data_ptr(), other[1], other[2]) == 0)

@@ -160,7 +160,7 @@ new_state_guard: Callable[[], StateGuard] = GlobalStateGuard
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Returns which storage a tensor is in, the same for all views of it; None for tensors that have none.
 
-    2.11 to 2.15. The public ``data_ptr`` would make a lazy copy a real one.
+    2.11 to 2.15. The public ``data_ptr`` is 0 for all whose memory is freed, and makes a lazy copy a real one.
     """
     try:
         storage: int = tensor.untyped_storage()._cdata

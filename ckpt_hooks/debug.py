@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from ._dispatch import QuietDispatchMode
 from ._runtime.settings import override
 from .determinism import describe
 from .errors import DeterminismError, rebuild_error
@@ -41,18 +41,8 @@ def _in_words(value: Any) -> str:
     return str(tree_map_only(torch.Tensor, lambda tensor: describe(tensor.shape, tensor.dtype, tensor.device), value))
 
 
-class _OperatorLog(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorLog(QuietDispatchMode):  # type: ignore[no-untyped-call]
     """Notes each operator that runs below autograd, with its arguments and outputs in words."""
-
-    # Dynamo has no business in here; without this it would be imported to wrap the handler.
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    # A compiled function that runs under this mode stays compiled.
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

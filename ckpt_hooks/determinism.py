@@ -19,9 +19,6 @@ import torch
 
 __all__ = ["DEFAULT_CHECK", "Check", "check_of", "describe", "first_difference", "version_of"]
 
-#: What a fingerprint is compared by that cannot be taken.
-_NO_FINGERPRINT = None
-
 
 @dataclass(frozen=True)
 class Check:
@@ -55,9 +52,9 @@ _HASHABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a hash of all bits of a tensor, on its device, which does not tell where they stand."""
+    """Returns a hash of all bits of a tensor, on its device, which does not tell where they stand; None where it has none."""
     if not _has_bits(tensor) or tensor.numel() == 0:
-        return _NO_FINGERPRINT
+        return None
     return torch.hash_tensor(tensor if tensor.dtype in _HASHABLE else _bits(tensor)).view(torch.int64)
 
 
@@ -68,7 +65,7 @@ _SAMPLES = 64
 def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns some values of a tensor, on its device: those at the same places each time, spread over all dimensions."""
     if not _has_bits(tensor) or tensor.numel() == 0:
-        return _NO_FINGERPRINT
+        return None
     sizes, strides, offset, left = list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), _SAMPLES
     # Small dimensions first, so that large ones share evenly what is left.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):

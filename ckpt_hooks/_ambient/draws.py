@@ -11,14 +11,15 @@ An operator that takes no generator runs on the default one, set for that call a
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks._bytes import same_bytes
+from ckpt_hooks._dispatch import QuietDispatchMode
 
 __all__ = ["RecordDraws", "ReplayDraws"]
 
@@ -70,18 +71,8 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that passes on what does not draw."""
-
-    # Dynamo has no business in here; without this it would be imported to wrap the handler.
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    # A compiled function that runs under this mode stays compiled.
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __enter__(self) -> _Draws:
         _handlers.active.append(self)
@@ -107,8 +98,17 @@ class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args = args[:position]  # the generator is the last argument wherever it may be given by position
         return self.draw(func, operator, args, kwargs, takes_generator=position >= 0)
 
+    @abc.abstractmethod
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
-        raise NotImplementedError
+        """Runs an operator that draws, and was given no generator.
+
+        Args:
+            func: The operator.
+            operator: The overload of it that takes a generator, if any does.
+            args: Positional arguments, without the generator.
+            kwargs: Keyword arguments.
+            takes_generator: Whether ``operator`` does.
+        """
 
 
 def _call(call: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Generator, *, takes_generator: bool) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._bytes import addressed, same_bytes_as
+from ckpt_hooks._bytes import same_bytes
 
 from .streams import Stream, device_streams, find_devices, stream_of_generator
 from .tracking import TRACKED
@@ -32,7 +32,7 @@ Undo = tuple["torch.Tensor | None", _States]
 _NONE: _States = ()
 _devices = find_devices()
 read_cpu, write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
-_latest = addressed(read_cpu())
+_latest = read_cpu()
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
@@ -51,10 +51,10 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
         streams = (*TRACKED, *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
     state, latest = read_cpu(), _latest  # read once: another thread may put its own there
-    if same_bytes_as(state, latest):
-        state = latest[0]
+    if same_bytes(state, latest):
+        state = latest
     else:
-        _latest = addressed(state)
+        _latest = state
     return state, devices, others
 
 
