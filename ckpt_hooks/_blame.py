@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ._reach import reach
-from ._runtime.frame import Frame, Handle, RegionPath
+from ._runtime.frame import FIRST, Frame, RegionPath
 from ._torch import current_node, storage_of
 from .determinism import describe
 from .errors import DeterminismError, MutationError
@@ -113,7 +113,7 @@ def grad_fn_of(frame: Frame, index: int) -> str | None:
     """
     for node in _nodes():
         for packed in _packed_by(node):
-            if isinstance(packed, Handle) and packed.frame is frame and packed.index == index:
+            if type(packed) is tuple and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
                 name: str = node.name()
                 return name
     return None
@@ -136,7 +136,7 @@ def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[t
             if not leaf.requires_grad:
                 frozen[id(leaf)] = leaf
         for packed in _packed_by(node):
-            if type(packed) is tuple and packed[2] == path and not packed[0].requires_grad:
+            if type(packed) is list and len(packed) == 3 and packed[2] == path and not packed[0].requires_grad:
                 frozen[id(packed[0])] = packed[0]
     lines = [
         f"{argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True in forward, and False now. "

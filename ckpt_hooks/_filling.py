@@ -85,14 +85,14 @@ class Filling:
             wanted: Which handles to fill; None for all that are alive.
             exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
         """
-        handles = self._frame.handles
         values = self._values
-        if wanted is None:
-            last = final = len(handles) - 1
-            while last >= 0 and handles[last]() is None:
-                last -= 1
-        else:
-            last, final = max(wanted), -1
+        asked = self._frame.alive()
+        final = len(asked) - 1 if wanted is None else -1
+        if wanted is not None:
+            asked = [alive and index in wanted for index, alive in enumerate(asked)]
+        last = len(asked) - 1
+        while last >= 0 and not asked[last]:
+            last -= 1
         self._last, self._wanted = last, wanted
         stop_at = last if self._early_stop else -1
         append, append_without_grad = values.append, self._without_grad.append
@@ -104,7 +104,7 @@ class Filling:
             index = len(values)
             if index > last:
                 return self._past_last(tensor, unfinished)
-            if handles[index]() is None or (wanted is not None and index not in wanted):
+            if not asked[index]:
                 append(MISSING)
                 if tensor.requires_grad:
                     return tensor if tensor.is_leaf else tensor.detach()
@@ -136,7 +136,7 @@ class Filling:
             if unfinished != sequence_number():
                 self.stopped = True
                 raise StopRecompute
-        elif self._frame.complete and len(self._values) + self._surplus > len(self._frame.handles):
+        elif self._frame.complete and len(self._values) + self._surplus > len(self._frame.numbers):
             raise StopRecompute
         return tensor.detach()
 
@@ -154,7 +154,7 @@ class Filling:
             MutationError: If the only value wanted was modified in place since forward saved it.
         """
         values, frame = self._values, self._frame
-        if not self._early_stop and frame.complete and len(values) + self._surplus != len(frame.handles):
+        if not self._early_stop and frame.complete and len(values) + self._surplus != len(frame.numbers):
             self._raise_miscounted()
         if len(values) <= self._last:
             self._raise_miscounted()
@@ -162,7 +162,7 @@ class Filling:
         expected = frame.facts
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):
             self._look_into(found)
-        if frame.without_grad or self._without_grad:
+        if self._without_grad != frame.without_grad:
             self._compare_grad()
         if check.fingerprint is not None:
             self._compare_values(check.fingerprint)
@@ -221,7 +221,7 @@ class Filling:
             )
 
     def _raise_miscounted(self) -> None:
-        expected, found = len(self._frame.handles), len(self._values) + self._surplus
+        expected, found = len(self._frame.numbers), len(self._values) + self._surplus
         differences = _in_words(self._differences())
         if found > expected:
             raise self._error(

@@ -304,8 +304,8 @@ class FunctionFrame(Frame):
         push_saved_tensors_hooks(hook, _identity)
         try:
             context = self._context
-            if context is None and not copy_context():
-                self._call(args, kwargs)
+            if context is None and self._contexts is None and not copy_context():
+                self._function(*args, **kwargs)
             else:
                 # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
                 (Context() if context is None else context.copy()).run(self._call, args, kwargs)

@@ -280,3 +280,20 @@ def test_frames_that_draw_nothing_share_one_rng_state(frames):
     outputs = [checkpoint(block, x) for _ in range(10)]
     assert len({id(r()._ambient.streams[0]) for r in frames.frames}) == 1
     del outputs
+
+
+def test_a_frame_knows_which_handles_are_alive():
+    """By the holders of each number: not those of another frame with the same numbers, nor of a leaf that was kept."""
+    frames = Frames()
+    x = torch.ones(3, requires_grad=True)
+    with observe(frames):
+        first, second = checkpoint(lambda x: (x.sin().cos(), x.exp().tanh()), x)
+        others = checkpoint(lambda x: x.sin().cos().tan(), x)
+    frame = frames.frames[0]()
+    assert frame.alive() == [False, True, True, True]  # x is a leaf
+    del second
+    assert frame.alive() == [False, True, False, False]
+    first.sum().backward(retain_graph=True)
+    assert frame.alive() == [False, True, False, False]
+    del first, others
+    assert frame.alive() == [False] * 4

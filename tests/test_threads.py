@@ -64,7 +64,7 @@ def test_rule_11_two_backwards_over_one_frame_at_once():
 
 def test_rule_11_one_recompute_for_two_threads_of_one_backward():
     """Two threads that unpack under one key, as two engine threads do: the second one waits and finds the values there."""
-    from ckpt_hooks._runtime.frame import Frame, Handle
+    from ckpt_hooks._runtime.frame import FIRST, Frame
     from ckpt_hooks._runtime.groups import GraphExecGroup, group_scope
     from ckpt_hooks._runtime.hooks import unpack
     from ckpt_hooks._torch import set_graph_exec_group
@@ -81,9 +81,7 @@ def test_rule_11_one_recompute_for_two_threads_of_one_backward():
             return [torch.zeros(()), torch.ones(())]
 
     frame = Slow("slow", None, None)
-    handles = [Handle(), Handle()]
-    for index, handle in enumerate(handles):
-        handle.frame, handle.index = frame, index
+    handles = [(frame, FIRST), (frame, FIRST + 1)]
     group = GraphExecGroup()
     group_scope(group)
     found = [None, None]

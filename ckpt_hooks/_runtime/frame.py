@@ -1,8 +1,13 @@
 """Frames and handles: what stands in the graph for a tensor that was not kept.
 
-Who owns whom is the whole of Rule 9. Autograd owns handles, a handle owns its frame, the frame refers to its handles weakly.
-So a frame lives exactly as long as some node of the graph may still ask for one of its tensors, and everything the frame
-holds (saved inputs, ambient state, recomputed values) dies with the last such node, by reference counting alone.
+Who owns whom is the whole of Rule 9. Autograd owns handles, a handle owns its frame, the frame does not own its handles. So a
+frame lives exactly as long as some node of the graph may still ask for one of its tensors, and everything the frame holds
+(saved inputs, ambient state, recomputed values) dies with the last such node, by reference counting alone.
+
+Which handles are alive is what a frame has to know before it recomputes. A handle is a tuple of its frame and a number, and the
+number is an integer object that only the handle and the frame's list of numbers hold: as long as it has a holder besides the
+list, its handle is alive. (A weak reference to each handle says the same; it costs a class of handles and a third more for each
+saved tensor.)
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import abc
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
@@ -21,7 +27,7 @@ from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 from .groups import group_scope
 from .passes import MISSING, NO_PASSES, Pass, graph_task_scope
 
-__all__ = ["DEAD_HANDLE", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf"]
+__all__ = ["FIRST", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf"]
 
 # Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
 # paid by every region and read by hardly any.
@@ -37,23 +43,20 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-class Handle:
-    """Stands in autograd's graph for one saved tensor.
+#: The number of the first tensor that a frame saves. Up here every sum is a new object; the interpreter shares small integers, and
+#: so their holders would tell nothing.
+FIRST = 1 << 20
 
-    Attributes:
-        frame: The frame that can bring the tensor back.
-        index: How many tensors the frame had saved before this one.
-    """
-
-    __slots__ = ("__weakref__", "frame", "index")
-
-    frame: Frame
-    index: int
-
+# Stands in autograd's graph for one saved tensor: the frame that can bring it back, and how many tensors the frame had saved
+# before, counted from FIRST.
+Handle = tuple["Frame", int]
 
 # Stands in autograd's graph for a saved tensor that costs nothing to keep: the tensor, its version when it was saved, and the
 # path of the region that saved it. That is a leaf that requires grad, a parameter mostly, which the graph holds in any case.
-Kept = tuple[torch.Tensor, int, RegionPath]
+Kept = list[Any]
+
+# How many holders of a number in a list of numbers ``getrefcount`` tells of.
+_UNHELD = next(map(getrefcount, [FIRST + 1]))
 
 
 def mutated_leaf(kept: Kept) -> MutationError:
@@ -70,10 +73,6 @@ def mutated_leaf(kept: Kept) -> MutationError:
         expected=version,
         found=tensor._version,
     )
-
-
-#: What a frame has in its list of handles for a tensor that was kept: like a handle that is dead already.
-DEAD_HANDLE: weakref.ref[Handle] = weakref.ref(Handle())
 
 
 class Observer:
@@ -106,7 +105,8 @@ class Frame(abc.ABC):
     """One checkpointed region, of either kind: owns what was packed in it and knows how to bring it back.
 
     Attributes:
-        handles: What was packed, in order, weakly.
+        numbers: One a tensor packed, in order: held by its handle too as long as that is alive, and by nothing else. A tensor
+            that was kept has a number without a handle.
         facts: Of each tensor packed in forward, what a recompute is compared with; those of :data:`MISSING` where it was kept.
         fingerprints: Of each tensor packed in forward, what its values are compared by; empty where they are not compared.
         without_grad: Which of them required no grad.
@@ -123,7 +123,7 @@ class Frame(abc.ABC):
         "complete",
         "facts",
         "fingerprints",
-        "handles",
+        "numbers",
         "observer",
         "parent",
         "passes",
@@ -133,7 +133,7 @@ class Frame(abc.ABC):
     )
 
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
-        self.handles: list[weakref.ref[Handle]] = []
+        self.numbers: list[int] = []
         self.facts: list[Any] = []
         self.fingerprints: Sequence[Any] = ()
         self.without_grad: list[int] = []
@@ -146,6 +146,10 @@ class Frame(abc.ABC):
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.
         self._lock = threading.RLock()
+
+    def alive(self) -> list[bool]:
+        """Returns of each tensor packed whether its handle is alive."""
+        return [holders > _UNHELD for holders in map(getrefcount, self.numbers)]
 
     @abc.abstractmethod
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:

@@ -11,7 +11,6 @@ on to the one that was to be freed.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -19,7 +18,7 @@ import torch
 
 from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number, storage_of
 
-from .frame import DEAD_HANDLE, Frame, Handle, Kept, Observer, mutated_leaf
+from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
 from .stack import stack
 
@@ -30,21 +29,22 @@ def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
 
     Args:
-        packed: A :class:`Handle`, or what stands for a leaf that was kept.
+        packed: A handle, or what stands for a leaf that was kept.
     """
-    if type(packed) is tuple:
+    if type(packed) is list:
         leaf: torch.Tensor = packed[0]
         if leaf._version != packed[1]:
             raise mutated_leaf(packed)
         return leaf
-    frame: Frame = packed.frame
-    index: int = packed.index
+    frame: Frame
+    frame, index = packed
+    index -= FIRST
     opened = frame.passes.get(graph_task_id())
     if opened is None:
         opened = frame.open_pass(index)
     values = opened.values
     try:
-        value = values[index]
+        value: torch.Tensor = values[index]
     except IndexError:  # packed after the recompute
         value = MISSING
     if value is MISSING:
@@ -58,28 +58,25 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:
-    handles = frame.handles
-    append, note, reference = handles.append, frame.facts.append, weakref.ref
+    numbers = frame.numbers
+    append, note, first = numbers.append, frame.facts.append, FIRST
     path, without_grad = frame.path, frame.without_grad
     latest = missing = facts(MISSING)
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
         nonlocal latest
+        number = len(numbers) + first
+        append(number)
         if tensor.is_leaf:  # or has no graph
             if tensor.requires_grad:
-                append(DEAD_HANDLE)
                 note(missing)
-                return tensor, tensor._version, path
-            without_grad.append(len(handles))
-        handle = Handle()  # attributes one by one: half the cost of an ``__init__``
-        handle.frame = frame
-        handle.index = len(handles)
-        append(reference(handle))
+                return [tensor, tensor._version, path]
+            without_grad.append(number - first)
         found = facts(tensor)
         if found != latest:  # neighbours are often alike, and one tuple serves for all of them
             latest = found
         note(latest)
-        return handle
+        return frame, number
 
     return pack
 
@@ -89,8 +86,8 @@ def _pack_observed(
 ) -> Callable[[torch.Tensor], Handle | Kept]:
     def pack_observed(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
-        if type(packed) is Handle:
-            observer.packed(frame, packed.index, tensor)
+        if type(packed) is tuple:
+            observer.packed(frame, packed[1] - FIRST, tensor)
         return packed
 
     return pack_observed
@@ -137,7 +134,7 @@ def _pack_fingerprinted(
 ) -> Callable[[torch.Tensor], Handle | Kept]:
     def pack_fingerprinted(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
-        fingerprints.note(tensor, kept=type(packed) is tuple)
+        fingerprints.note(tensor, kept=type(packed) is list)
         return packed
 
     return pack_fingerprinted
