@@ -118,7 +118,18 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
-    __slots__ = ("_captured", "_facts", "_foreign", "_kept_facts", "_saved", "_storages", "_strides", "_tensors", "objects")
+    __slots__ = (
+        "_captured",
+        "_facts",
+        "_foreign",
+        "_kept_facts",
+        "_live",
+        "_saved",
+        "_storages",
+        "_strides",
+        "_tensors",
+        "objects",
+    )
 
     #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
@@ -127,10 +138,12 @@ class Arguments:
     # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
     _foreign: bool
     _kept_facts: list[_Facts]
+    # Where hooks were active, all tensors as they came, until forward has ended.
+    _live: Sequence[torch.Tensor] | None
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
     _tensors: Sequence[torch.Tensor | None]
-    # Where hooks are foreign: which storage each is in, which hooks may hand on as it is.
+    # Where hooks were active: which storage each is in, which foreign hooks may hand on as it is.
     _storages: tuple[int | None, ...]
     # Of all tensors; unset where no hooks were active.
     _facts: list[_Facts]
@@ -163,15 +176,23 @@ class Arguments:
             capture.finish()
         hooks = top_saved_tensors_hooks(False)
         if hooks is None:
-            self._saved = None
+            self._saved = self._live = None
             self._tensors = tensors
         else:
             self._saved, self._tensors = _save(tensors, each_occurrence=nested)
             self._strides = _strides_of(tensors)
             self._facts = _facts_of_all(tensors)
             self._foreign = hooks[1] is not unpack
-            self._storages = tuple(map(storage_of, tensors)) if self._foreign else _NO_OBJECTS
+            self._storages = tuple(map(storage_of, tensors))
+            self._live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
+
+    def let_go(self) -> None:
+        """Keeps no more than was saved, now that forward has ended, in which the caller has all arguments at hand."""
+        self._live = None
+
+    def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
     def restore(
         self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut]
@@ -191,7 +212,11 @@ class Arguments:
         if self._saved is None and self._captured is None:
             return kept, _NO_KWARGS
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
-        if self._saved is not None:
+        # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
+        # this backward with it: with every level of nesting, twice as much.
+        if self._live is not None and self._are_as_they_were(self._live):
+            tensors = self._live
+        elif self._saved is not None:
             tensors = []
             for position, saved in enumerate(self._saved):
                 tensor = kept[position]

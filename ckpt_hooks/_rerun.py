@@ -192,6 +192,7 @@ class FunctionFrame(Frame):
 
     def _close(self, error: BaseException | None) -> None:
         close_frame(self)
+        self._arguments.let_go()
         if self._draws is not None:
             self._draws.__exit__(None, None, None)
         if self._state is not None and not self._state.settle():

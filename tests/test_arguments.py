@@ -185,6 +185,7 @@ def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
 
 
 def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
+    arguments.let_go()  # as at the end of forward
     return arguments.restore(lambda: ("region",), [])
 
 
@@ -215,6 +216,19 @@ def test_the_short_way_for_tensors_gives_what_the_long_way_gives(hooked: bool) -
     for one, other in zip(restored(short)[0], restored(long)[0], strict=True):
         assert torch.equal(one, other)
         assert (one is other) is not hooked
+
+
+def test_until_forward_ends_arguments_are_those_at_hand() -> None:
+    """Hooks that copy are not asked meanwhile, but for arguments that are not what they were."""
+    tensors = (leaf() * 1, leaf() * 1)
+    with copying_hooks([]):
+        arguments = Arguments(tensors, {})
+    assert list(map(id, arguments.restore(lambda: (), [])[0])) == list(map(id, tensors))
+    before = tensors[0].detach().clone()
+    tensors[0].mul_(2)
+    args, _ = arguments.restore(lambda: (), [])
+    assert torch.equal(args[0], before)
+    assert all(one is not other for one, other in zip(args, tensors, strict=True))
 
 
 def test_containers_come_back_with_type_and_values(container: Any) -> None:

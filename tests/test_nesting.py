@@ -185,6 +185,57 @@ def test_rule_6_backward_inside_forward_releasing(impl):
         assert torch.equal(g, grad(function(x).sum(), x)[0])
 
 
+def test_rule_6_backward_inside_forward_leaves_regions_around_alone():
+    """Forward still has its arguments at hand, so nobody needs to run the regions around up to here again."""
+    outer_calls, inner_calls = [], []
+
+    def inner(x):
+        inner_calls.append(1)
+        y = x.sin().cos()
+        return y * grad(y.sum(), x, create_graph=True)[0].detach()
+
+    def outer(x):
+        outer_calls.append(1)
+        return checkpoint(inner, checkpoint(inner, x.exp()).tanh()).sin()
+
+    x = leaf(3)
+    y = checkpoint(outer, x)
+    assert (len(outer_calls), len(inner_calls)) == (1, 4)  # each of the two once more, for its own backward
+    (found,) = grad(y.sum(), x)
+    plain = leaf(3)
+    with torch.no_grad():
+        plain.copy_(x)
+
+    def unwrapped(x):
+        for after in (torch.tanh, torch.sin):
+            y = x.sin().cos()
+            x = after(y * grad(y.sum(), x, create_graph=True)[0].detach())
+        return x
+
+    (expected,) = grad(unwrapped(plain.exp()).sum(), plain)
+    assert torch.equal(found, expected)
+    assert len(outer_calls) == 2
+
+
+def test_rule_6_backward_inside_forward_after_an_argument_got_another_storage():
+    """The argument at hand is not what forward was given then; what was saved of it is."""
+
+    def inner(x):
+        y = x.sin().cos()
+        x.data = torch.zeros_like(x)
+        return grad(y.sum(), x)[0]
+
+    def outer(x):
+        h = x.exp()
+        return checkpoint(inner, h), h.sum()
+
+    x = leaf(3)
+    with torch.no_grad():
+        expected = -x.exp().sin().sin() * x.exp().cos()
+    found, _ = checkpoint(outer, x)
+    assert torch.equal(found, expected)
+
+
 def test_rule_6_third_order_through_nested_regions(impl):
     """Third derivatives through four levels of nesting are bitwise those of plain autograd."""
     x = leaf(4)

@@ -23,7 +23,7 @@ class Stream:
     Attributes:
         read: Returns the state.
         write: Sets it.
-        restart: Sets the state that the stream had at first, where that is known.
+        restart: Of a device's default stream, sets the state that it had at first, where that is known.
         generator: The generator, where it is one.
     """
 
@@ -39,9 +39,15 @@ class Stream:
 
 
 def stream_of_generator(generator: torch.Generator) -> Stream:
-    """Returns the stream of a generator, explicit or a device's default one."""
-    stream = Stream(generator.get_state, generator.set_state, lambda: generator.manual_seed(generator.initial_seed()))
+    """Returns the stream of a generator, which is as it was made until somebody draws from it: nobody restarts it."""
+    stream = Stream(generator.get_state, generator.set_state)
     stream.generator = generator
+    return stream
+
+
+def _stream_of_default(generator: torch.Generator) -> Stream:
+    stream = stream_of_generator(generator)
+    stream.restart = lambda: generator.manual_seed(generator.initial_seed())
     return stream
 
 
@@ -133,7 +139,7 @@ def _streams_of(module: Any) -> tuple[Stream, ...]:
 
 def _make_streams(module: Any, devices: Any) -> tuple[Stream, ...]:
     if not isinstance(devices, int):
-        return tuple(map(stream_of_generator, devices))
+        return tuple(map(_stream_of_default, devices))
     if devices == 1:
         return (Stream(module.get_rng_state, module.set_rng_state, _restart_of(module)),)
     return tuple(

@@ -43,8 +43,8 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
     return tuple(reversed(names))
 
 
-#: The number of the first tensor that a frame saves. Up here every sum is a new object; the interpreter shares small integers, and
-#: so their holders would tell nothing.
+#: The number of the first tensor that a frame saves. Up here every sum is a new object; small integers are shared by all that
+#: use them, and their holders would tell nothing.
 FIRST = 1 << 20
 
 # Stands in autograd's graph for one saved tensor: the frame that can bring it back, and how many tensors the frame had saved

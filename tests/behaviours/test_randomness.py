@@ -310,6 +310,24 @@ def test_explicit_generator_of_several_regions(run):
     assert_as_eager(program, run)
 
 
+@runs("region", "nested", torch_fails=SILENT)
+def test_explicit_generator_of_a_region_that_is_recomputed_in_the_recompute_of_another(run):
+    """Each of the two sets it to where its own forward began, which is not where the generator was made."""
+
+    def program(run):
+        generator = torch.Generator().manual_seed(1)
+        torch.rand(3, generator=generator)
+        x = leaf(8)
+        first = run(draw, x, generator)
+
+        def second():
+            return draw(torch.autograd.grad(first.square().sum(), x, create_graph=True)[0], generator)
+
+        return gradients(run(second), x), generator.get_state()
+
+    assert_as_eager(program, run)
+
+
 #: Holds how to draw from a source where no library looks for one.
 _held: dict[str, Any] = {}
 
