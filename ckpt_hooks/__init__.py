@@ -8,19 +8,25 @@ from ._runtime.stack import is_recomputing
 from .debug import set_checkpoint_debug_enabled
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
+from .policies import CheckpointPolicy, SelectiveCheckpointContext
+from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "SAC_IGNORED_OPS",
     "CheckpointError",
+    "CheckpointPolicy",
     "DefaultDeviceType",
     "DeterminismError",
     "GraphExecGroup",
     "InternalError",
     "MutationError",
     "OverlapError",
+    "SelectiveCheckpointContext",
     "checkpoint",
     "checkpoint_sequential",
+    "create_selective_checkpoint_contexts",
     "get_device_states",
     "is_recomputing",
     "noop_context_fn",

@@ -19,6 +19,8 @@ from ._runtime.settings import current_settings, override
 from ._torch import innermost_transform
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
+from .policies import Policy, policy_from
+from .selective import create_selective_checkpoint_contexts
 
 __all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
 
@@ -75,6 +77,7 @@ def checkpoint(
     respect_saved_tensors_hooks: bool | None = None,
     preserve_rng_state: bool = True,
     name: str | None = None,
+    policy: Any = None,
     preserve_buffers: bool = True,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -120,13 +123,14 @@ def checkpoint(
             their device, which is waited for once a recompute. ``"none"`` compares nothing.
         debug: Whether an error in a recompute lists the operators of both runs. Slow.
         early_stop: Whether a recompute ends as soon as everything that is needed is there.
-        respect_saved_tensors_hooks: Accepted as in torch 2.14. It concerns what a selective policy saves; the inputs of a
-            region are always saved by way of the saved-tensor hooks around it.
+        respect_saved_tensors_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the
+            region (``save_on_cpu`` and the like), as its inputs do in any case. None is yes.
         preserve_rng_state: Whether a recompute draws the random numbers that forward drew. If not, it draws new ones; the
             streams outside are where they were after it in both cases.
-        **kwargs: Keyword arguments of ``function``. In the curried form ``name`` is an option, the region's name in errors, and
-            so is ``preserve_buffers``: whether a recompute finds buffers as forward found them and leaves them as they are,
-            which is the default.
+        **kwargs: Keyword arguments of ``function``. The curried form has three options more: ``name``, the region's name in
+            errors; ``policy``, which says what operators' outputs to keep (:mod:`ckpt_hooks.policies`, a function, or a list of
+            operators); and ``preserve_buffers``: whether a recompute finds buffers as forward found them and leaves them as
+            they are, which is the default.
 
     Returns:
         What ``function`` returns; in the curried form, which is that of ``function=None``, a decorator for functions.
@@ -150,8 +154,13 @@ def checkpoint(
         raise _reentrant_error()
     check = DEFAULT_CHECK if determinism_check == "default" else check_of(determinism_check)
     options = DEFAULT_OPTIONS
-    if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK):
-        options = RegionOptions(bool(preserve_rng_state), bool(early_stop), check=check)
+    if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK and respect_saved_tensors_hooks is not False):
+        options = RegionOptions(
+            bool(preserve_rng_state),
+            bool(early_stop),
+            check=check,
+            respect_hooks=respect_saved_tensors_hooks is None or bool(respect_saved_tensors_hooks),
+        )
     if function is None:
         if args:
             raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")
@@ -185,7 +194,7 @@ def _run(
     if debug if debug_setting is None else debug_setting:
         logs = OperatorLogs()
         own = logs.forward, logs.recompute
-        frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(own, contexts))
+        frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own))
         frame.explain = logs.explain
     else:
         frame = FunctionFrame(function, args, kwargs, options, contexts)
@@ -234,16 +243,26 @@ class CheckpointedFunction(Generic[P, R]):
 def _curried(
     options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool, own_options: dict[str, Any]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    policy = own_options.pop("policy", None)
+    if policy is not None:
+        context_fn = _with_policy(context_fn, policy_from(policy))
     options = dataclasses.replace(
         options, name=own_options.pop("name", None), preserve_buffers=bool(own_options.pop("preserve_buffers", True))
     )
     if own_options:
         raise ValueError(
             f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
-            "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, use_reentrant, "
-            "name, preserve_buffers. Arguments of the function go to what that returns: checkpoint(...)(function)(*args)."
+            "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, "
+            "use_reentrant, name, policy, preserve_buffers. Arguments of the function go to what that returns: "
+            "checkpoint(...)(function)(*args)."
         )
     return lambda function: CheckpointedFunction(function, options, context_fn, debug)
+
+
+def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Callable[[], ContextPair]:
+    if context_fn is noop_context_fn:
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+    return lambda: both(create_selective_checkpoint_contexts(policy), call_context_fn(context_fn))
 
 
 _warned_of_transform = False

@@ -1,16 +1,16 @@
 """The two context managers around a region: one for its forward, one for its recomputes.
 
 The second is entered once a recompute, from whichever thread runs it, and may be entered again while it is still entered (a
-function whose rerun runs backward over the same region). So nothing here keeps the state of an entry on an object.
+function whose rerun runs backward over the same region). So each entry has a state of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol
 
-__all__ = ["ContextPair", "both", "call_context_fn", "noop_context_fn", "reusable"]
+__all__ = ["ContextPair", "Selects", "both", "call_context_fn", "noop_context_fn", "reusable", "selection_of"]
 
 #: Wraps a forward, and each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -46,10 +46,45 @@ def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any
 
 def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
     """Returns two pairs as one."""
-    return _one_in_the_other(outer[0], inner[0]), _one_in_the_other(outer[1], inner[1])
+    return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
 
 
-@contextmanager
-def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with reusable(outer), reusable(inner):
-        yield
+class _Both(AbstractContextManager[None]):
+    """Two context managers, one in the other.
+
+    Attributes:
+        selection: That of the one which has one.
+    """
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered: list[ExitStack] = []
+        self.selection = selection_of(outer) or selection_of(inner)
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(reusable(self._outer))
+            stack.enter_context(reusable(self._inner))
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exc_info)
+
+
+class Selects(Protocol):
+    """What a region tells a selective policy's memory about itself (:class:`ckpt_hooks._selection.Selection`)."""
+
+    def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None:
+        """Forward is about to begin."""
+
+    def close(self, *, early_stop: bool) -> None:
+        """Forward has ended well."""
+
+    def prepare(self, *, last: bool, has_stopped: Callable[[], bool]) -> None:
+        """A recompute is about to begin."""
+
+
+def selection_of(context: AbstractContextManager[Any]) -> Selects | None:
+    """Returns the memory of the selective policy that a context manager carries out, None where it is something else."""
+    selection: Selects | None = getattr(context, "selection", None)
+    return selection if hasattr(selection, "attach") else None

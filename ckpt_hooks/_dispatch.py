@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["QuietDispatchMode"]
+from ._torch import dispatch_mode_at, num_dispatch_modes
+
+__all__ = ["PausableDispatchMode", "QuietDispatchMode", "only_quiet_modes", "pause_modes", "resume_modes"]
 
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -19,3 +23,46 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+
+class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that watches a region's own operators.
+
+    Those that the package runs for its own purposes, and those of a recompute that happens in the middle of the region, are not
+    the region's: they run while the mode is paused, and it passes them on.
+
+    Attributes:
+        paused: How many times it is paused.
+    """
+
+    # Operators of operators, such as flex_attention, come here like others.
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.paused = 0
+
+
+_NO_MODES: Sequence[PausableDispatchMode] = ()
+
+
+def pause_modes() -> Sequence[PausableDispatchMode]:
+    """Pauses the modes of that kind that are active on this thread; returns them for :func:`resume_modes`."""
+    count = num_dispatch_modes()
+    if not count:
+        return _NO_MODES
+    modes = [mode for mode in map(dispatch_mode_at, range(count)) if isinstance(mode, PausableDispatchMode)]
+    for mode in modes:
+        mode.paused += 1
+    return modes
+
+
+def only_quiet_modes() -> bool:
+    """Whether all modes that are active on this thread are the package's own, which do not care for a ``detach``."""
+    return all(isinstance(dispatch_mode_at(index), QuietDispatchMode) for index in range(num_dispatch_modes()))
+
+
+def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:
+    """Ends :func:`pause_modes`."""
+    for mode in paused:
+        mode.paused -= 1

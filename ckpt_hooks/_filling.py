@@ -24,10 +24,11 @@ from typing import Any
 import torch
 
 from ._blame import mutation_error, name_of
+from ._dispatch import only_quiet_modes
 from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
-from ._torch import sequence_number, storage_of
+from ._torch import detach_past_modes, sequence_number, storage_of
 from .determinism import Check, describe, first_difference, version_of
 from .errors import DeterminismError
 
@@ -51,16 +52,29 @@ class Filling:
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
 
-    __slots__ = ("_early_stop", "_frame", "_function", "_last", "_surplus", "_values", "_wanted", "_without_grad", "stopped")
+    __slots__ = (
+        "_detach",
+        "_early_stop",
+        "_frame",
+        "_function",
+        "_last",
+        "_surplus",
+        "_values",
+        "_wanted",
+        "_without_grad",
+        "stopped",
+    )
 
-    def __init__(self, frame: Frame, function: Any, *, early_stop: bool) -> None:
+    def __init__(self, frame: Frame, function: Any, *, early_stop: bool, selective: bool = False) -> None:
         """Prepares to fill handles.
 
         Args:
             frame: Whose handles.
             function: What is called again, for an error to name tensors in it.
             early_stop: Whether to end the rerun when everything wanted is there.
+            selective: Whether a selective policy's mode will be active in the rerun.
         """
+        self._detach = detach_past_modes if selective and only_quiet_modes() else torch.Tensor.detach
         self._frame = frame
         self._function = function
         self._early_stop = early_stop
@@ -96,7 +110,7 @@ class Filling:
         self._last, self._wanted = last, wanted
         stop_at = last if self._early_stop else -1
         append, append_without_grad = values.append, self._without_grad.append
-        plain = torch.Tensor
+        plain, detach = torch.Tensor, self._detach
         unfinished = -1  # sequence number of the operator that saved what it may yet write to
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,13 +121,13 @@ class Filling:
             if not asked[index]:
                 append(MISSING)
                 if tensor.requires_grad:
-                    return tensor if tensor.is_leaf else tensor.detach()
+                    return tensor if tensor.is_leaf else detach(tensor)
                 append_without_grad(index)
                 if index != final:
                     unfinished = sequence_number()
                 return tensor
             if tensor.requires_grad:
-                tensor = tensor.detach()
+                tensor = detach(tensor)
             else:
                 append_without_grad(index)
                 if index != final:
@@ -121,7 +135,7 @@ class Filling:
                 if exchanged and storage_of(tensor) in exchanged:
                     tensor = copy_of(tensor)
                 elif type(tensor) is not plain:
-                    tensor = tensor.detach()
+                    tensor = detach(tensor)
             append(tensor)
             if index == stop_at and unfinished != sequence_number():
                 self.stopped = True

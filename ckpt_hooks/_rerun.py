@@ -22,7 +22,8 @@ from ._ambient.draws import RecordDraws
 from ._ambient.tracking import hold, let_go
 from ._arguments import Arguments, HandedOut
 from ._blame import blame, mutation_error, name_of
-from ._contexts import ContextPair, reusable
+from ._contexts import ContextPair, reusable, selection_of
+from ._dispatch import pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
 from ._module_plan import is_idle
 from ._module_state import State, StateUndo, capture_state
@@ -32,11 +33,15 @@ from ._runtime.hooks import close_frame, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
 from ._torch import (
+    graph_exec_group,
+    graph_task_id,
+    keeps_graph,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     resume_transforms,
     set_grad_enabled,
     suspend_transforms,
+    top_saved_tensors_hooks,
 )
 from .determinism import DEFAULT_CHECK, Check
 from .errors import DeterminismError, MutationError
@@ -66,6 +71,7 @@ class RegionOptions:
         preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them as they are.
         check: What is compared with forward.
         name: The region's name in errors and reports; the function's own if None.
+        respect_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the region.
     """
 
     preserve_rng_state: bool = True
@@ -73,6 +79,7 @@ class RegionOptions:
     preserve_buffers: bool = True
     check: Check = DEFAULT_CHECK
     name: str | None = None
+    respect_hooks: bool = True
 
 
 DEFAULT_OPTIONS = RegionOptions()
@@ -101,6 +108,7 @@ class FunctionFrame(Frame):
         "_finish",
         "_function",
         "_options",
+        "_selection",
         "_state",
         "explain",
     )
@@ -136,12 +144,31 @@ class FunctionFrame(Frame):
         self._arguments = Arguments(args, kwargs, nested=parent is not None)
         self._options = options
         self._contexts = contexts
+        self._selection = None if contexts is None else selection_of(contexts[0])
         self._state: State | None = None
         self._draws: RecordDraws | None = None
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
     def __enter__(self) -> FunctionFrame:
+        paused = pause_modes()
+        try:
+            self._open()
+        finally:
+            if paused:
+                resume_modes(paused)
+        if self.observer is not None or self._contexts is not None:
+            try:
+                if self.observer is not None:
+                    self.observer.entered(self)
+                if self._contexts is not None:
+                    self._contexts[0].__enter__()
+            except BaseException as error:
+                self._close(error)
+                raise
+        return self
+
+    def _open(self) -> None:
         function, options = self._function, self._options
         objects, generators = self._arguments.objects, _NO_GENERATORS
         # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
@@ -157,20 +184,12 @@ class FunctionFrame(Frame):
         self._context = context if context else None
         crowded = is_crowded()
         left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
+        if self._selection is not None:
+            self._selection.attach(self.numbers, self.path, top_saved_tensors_hooks(False), respect_hooks=options.respect_hooks)
         self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
         if crowded and options.preserve_rng_state:
             self._draws = RecordDraws()
             self._draws.__enter__()
-        if self.observer is not None or self._contexts is not None:
-            try:
-                if self.observer is not None:
-                    self.observer.entered(self)
-                if self._contexts is not None:
-                    self._contexts[0].__enter__()
-            except BaseException as error:
-                self._close(error)
-                raise
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         suppressed: bool | None = False
@@ -180,9 +199,16 @@ class FunctionFrame(Frame):
             except BaseException as another:
                 self._close(another)
                 raise
-        self._close(error)
+        paused = pause_modes()
+        try:
+            self._close(error)
+        finally:
+            if paused:
+                resume_modes(paused)
         if error is None:
             self.complete = True
+            if self._selection is not None:
+                self._selection.close(early_stop=self._options.early_stop)
         elif suppressed:
             raise RuntimeError(
                 "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
@@ -227,10 +253,11 @@ class FunctionFrame(Frame):
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         options = self._options
-        filling = Filling(self, self._function, early_stop=options.early_stop)
+        filling = Filling(self, self._function, early_stop=options.early_stop, selective=self._selection is not None)
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
+        paused = pause_modes()
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
         grad_enabled = torch.is_grad_enabled()
@@ -240,6 +267,8 @@ class FunctionFrame(Frame):
             transforms = suspend_transforms()
             set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, handed_out)
+            if self._selection is not None:
+                self._selection.prepare(last=wanted is None and _is_last_backward(), has_stopped=lambda: filling.stopped)
             if borrows and self._state is None and not self._ambient.has_streams:
                 undo = _ambient.enter(self._ambient)
                 try:
@@ -250,11 +279,15 @@ class FunctionFrame(Frame):
                 self._call_with_state(filling, wanted, args, kwargs, borrows=borrows)
         except StopRecompute:
             pass
-        except Exception:
-            if not filling.stopped:
+        except Exception as error:
+            if not filling.stopped or isinstance(error, DeterminismError):
+                if isinstance(error, DeterminismError) and self.explain is not None and error.region == self._region():
+                    raise self.explain(error) from error
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
+            if paused:
+                resume_modes(paused)
             set_grad_enabled(grad_enabled)
             if borrows:
                 _default_generators.release()
@@ -325,6 +358,11 @@ class FunctionFrame(Frame):
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)
+
+
+def _is_last_backward() -> bool:
+    """Whether the backward that runs on this thread frees its graph, so that nobody asks for the same tensors again."""
+    return graph_task_id() != -1 and not keeps_graph() and graph_exec_group() is None
 
 
 def _name_of(function: Callable[..., Any]) -> str:

@@ -36,6 +36,45 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 # which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+# Whether the graph task that is running keeps its graph (``retain_graph=True``). 2.11 to 2.15.
+keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
+
+# The dispatch modes that are active on this thread, from the outermost. 2.11 to 2.15.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+
+# Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
+_exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_KEYS: Any = torch._C.DispatchKey
+
+
+def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an alias that shares the version counter also from within a dispatch mode, where a plain ``detach`` does not."""
+    excluded = _is_excluded(_KEYS.ADInplaceOrView)
+    _exclude(_KEYS.ADInplaceOrView, False)
+    try:
+        return tensor.detach()
+    finally:
+        _exclude(_KEYS.ADInplaceOrView, excluded)
+
+
+def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor.detach()`` without a word to dispatch modes: 0.7 us, where a mode that does nothing makes it 2.1.
+
+    A subclass, whose own handler is asked by way of the same keys, is detached as usual.
+    """
+    if type(tensor) is not torch.Tensor:
+        return tensor.detach()
+    _exclude(_KEYS.Python, True)
+    _exclude(_KEYS.PythonTLSSnapshot, True)
+    try:
+        return tensor.detach()
+    finally:
+        _exclude(_KEYS.Python, False)
+        _exclude(_KEYS.PythonTLSSnapshot, False)
+
+
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
 # honours the other's. 2.11 to 2.15.
 graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group

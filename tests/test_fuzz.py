@@ -39,11 +39,11 @@ def test_programs_are_what_they_are_without_regions(start):
     assert found is None, minimal(found, implementation)
 
 
-@pytest.mark.parametrize("name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied"])
+@pytest.mark.parametrize("name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied", "ours-selective"])
 def test_options_change_nothing(name):
-    """The curried form, no early stop, debug mode, and options that differ from region to region."""
+    """The curried form, no early stop, debug mode, options and policies that differ from region to region."""
     # Under any dispatch mode, the debug mode's too, torch makes views in inference mode that require no grad.
-    features = CORE - {"no_grad"}
+    features = CORE - {"inference"}
     found = first_difference(IMPLEMENTATIONS[name], range(10_000, 10_060), features)
     assert found is None, minimal(found, IMPLEMENTATIONS[name], features)
 

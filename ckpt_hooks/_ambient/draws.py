@@ -14,22 +14,29 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_hooks._bytes import same_bytes
 from ckpt_hooks._dispatch import QuietDispatchMode
 
-__all__ = ["RecordDraws", "ReplayDraws"]
+__all__ = ["Draw", "RecordDraws", "ReplayDraws", "num_draw_modes", "skip_draw", "watch_draw"]
+
+
+class Draw(NamedTuple):
+    """The states of a generator before and after an operator drew from it."""
+
+    before: torch.Tensor
+    after: torch.Tensor
 
 
 class _Handlers(threading.local):
-    """The modes of one thread, outermost first, and the state that the latest draw started from."""
+    """The modes of one thread, outermost first, and the latest draw that one of them made."""
 
     def __init__(self) -> None:
         self.active: list[_Draws] = []
-        self.latest: torch.Tensor | None = None
+        self.latest: Draw | None = None
 
 
 _handlers = _Handlers()
@@ -99,6 +106,10 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
         return self.draw(func, operator, args, kwargs, takes_generator=position >= 0)
 
     @abc.abstractmethod
+    def skip(self, device: torch.device, drawn: Draw) -> bool:
+        """Goes on as if an operator that is skipped had drawn; returns whether that is all, or modes around it have to know."""
+
+    @abc.abstractmethod
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
         """Runs an operator that draws, and was given no generator.
 
@@ -142,7 +153,7 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
             # The mode of the region around this one draws; this one notes from where.
             result = func(*args, **kwargs)
             assert _handlers.latest is not None
-            self.states.append(_handlers.latest)
+            self.states.append(_handlers.latest.before)
             return result
         device = _device_of(args, kwargs)
         default, own = _default_generator(device), torch.Generator(device)
@@ -154,8 +165,14 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
             if same_bytes(default.get_state(), state):
                 default.set_state(own.get_state())
         self.states.append(state)
-        _handlers.latest = state
+        _handlers.latest = Draw(state, own.get_state())
         return result
+
+    def skip(self, device: torch.device, drawn: Draw) -> bool:
+        self.states.append(drawn.before)
+        if _handlers.active[0] is self:
+            _default_generator(device).set_state(drawn.after)
+        return False
 
 
 class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
@@ -187,5 +204,82 @@ class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
         if self._count < len(self._states):
             own.set_state(self._states[self._count])
         self._count += 1
-        _handlers.latest = own.get_state()
-        return _call(operator, args, kwargs, own, takes_generator=takes_generator)
+        before = own.get_state()
+        result = _call(operator, args, kwargs, own, takes_generator=takes_generator)
+        _handlers.latest = Draw(before, own.get_state())
+        return result
+
+    def skip(self, device: torch.device, drawn: Draw) -> bool:
+        default = _default_generator(device)
+        self.start(default, drawn.after)
+        self._count += 1
+        return True
+
+
+def _given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """Returns the generator that an operator was given, None where it draws from a default one."""
+    form = _forms.get(operator)
+    if form is None:
+        form = _forms[operator] = _form_of(operator)
+    position = form[1]
+    if form[0] is not operator or position < 0:
+        return None
+    given: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
+    return given
+
+
+def num_draw_modes() -> int:
+    """Returns how many modes of this module are active on this thread."""
+    return len(_handlers.active)
+
+
+def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Draw | None]:
+    """Watches an operator that may draw, and is about to run.
+
+    Args:
+        operator: The operator.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Says, when it has run, what it drew; None where it did not.
+    """
+    generator = _given_generator(operator, args, kwargs)
+    if generator is None and _handlers.active:
+        _handlers.latest = None
+        return lambda: _handlers.latest
+    if generator is None:
+        device = _device_of(args, kwargs)
+        if device.type == "meta":
+            return lambda: None
+        generator = _default_generator(device)
+    watched, before = generator, generator.get_state()
+
+    def drawn() -> Draw | None:
+        after = watched.get_state()
+        return None if same_bytes(before, after) else Draw(before, after)
+
+    return drawn
+
+
+def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Draw, *, modes: int) -> None:
+    """Moves the random stream past an operator that is not run.
+
+    Args:
+        operator: The operator.
+        args: Its arguments in this recompute, whose generator need not be the object that forward had.
+        kwargs: Its keyword arguments.
+        drawn: What it drew in forward.
+        modes: How many modes of this module (:func:`num_draw_modes`) have yet to hear of it.
+    """
+    generator = _given_generator(operator, args, kwargs)
+    if generator is not None:
+        generator.set_state(drawn.after)
+        return
+    device = _device_of(args, kwargs)
+    _handlers.latest = drawn
+    for mode in reversed(_handlers.active[:modes]):
+        if mode.skip(device, drawn):
+            return
+    if modes == 0:
+        _default_generator(device).set_state(drawn.after)

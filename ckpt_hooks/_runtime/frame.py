@@ -215,7 +215,8 @@ class Frame(abc.ABC):
             values = self.recompute(frozenset(wanted))
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
             for position in wanted:
-                opened.values[position] = values[position]
+                if position < len(values):  # handles that are dead by now are not brought back
+                    opened.values[position] = values[position]
             value = opened.values[index]
             if value is MISSING and len(wanted) > 1:
                 value = self.recompute((index,))[index]

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._dispatch import pause_modes, resume_modes
 from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number, storage_of
 
 from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
@@ -134,7 +135,11 @@ def _pack_fingerprinted(
 ) -> Callable[[torch.Tensor], Handle | Kept]:
     def pack_fingerprinted(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
-        fingerprints.note(tensor, kept=type(packed) is list)
+        paused = pause_modes()
+        try:
+            fingerprints.note(tensor, kept=type(packed) is list)
+        finally:
+            resume_modes(paused)
         return packed
 
     return pack_fingerprinted

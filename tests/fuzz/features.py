@@ -14,7 +14,8 @@ CORE = frozenset(
         "in_place",  # writes to intermediate values and to views of them
         "custom_functions",
         "autocast",
-        "no_grad",  # no_grad, inference_mode and detached parts, and regions within them
+        "no_grad",  # no_grad and detached parts, and regions within them
+        "inference",  # and inference_mode, where there is no_grad
         "random",  # torch's default generator
         "forked_random",  # fork_rng blocks
         "seeds",  # manual_seed, set_rng_state, numbers drawn and not used

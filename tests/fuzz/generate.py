@@ -87,7 +87,7 @@ class _Generator(Draft):
         for feature in ("autocast", "ambient"):
             if self.has(feature) and self.chance(probability):
                 more = statements.SURROUNDINGS if feature == "ambient" else []
-                header, _ = self.random.choice(statements.BLOCKS[feature] + more)
+                header, _ = self.random.choice(self.blocks(feature) + more)
                 headers.append(header.format(k=self.random.choice([0.5, 1.5])))
         return headers
 
@@ -180,11 +180,15 @@ class _Generator(Draft):
             return False
         return storage not in self.saved or self.has("stale_saves")
 
+    def blocks(self, feature: str) -> list[tuple[str, list[str]]]:
+        """Returns the blocks of a feature."""
+        return [block for block in statements.BLOCKS[feature] if self.has("inference") or "inference_mode" not in block[0]]
+
     def block(self) -> list[Node] | None:
         feature, x = self.feature(statements.BLOCKS), self.pick()
         if feature is None or x is None:
             return None
-        header, footer = self.random.choice(statements.BLOCKS[feature])
+        header, footer = self.random.choice(self.blocks(feature))
         header = header.format_map(Slots(self, x))
         self.copying += "hooks" in header or "save_on_cpu" in header
         with self.inside([header] if header.startswith("with ") and "suppress" not in header else []):

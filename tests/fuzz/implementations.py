@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import random
+import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch.utils.checkpoint
 
 import ckpt_hooks
+from ckpt_hooks import CheckpointPolicy, policies
 
 from .observe import plain
 
@@ -57,6 +59,67 @@ def varied() -> Run:
     return run
 
 
+class Arbitrary:
+    """A policy that decides on each run of an operator by chance, always the same for one seed."""
+
+    def __init__(self, seed: int, share: int) -> None:
+        self.seed, self.share, self.count = seed, share, 0
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        number = zlib.crc32(f"{self.seed} {op} {self.count}".encode())
+        if number % 100 >= self.share:
+            return (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE, False)[number % 3]
+        return tuple(CheckpointPolicy)[(number >> 8) % 2 + 4 * ((number >> 10) % 4 == 0)]
+
+
+#: Policies of each kind that there is, as (for torch's implementation, for ours).
+_READY_MADE = [
+    [torch.ops.aten.mm.default, torch.ops.aten.sin.default, torch.ops.aten.mul.Tensor, torch.ops.aten.bernoulli.p],
+    [torch.ops.aten.exp.default, torch.ops.aten.cos.default, torch.ops.aten.native_dropout.default],
+]
+_OF_OURS = [
+    policies.everything_saveable,
+    policies.dots_saveable,
+    policies.save_every(torch.ops.aten.mul.Tensor, 2),
+    policies.save_from_both_policies(
+        policies.save_compute_and_communication, policies.save_every(torch.ops.aten.sin.default, 2)
+    ),
+]
+
+
+def _number_of(function: Any) -> int:
+    while isinstance(function, functools.partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return zlib.crc32(type(function).__name__.encode() if code is None else f"{code.co_name} {code.co_firstlineno}".encode())
+
+
+def selective(module: Any = ckpt_hooks) -> Run:
+    """Returns what gives each region a policy of its own, the same whenever it runs: also in the recompute of another one.
+
+    Args:
+        module: ``ckpt_hooks`` or ``torch.utils.checkpoint``.
+    """
+    options = {} if module is ckpt_hooks else {"use_reentrant": False}
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = _number_of(function)
+        draw = random.Random(number)
+        choice = draw.random()
+        policy: Any = Arbitrary(number, draw.choice([15, 50, 85, 100]))
+        if choice < 0.15:
+            policy = draw.choice(_READY_MADE)
+        elif choice < 0.3 and module is ckpt_hooks:
+            policy = draw.choice(_OF_OURS)
+        elif choice < 0.4:
+            return module.checkpoint(function, *args, **options, **kwargs)
+        context_fn = functools.partial(module.create_selective_checkpoint_contexts, policy)
+        return module.checkpoint(function, *args, context_fn=context_fn, **options, **kwargs)
+
+    return run
+
+
 #: What programs find beside ``curried`` and ``varied``.
 checkpoint_sequential = ckpt_hooks.checkpoint_sequential
 
@@ -84,6 +147,13 @@ IMPLEMENTATIONS = {
             f"{_OURS}\n\nrun = functools.partial(checkpoint, debug=True)",
         ),
         _stateless("plain", plain, "run = plain"),
+        Implementation("ours-selective", selective, "from tests.fuzz.implementations import selective\n\nrun = selective()"),
+        Implementation(
+            "torch-selective",
+            functools.partial(selective, torch.utils.checkpoint),
+            "import torch.utils.checkpoint\nfrom tests.fuzz.implementations import selective\n\n"
+            "run = selective(torch.utils.checkpoint)",
+        ),
         Implementation("ours-varied", varied, "from tests.fuzz.implementations import varied\n\nrun = varied()"),
     )
 }

@@ -1,0 +1,101 @@
+"""What there is to know of an operator before it runs: whether its output can stand in for running it again.
+
+Most of it is in the schema. A view's output is another face of its input, and an operator that writes does its work by writing:
+neither is done by handing out what it returned. Some schemas do not tell: those are listed here, with what they leave out.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
+
+__all__ = ["SAC_IGNORED_OPS", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
+
+
+class Kind(enum.Enum):
+    """What a recompute may do with an operator."""
+
+    #: Does no work, or comes and goes: not part of the sequence that forward and recompute have in common.
+    IGNORED = enum.auto()
+    #: A cast of a leaf, which autocast makes once and keeps until its block ends: in the sequence or not, as it happens.
+    CAST = enum.auto()
+    #: Has to run again: it writes to its inputs, or its output shares their memory.
+    REPLAYED = enum.auto()
+    #: Like those, and writes to its arguments.
+    WRITES = enum.auto()
+    #: Like those, and neither schema nor versions tell of the writing.
+    REWRITES = enum.auto()
+    #: Has to run again: its outputs share the memory of its input, which the schema denies, but not its version counter.
+    ALIASES = enum.auto()
+    #: May be skipped where its output is at hand.
+    SAVEABLE = enum.auto()
+    #: The same, but it draws random numbers, or may.
+    RANDOM = enum.auto()
+
+
+#: Operators of these libraries write to tensors that they are given, and neither their schemas nor versions tell:
+#: collectives that work in place, and the gathering and freeing of parameters.
+_REWRITING = frozenset({"c10d", "fsdp"})
+
+#: Update running statistics, which their schemas have as inputs.
+_WRITES_UNSAID = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm"})
+
+#: Promise autograd that nobody looks at their input any more. A policy may have kept it.
+_ALIASES_UNSAID = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
+
+#: An operator, what kind it is, and how to call it in the shortest way.
+Facts = tuple[Any, Kind, Callable[..., Any]]
+
+# Operators hash by a function of Python, integers do not. Each entry holds its operator, so that no other gets the number.
+_facts: dict[int, Facts] = {}
+
+
+def kind_of(operator: Any) -> Kind:
+    """Returns what a recompute may do with an operator: an ``OpOverload``, or a higher-order operator."""
+    if operator in SAC_IGNORED_OPS:
+        return Kind.IGNORED
+    schema = getattr(operator, "_schema", None)
+    if schema is None:  # a higher-order operator: whether its output is its own is seen when it has run
+        return Kind.SAVEABLE
+    if operator.namespace in _REWRITING:
+        return Kind.REWRITES
+    name = schema.name.partition("::")[2]
+    if schema.is_mutable:
+        return Kind.WRITES
+    if name in _ALIASES_UNSAID:
+        return Kind.ALIASES
+    if name in _WRITES_UNSAID or any(returned.alias_info is not None for returned in schema.returns):
+        return Kind.REPLAYED
+    if operator is torch.ops.aten._to_copy.default:
+        return Kind.CAST
+    return Kind.RANDOM if torch.Tag.nondeterministic_seeded in operator.tags else Kind.SAVEABLE
+
+
+def call_of(operator: Any) -> Callable[..., Any]:
+    """Returns what runs an operator: an overload's own callable, which spares one call of Python, where there is one."""
+    call: Callable[..., Any] = operator._op if type(operator) is torch._ops.OpOverload else operator
+    return call
+
+
+def facts_of(operator: Any) -> Facts:
+    """Returns what is known of an operator; found out once."""
+    found = _facts.get(id(operator))
+    if found is None or found[0] is not operator:
+        found = _facts[id(operator)] = operator, kind_of(operator), call_of(operator)
+    return found
+
+
+def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
+    """Returns the arguments of a call that an operator writes to, as its schema says; all where it does not say."""
+    arguments = operator._schema.arguments
+    if kind_of(operator) is not Kind.WRITES:
+        return [args, kwargs]
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]

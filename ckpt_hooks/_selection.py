@@ -1,0 +1,326 @@
+"""What a selective region remembers of its operators: which ones ran, and the outputs that a policy said to keep.
+
+Operators are known by their place in the sequence that ran in forward. A recompute runs the same sequence, and each operator in
+it is compared with the one that forward ran at that place; so an output stands in for the operator that made it, and never for
+another one that came to its place because something was left out before it.
+
+An output that is kept is a cache, no more: where it is not what the operator returned any longer, or not there, the operator
+runs again. That is so for outputs that were modified since (their version tells, and forward sees who writes to them), for
+those that an earlier recompute took because its backward did not retain the graph, and for outputs that share memory with an
+input, which are not kept at all.
+
+What is kept goes by way of the saved-tensor hooks around the region, as everything does that a region keeps until backward. If
+those are a frame's, then what is kept is that frame's to bring back: a region inside a region that recomputes everything keeps
+nothing through it, and finds what it kept when the outer one has been rerun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ._ambient.draws import Draw, skip_draw
+from ._operators import Kind
+from ._refit import refit
+from ._runtime.frame import RegionPath, format_path
+from ._runtime.hooks import unpack as unpack_handle
+from ._runtime.passes import MISSING
+from ._torch import counted_detach, storage_of
+from .errors import DeterminismError, MutationError
+
+__all__ = ["Selection"]
+
+_NO_NUMBERS: list[int] = []
+_NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
+
+
+class _Kept:
+    """A tensor that is kept as it is."""
+
+    __slots__ = ("_tensor", "_version", "aliased")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.aliased = False
+        self._tensor = tensor
+        self._version = tensor._version
+
+    def get(self, *, last: bool) -> torch.Tensor:
+        """Returns the tensor, or :data:`MISSING` if it was modified; an object that nobody else has."""
+        tensor = self._tensor
+        if tensor._version != self._version:
+            return MISSING  # type: ignore[no-any-return]
+        return tensor if last else counted_detach(tensor)
+
+
+class _Packed:
+    """A tensor that was given to somebody's hooks.
+
+    Attributes:
+        aliased: Whether there are tensors that share its memory and not its version counter.
+    """
+
+    __slots__ = ("_packed", "_storage", "_strides", "_unpack", "_value", "_version", "aliased")
+
+    def __init__(self, tensor: torch.Tensor, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
+        self.aliased = False
+        self._version = tensor._version
+        self._storage = storage_of(tensor)
+        self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
+        self._unpack = unpack
+        self._value: Any = MISSING
+        self._packed = pack(tensor)
+
+    def prepare(self) -> None:
+        """Brings the tensor back if a frame has it, whose recompute cannot run from within an operator."""
+        if self._unpack is unpack_handle and not self.aliased:
+            try:
+                self._value = unpack_handle(self._packed)
+            except MutationError:  # something around the region wrote to it
+                self._packed = None
+
+    def get(self, *, last: bool) -> torch.Tensor:
+        value, self._value = self._value, MISSING
+        if value is MISSING:
+            if self._unpack is unpack_handle:
+                return MISSING  # type: ignore[no-any-return]
+            value = self._unpack(self._packed)
+            if storage_of(value) == self._storage and (self.aliased or value._version > self._version):
+                return MISSING  # type: ignore[no-any-return]
+        return counted_detach(refit(value.detach(), self._strides, self._version))
+
+
+class _Entry:
+    """What was kept of one operator.
+
+    Attributes:
+        value: Its output, with something to :meth:`get` in place of each tensor.
+        packs: How many tensors the region had saved when the operator ran.
+        draw: What it drew from a random stream, if it did.
+        aliases: Tensors that share memory with it and have a version counter of their own, with their versions.
+    """
+
+    __slots__ = ("aliases", "draw", "packs", "value")
+
+    value: Any
+    packs: int
+    draw: Draw | None
+    aliases: Sequence[tuple[torch.Tensor, int]]
+
+
+class Selection:
+    """The operators of one forward, and what was kept of them.
+
+    Attributes:
+        operators: Those that ran, in order.
+        entries: What was kept, by place in that order.
+        places: Where in that order, by the storage of what was kept.
+        complete: Whether forward has ended.
+        last: Whether the recompute that begins is the last one, which may take what was kept.
+        has_stopped: Whether the recompute that begins has been told to stop.
+    """
+
+    __slots__ = ("_hooks", "_numbers", "_path", "complete", "entries", "has_stopped", "last", "operators", "places")
+
+    def __init__(self) -> None:
+        self.operators: list[Any] = []
+        self.entries: dict[int, _Entry] = {}
+        self.places: dict[int | None, int] = {}
+        self.complete = False
+        self.last = False
+        self.has_stopped: Callable[[], bool] = _never
+        self._numbers = _NO_NUMBERS
+        self._path: RegionPath | None = None
+        self._hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
+
+    def attach(
+        self,
+        numbers: list[int],
+        path: RegionPath,
+        hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None,
+        *,
+        respect_hooks: bool,
+    ) -> None:
+        """Makes this the selection of a frame.
+
+        Args:
+            numbers: One a tensor that the frame has packed.
+            path: The frame's.
+            hooks: Those that are active around the frame, if any.
+            respect_hooks: Whether what is kept goes through hooks that are not a frame's.
+        """
+        self._numbers, self._path = numbers, path
+        if hooks is not None and (respect_hooks or hooks[1] is unpack_handle):
+            self._hooks = hooks
+
+    def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None) -> None:
+        """Keeps the output of an operator, unless it is not the operator's own.
+
+        Args:
+            place: Where the operator stands in the sequence.
+            output: What it returned.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            draw: What it drew, if it did.
+        """
+        outputs = (output,) if type(output) is torch.Tensor else list(_tensors_of(output))
+        storages = list(map(storage_of, outputs))
+        for arg in args:
+            if isinstance(arg, torch.Tensor):
+                if storage_of(arg) in storages:
+                    return
+            elif isinstance(arg, (list, tuple)) and any(storage_of(tensor) in storages for tensor in _tensors_of(arg)):
+                return
+        if kwargs and any(storage_of(tensor) in storages for tensor in _tensors_of(kwargs)):
+            return
+        if any(map(torch.is_inference, outputs)):  # whose versions nobody counts
+            return
+        for storage in storages:
+            self.places[storage] = place
+        entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
+        entry.value = self._kept(output)
+        entry.packs = len(self._numbers)
+        entry.draw = draw
+        entry.aliases = _NO_ALIASES
+        self.entries[place] = entry
+
+    def _kept(self, output: Any) -> Any:
+        if isinstance(output, torch.Tensor):
+            kept = counted_detach(output)
+            return _Kept(kept) if self._hooks is None else _Packed(kept, *self._hooks)
+        if isinstance(output, (list, tuple)):
+            return type(output)(map(self._kept, output))
+        return output
+
+    def forget(self, args: Any) -> None:
+        """Lets go of what shares memory with an operator's arguments, which it wrote to."""
+        places = self.places
+        for tensor in _tensors_of(args):
+            place = places.get(storage_of(tensor))
+            if place is not None:
+                self.entries.pop(place, None)
+
+    def watch(self, args: Any, outputs: Any) -> None:
+        """Watches what an operator made out of something that was kept, without a version counter in common.
+
+        What shares the memory that is kept holds no more of it. Where hooks have it instead, who knows what they hold: then it
+        is not handed out if it has the memory that it had.
+        """
+        for tensor in _tensors_of(args):
+            entry = self.entries.get(self.places.get(storage_of(tensor), -1))
+            if entry is not None:
+                for saved in _saved_of(entry.value):
+                    saved.aliased = True
+                if self._hooks is None:
+                    entry.aliases = [
+                        *entry.aliases,
+                        *((counted_detach(output), output._version) for output in _tensors_of(outputs)),
+                    ]
+
+    def close(self, *, early_stop: bool) -> None:
+        """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to."""
+        self.complete = True
+        if early_stop and self._numbers is not _NO_NUMBERS:
+            total = len(self._numbers)
+            for place in [place for place, entry in self.entries.items() if entry.packs >= total]:
+                del self.entries[place]
+
+    def prepare(self, *, last: bool, has_stopped: Callable[[], bool]) -> None:
+        """Gets ready for a recompute, before it has begun.
+
+        Args:
+            last: Whether what is kept may go as it is used.
+            has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
+        """
+        self.last, self.has_stopped = last, has_stopped
+        if self._hooks is not None and self._hooks[1] is unpack_handle:
+            for entry in self.entries.values():
+                for saved in _saved_of(entry.value):
+                    saved.prepare()
+
+    def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
+        """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
+
+        Args:
+            place: Where the operator stands in the sequence.
+            operator: The operator.
+            args: Its arguments in the recompute.
+            kwargs: Its keyword arguments.
+            last: Whether to let go of it.
+            draw_modes: How many modes that watch draws were active when the recompute began.
+        """
+        entry = self.entries[place]
+        if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
+            return MISSING
+        value = entry.value
+        output = value.get(last=last) if type(value) is _Kept else _got(value, last=last)
+        if output is MISSING:
+            return MISSING
+        if entry.draw is not None:
+            skip_draw(operator, args, kwargs, entry.draw, modes=draw_modes)
+        if last:
+            del self.entries[place]
+        return output
+
+    def compare(self, place: int, operator: Any, kind: Kind) -> DeterminismError | None:
+        """Looks at an operator that is not the very one that forward ran; returns an error if it should have been.
+
+        Args:
+            place: Where it stands in the sequence of the recompute.
+            operator: What runs there.
+            kind: Its kind.
+        """
+        if place >= len(self.operators):
+            if not self.complete:  # a recompute in the middle of forward
+                return None
+            expected = "nothing more"
+        else:
+            before = self.operators[place]
+            # Where threads besides the main one run regions, draws get a generator, by another overload.
+            if kind is Kind.RANDOM and getattr(before, "overloadpacket", None) is operator.overloadpacket:
+                return None
+            expected = str(before)
+        region = format_path(self._path)
+        name = f"region {'/'.join(region)!r}: " if region else ""
+        return DeterminismError(
+            f"{name}operator {place} of the recompute is {operator}, where forward ran {expected}. Outputs that a policy kept "
+            "are known by their place in the sequence of operators, so a recompute must run the same ones. Usual causes: a "
+            "cache that forward filled and the recompute finds there (fill it before the region), a branch on "
+            "is_recomputing() or on a global that changed, and operators for logging in one of the two runs only.",
+            region=region,
+            index=place,
+            expected=expected,
+            found=str(operator),
+        )
+
+
+def _never() -> bool:
+    return False
+
+
+def _got(value: Any, *, last: bool) -> Any:
+    if isinstance(value, (_Kept, _Packed)):
+        return value.get(last=last)
+    if isinstance(value, (list, tuple)):
+        outputs = [_got(one, last=last) for one in value]
+        return MISSING if any(one is MISSING for one in outputs) else type(value)(outputs)
+    return value
+
+
+def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _tensors_of(one)
+    elif isinstance(value, dict):
+        yield from _tensors_of(list(value.values()))
+
+
+def _saved_of(value: Any) -> Iterable[Any]:
+    if isinstance(value, (_Kept, _Packed)):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _saved_of(one)

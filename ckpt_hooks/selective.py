@@ -1,0 +1,192 @@
+"""Selective checkpointing: a policy says of each operator whether its output is kept or computed again.
+
+Two dispatch modes see the operators below autograd. The one of forward notes each of them and asks the policy; the one of a
+recompute hands out what was kept instead of running the operator. What is noted and kept is :mod:`ckpt_hooks._selection`; which
+operators may be skipped at all, :mod:`ckpt_hooks._operators`.
+
+A policy that looks at the operator alone is asked once an operator in the program, and the answer is looked up from then on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ._ambient.draws import num_draw_modes, watch_draw
+from ._dispatch import PausableDispatchMode
+from ._operators import SAC_IGNORED_OPS, Kind, facts_of, written_by
+from ._runtime.passes import MISSING
+from ._selection import Selection
+from .errors import DeterminismError
+from .policies import CheckpointPolicy, Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
+
+__all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
+
+# What the mode of forward does with an operator.
+_PASS, _CAST, _REPLAY, _LOOK, _SAVE, _ASK = range(6)
+
+#: Operator, what to do, how to call it, its kind.
+_Plan = tuple[Any, int, Any, Kind]
+
+_RECOMPUTES = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+
+# What runs again in any case, and of that what may touch an output that was kept.
+_NEVER_KEPT = frozenset({Kind.REPLAYED, Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
+_LOOKED_AT = frozenset({Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
+
+
+def _plan_for(policy: Policy, operator: Any) -> _Plan:
+    _, kind, call = facts_of(operator)
+    if kind is Kind.IGNORED:
+        return operator, _PASS, call, kind
+    decision = policy.for_op(operator)
+    if kind is Kind.CAST:
+        action = _CAST
+    elif decision is None:
+        action = _ASK
+    elif kind in _LOOKED_AT:
+        action = _LOOK
+    elif decision in _RECOMPUTES or kind is Kind.REPLAYED:
+        action = _REPLAY
+    else:
+        action = _SAVE
+    return operator, action, call, kind
+
+
+def _is_cached_cast(args: Any) -> bool:
+    """Whether a cast is of the sort that autocast makes once a block: it runs in forward or in a recompute, or in both."""
+    return bool(args[0].is_leaf and args[0].requires_grad)
+
+
+class _Record(PausableDispatchMode):
+    """Notes the operators of a forward, and keeps what the policy says."""
+
+    def __init__(self, selection: Selection, policy: Policy) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.selection = selection
+        self._policy = policy
+        self._ask: PolicyFn = policy.start()
+        self._plan: dict[int, _Plan] = policy.plan
+        self._note = selection.operators.append
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plan = self._plan.get(id(func))
+        if plan is None or plan[0] is not func:
+            plan = self._plan[id(func)] = _plan_for(self._policy, func)
+        _, action, call, kind = plan
+        if action == _REPLAY and not self.paused:
+            self._note(func)
+        elif action != _PASS and not self.paused and not (action == _CAST and _is_cached_cast(args)):
+            return self._decide(func, action, call, kind, args, kwargs or {})
+        return call(*args, **kwargs) if kwargs else call(*args)
+
+    def _decide(self, func: Any, action: int, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        selection = self.selection
+        place = len(selection.operators)
+        self._note(func)
+        watch = watch_draw(func, args, kwargs) if kind is Kind.RANDOM else None
+        output = call(*args, **kwargs)
+        decision = CheckpointPolicy.PREFER_RECOMPUTE
+        if action in (_ASK, _CAST):
+            answer = self._ask(SelectiveCheckpointContext(is_recompute=False, op_output=output), func, *args, **kwargs)
+            decision = decision_of(answer, func)
+        if action != _SAVE:
+            if selection.entries and kind in _LOOKED_AT:
+                if kind is Kind.ALIASES:
+                    selection.watch((args, kwargs), output)
+                else:
+                    selection.forget(written_by(func, args, kwargs))
+            if decision in _RECOMPUTES or kind in _NEVER_KEPT:
+                return output
+        selection.keep(place, output, args, kwargs, None if watch is None else watch())
+        return output
+
+
+class _Reuse(PausableDispatchMode):
+    """Hands out in one recompute what forward kept.
+
+    Attributes:
+        error: The first operator that should not have run.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.error: DeterminismError | None = None
+        self._selection = selection
+        self._operators = selection.operators
+        self._entries = selection.entries
+        self._place = -1
+        self._draw_modes = num_draw_modes()
+        self._last, self._has_stopped = selection.last, selection.has_stopped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _, kind, call = facts_of(func)
+        if not (kind is Kind.IGNORED or self.paused or (kind is Kind.CAST and _is_cached_cast(args))):
+            self._place = place = self._place + 1
+            operators = self._operators
+            if place >= len(operators) or operators[place] is not func:
+                error = self._selection.compare(place, func, kind)
+                if error is not None and not self._has_stopped():
+                    self.error = self.error or error
+                    raise error
+            if place in self._entries:
+                output = self._selection.take(place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes)
+                if output is not MISSING:
+                    return output
+        return call(*args, **kwargs) if kwargs else call(*args)
+
+
+class _Recompute:
+    """What wraps each recompute: a mode of its own for each, since one may run inside another."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self._running: list[_Reuse] = []  # outermost first; a region is recomputed by one thread at a time
+
+    def __enter__(self) -> None:
+        mode = _Reuse(self.selection)
+        mode.__enter__()  # type: ignore[no-untyped-call]
+        self._running.append(mode)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        mode = self._running.pop()
+        mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if mode.error is not None and error is not mode.error:
+            raise mode.error  # which the function swallowed
+
+
+def create_selective_checkpoint_contexts(
+    policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
+) -> tuple[_Record, _Recompute]:
+    """Returns the two context managers by which a region keeps the outputs of some operators.
+
+    For ``context_fn`` of :func:`ckpt_hooks.checkpoint`, as ``functools.partial(create_selective_checkpoint_contexts, policy)``,
+    which makes a new pair for each region. ``checkpoint(policy=...)`` does the same.
+
+    An operator whose output is kept does not run in a recompute. Views and operators that write to their inputs always run
+    again; so do those whose output was modified since. A random operator that is skipped leaves the random stream where it
+    would have. What is kept lives as long as the region, and goes as it is used in a backward that does not retain the graph.
+    It is kept by way of the saved-tensor hooks that are active around the region.
+
+    Args:
+        policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, which is asked once for each operator
+            in forward, when it has run; or a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`.
+        allow_cache_entry_mutation: Accepted as in torch, where it hands out outputs that were modified since. Here their
+            operators run again in either case.
+
+    Returns:
+        What to enter around forward, and around each recompute.
+
+    Raises:
+        TypeError: If the policy is neither a function nor a list; in forward, if it returns no ``CheckpointPolicy``.
+        ValueError: If something in the list is not an operator.
+
+    Example:
+        >>> import functools, torch
+        >>> from ckpt_hooks import checkpoint, create_selective_checkpoint_contexts
+        >>> save_products = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        >>> layer = torch.nn.Linear(4, 4)
+        >>> y = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4), context_fn=save_products)
+    """
+    policy = policy_from(policy_fn_or_list, "policy_fn_or_list")
+    selection = Selection()
+    return _Record(selection, policy), _Recompute(selection)
