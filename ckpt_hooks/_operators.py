@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-__all__ = ["SAC_IGNORED_OPS", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
+__all__ = ["KNOWN", "SAC_IGNORED_OPS", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
 
 
 class Kind(enum.Enum):
@@ -23,13 +23,14 @@ class Kind(enum.Enum):
     IGNORED = enum.auto()
     #: A cast of a leaf, which autocast makes once and keeps until its block ends: in the sequence or not, as it happens.
     CAST = enum.auto()
-    #: Has to run again: it writes to its inputs, or its output shares their memory.
-    REPLAYED = enum.auto()
-    #: Like those, and writes to its arguments.
+    #: Another face of its input: has to be made again, and is not part of that sequence either, since autograd makes some anew
+    #: where the base of a view was written to.
+    VIEW = enum.auto()
+    #: Has to run again, since it writes to its arguments.
     WRITES = enum.auto()
     #: Like those, and neither schema nor versions tell of the writing.
     REWRITES = enum.auto()
-    #: Has to run again: its outputs share the memory of its input, which the schema denies, but not its version counter.
+    #: Has to run again, since its outputs share the memory of its input, which the schema denies, but not its version counter.
     ALIASES = enum.auto()
     #: May be skipped where its output is at hand.
     SAVEABLE = enum.auto()
@@ -50,8 +51,9 @@ _ALIASES_UNSAID = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "un
 #: An operator, what kind it is, and how to call it in the shortest way.
 Facts = tuple[Any, Kind, Callable[..., Any]]
 
-# Operators hash by a function of Python, integers do not. Each entry holds its operator, so that no other gets the number.
-_facts: dict[int, Facts] = {}
+#: What was found out so far, by the identity of operators: they hash by a function of Python, integers do not. An entry whose
+#: first is another operator is none.
+KNOWN: dict[int, Facts] = {}
 
 
 def kind_of(operator: Any) -> Kind:
@@ -61,15 +63,15 @@ def kind_of(operator: Any) -> Kind:
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator: whether its output is its own is seen when it has run
         return Kind.SAVEABLE
-    if operator.namespace in _REWRITING:
-        return Kind.REWRITES
     name = schema.name.partition("::")[2]
+    if operator.namespace in _REWRITING or name in _WRITES_UNSAID:
+        return Kind.REWRITES
     if schema.is_mutable:
         return Kind.WRITES
     if name in _ALIASES_UNSAID:
         return Kind.ALIASES
-    if name in _WRITES_UNSAID or any(returned.alias_info is not None for returned in schema.returns):
-        return Kind.REPLAYED
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return Kind.VIEW
     if operator is torch.ops.aten._to_copy.default:
         return Kind.CAST
     return Kind.RANDOM if torch.Tag.nondeterministic_seeded in operator.tags else Kind.SAVEABLE
@@ -83,9 +85,9 @@ def call_of(operator: Any) -> Callable[..., Any]:
 
 def facts_of(operator: Any) -> Facts:
     """Returns what is known of an operator; found out once."""
-    found = _facts.get(id(operator))
+    found = KNOWN.get(id(operator))
     if found is None or found[0] is not operator:
-        found = _facts[id(operator)] = operator, kind_of(operator), call_of(operator)
+        found = KNOWN[id(operator)] = operator, kind_of(operator), call_of(operator)
     return found
 
 

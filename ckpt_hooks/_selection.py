@@ -74,7 +74,7 @@ class _Packed:
 
     def prepare(self) -> None:
         """Brings the tensor back if a frame has it, whose recompute cannot run from within an operator."""
-        if self._unpack is unpack_handle and not self.aliased:
+        if self._unpack is unpack_handle and self._packed is not None and not self.aliased:
             try:
                 self._value = unpack_handle(self._packed)
             except MutationError:  # something around the region wrote to it
@@ -164,18 +164,19 @@ class Selection:
             kwargs: Its keyword arguments.
             draw: What it drew, if it did.
         """
-        outputs = (output,) if type(output) is torch.Tensor else list(_tensors_of(output))
-        storages = list(map(storage_of, outputs))
+        outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
+        storages = tuple(map(storage_of, outputs))
         for arg in args:
             if isinstance(arg, torch.Tensor):
                 if storage_of(arg) in storages:
                     return
-            elif isinstance(arg, (list, tuple)) and any(storage_of(tensor) in storages for tensor in _tensors_of(arg)):
+            elif isinstance(arg, (list, tuple)) and not _are_elsewhere(arg, storages):
                 return
-        if kwargs and any(storage_of(tensor) in storages for tensor in _tensors_of(kwargs)):
+        if kwargs and not _are_elsewhere(kwargs, storages):
             return
-        if any(map(torch.is_inference, outputs)):  # whose versions nobody counts
-            return
+        for tensor in outputs:
+            if tensor.is_inference():  # whose versions nobody counts
+                return
         for storage in storages:
             self.places[storage] = place
         entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
@@ -306,6 +307,10 @@ def _got(value: Any, *, last: bool) -> Any:
         outputs = [_got(one, last=last) for one in value]
         return MISSING if any(one is MISSING for one in outputs) else type(value)(outputs)
     return value
+
+
+def _are_elsewhere(value: Any, storages: tuple[int | None, ...]) -> bool:
+    return not any(storage_of(tensor) in storages for tensor in _tensors_of(value))
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:

@@ -71,6 +71,9 @@ class Policy(abc.ABC):
         >>> y = checkpoint(policy=dots_saveable)(block)(torch.ones(2, 4))
     """
 
+    #: Operators that its user named and that no region has been looked through for: one that never comes is a mistake mostly.
+    expects: frozenset[Any] = frozenset()
+
     @functools.cached_property
     def plan(self) -> dict[int, Any]:
         """What is known of operators under this policy: for whoever asks it."""
@@ -111,13 +114,11 @@ class _Uniform(Policy):
 class _ForOps(Policy):
     """One decision for some operators, recompute for the others."""
 
-    def __init__(self, name: str, ops: Iterable[Any], decision: CheckpointPolicy, meaning: str) -> None:
+    def __init__(
+        self, name: str, ops: Iterable[Any], decision: CheckpointPolicy, meaning: str, *, expected: bool = False
+    ) -> None:
         self._name, self._ops, self._decision, self._meaning = name, frozenset(ops), decision, meaning
-
-    @property
-    def ops(self) -> frozenset[Any]:
-        """The operators."""
-        return self._ops
+        self.expects = self._ops if expected else frozenset()
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return self._decision if op in self._ops else _RECOMPUTE
@@ -234,7 +235,7 @@ def save_ops(*ops: Any) -> Policy:
         <save_ops: keeps the outputs of aten.mm.default>
     """
     checked = _checked(ops, "ops")
-    return _ForOps("save_ops", checked, _SAVE, f"keeps the outputs of {_in_words(checked)}")
+    return _ForOps("save_ops", checked, _SAVE, f"keeps the outputs of {_in_words(checked)}", expected=True)
 
 
 def offload_ops(*ops: Any) -> Policy:
@@ -247,7 +248,8 @@ def offload_ops(*ops: Any) -> Policy:
         ValueError: If one is not an ``OpOverload`` or a higher-order operator.
     """
     checked = _checked(ops, "ops")
-    return _ForOps("offload_ops", checked, _OFFLOAD, f"moves the outputs of {_in_words(checked)} to the host")
+    meaning = f"moves the outputs of {_in_words(checked)} to the host"
+    return _ForOps("offload_ops", checked, _OFFLOAD, meaning, expected=True)
 
 
 class _SaveEvery(Policy):
@@ -426,7 +428,7 @@ def _from_ops(ops: Iterable[Any]) -> Policy:
         checked = _checked(ops, "op_list")
         if len(_lists) >= _MOST_LISTS:
             _lists.clear()
-        known = _lists[key] = _ForOps("save_ops", checked, _SAVE, f"keeps the outputs of {_in_words(checked)}")
+        known = _lists[key] = save_ops(*checked)
     return known
 
 

@@ -9,13 +9,15 @@ A policy that looks at the operator alone is asked once an operator in the progr
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode
-from ._operators import SAC_IGNORED_OPS, Kind, facts_of, written_by
+from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._runtime.passes import MISSING
 from ._selection import Selection
+from ._torch import graph_task_id
 from .errors import DeterminismError
 from .policies import CheckpointPolicy, Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 
@@ -29,8 +31,10 @@ _Plan = tuple[Any, int, Any, Kind]
 
 _RECOMPUTES = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
+_IGNORED, _VIEW, _CASTS = Kind.IGNORED, Kind.VIEW, Kind.CAST
+
 # What runs again in any case, and of that what may touch an output that was kept.
-_NEVER_KEPT = frozenset({Kind.REPLAYED, Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
+_NEVER_KEPT = frozenset({Kind.VIEW, Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
 _LOOKED_AT = frozenset({Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
 
 
@@ -45,7 +49,9 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         action = _ASK
     elif kind in _LOOKED_AT:
         action = _LOOK
-    elif decision in _RECOMPUTES or kind is Kind.REPLAYED:
+    elif kind is Kind.VIEW:
+        action = _PASS
+    elif decision in _RECOMPUTES:
         action = _REPLAY
     else:
         action = _SAVE
@@ -67,22 +73,43 @@ class _Record(PausableDispatchMode):
         self._ask: PolicyFn = policy.start()
         self._plan: dict[int, _Plan] = policy.plan
         self._note = selection.operators.append
+        self._task = graph_task_id()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
         if plan is None or plan[0] is not func:
             plan = self._plan[id(func)] = _plan_for(self._policy, func)
         _, action, call, kind = plan
-        if action == _REPLAY and not self.paused:
-            self._note(func)
-        elif action != _PASS and not self.paused and not (action == _CAST and _is_cached_cast(args)):
-            return self._decide(func, action, call, kind, args, kwargs or {})
+        # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
+        if action != _PASS and not self.paused and graph_task_id() == self._task:
+            if action == _REPLAY:
+                self._note(func)
+            elif not (action == _CAST and _is_cached_cast(args)):
+                return self._decide(func, action, call, kind, args, kwargs or {})
         return call(*args, **kwargs) if kwargs else call(*args)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        if self._policy.expects and error is None:
+            self._look_for_expected()
+
+    def _look_for_expected(self) -> None:
+        expected, self._policy.expects = self._policy.expects, frozenset()  # once
+        missing = expected.difference(self.selection.operators)
+        if missing:
+            names = ", ".join(sorted(map(str, missing)))
+            warnings.warn(
+                f"{self._policy!r} names operators that did not run in the first region under it: {names}. Operators are "
+                "matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each "
+                "backend; a policy function can print those that it is asked for.",
+                stacklevel=4,
+            )
 
     def _decide(self, func: Any, action: int, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         selection = self.selection
         place = len(selection.operators)
-        self._note(func)
+        if kind is not _VIEW:
+            self._note(func)
         watch = watch_draw(func, args, kwargs) if kind is Kind.RANDOM else None
         output = call(*args, **kwargs)
         decision = CheckpointPolicy.PREFER_RECOMPUTE
@@ -114,14 +141,25 @@ class _Reuse(PausableDispatchMode):
         self._selection = selection
         self._operators = selection.operators
         self._entries = selection.entries
-        self._place = -1
+        self._place = 0
+        self._task = graph_task_id()
         self._draw_modes = num_draw_modes()
         self._last, self._has_stopped = selection.last, selection.has_stopped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _, kind, call = facts_of(func)
-        if not (kind is Kind.IGNORED or self.paused or (kind is Kind.CAST and _is_cached_cast(args))):
-            self._place = place = self._place + 1
+        facts = KNOWN.get(id(func))
+        if facts is None or facts[0] is not func:
+            facts = facts_of(func)
+        _, kind, call = facts
+        if (
+            kind is not _VIEW
+            and kind is not _IGNORED
+            and not self.paused
+            and graph_task_id() == self._task
+            and not (kind is _CASTS and _is_cached_cast(args))
+        ):
+            place = self._place
+            self._place = place + 1
             operators = self._operators
             if place >= len(operators) or operators[place] is not func:
                 error = self._selection.compare(place, func, kind)

@@ -233,7 +233,22 @@ def num_draw_modes() -> int:
     return len(_handlers.active)
 
 
-def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Draw | None]:
+# For each operator that draws for dropout alone: where its probability is among the arguments; -1 for the others.
+_dropout_at: dict[int, int] = {}
+
+
+def _drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operator, attention for one, could draw for dropout and has none to do."""
+    position = _dropout_at.get(id(operator))
+    if position is None:
+        names = [argument.name for argument in operator._schema.arguments]
+        position = _dropout_at[id(operator)] = names.index("dropout_p") if "dropout_p" in names else -1
+    if position < 0:
+        return False
+    return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Draw | None] | None:
     """Watches an operator that may draw, and is about to run.
 
     Args:
@@ -242,8 +257,10 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs: Its keyword arguments.
 
     Returns:
-        Says, when it has run, what it drew; None where it did not.
+        Says, when it has run, what it drew; None where it did not. None itself where it will not.
     """
+    if _drops_nothing(operator, args, kwargs):
+        return None
     generator = _given_generator(operator, args, kwargs)
     if generator is None and _handlers.active:
         _handlers.latest = None
@@ -251,7 +268,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if generator is None:
         device = _device_of(args, kwargs)
         if device.type == "meta":
-            return lambda: None
+            return None
         generator = _default_generator(device)
     watched, before = generator, generator.get_state()
 

@@ -7,6 +7,7 @@ to be compared.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -71,6 +72,13 @@ class Run:
             if options.get("determinism_check", "none") != "none":
                 del options["determinism_check"]
         return Run(self._library, self.form, **self._options, **options)
+
+    def selecting(self, policy: Any, **options: Any) -> Run:
+        """Returns a run whose regions have a selective policy: a function, or a list of operators."""
+        if self._library == "plain":
+            return self
+        library = ckpt_hooks if self.ours else torch.utils.checkpoint
+        return self.having(context_fn=functools.partial(library.create_selective_checkpoint_contexts, policy), **options)
 
     def track_rng(self, source: Any) -> contextlib.AbstractContextManager[Any]:
         """Tells the library of a source of random numbers, for a block; torch takes none."""

@@ -1,0 +1,621 @@
+"""Selective policies: what a policy keeps stands in for running an operator, and for nothing else."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import re
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+from torch.autograd import grad
+
+import ckpt_hooks
+from ckpt_hooks import CheckpointPolicy
+from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, assert_as_eager_or_error, gradients, runs
+from tests.measure import CountOps, leaf
+
+aten = torch.ops.aten
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+#: What torch's regions do on a second backward, on a write to what was kept, on operators that forward had not.
+REFUSES = RuntimeError
+
+
+def saving(*operators):
+    """Returns a policy function that saves some operators."""
+    return lambda ctx, op, *args, **kwargs: SAVE if op in operators else RECOMPUTE
+
+
+def everything(ctx, op, *args, **kwargs):
+    return SAVE
+
+
+def recomputed(y, *inputs, **options):
+    """Returns the gradients, and how often each operator of forward ran in backward."""
+    with CountOps() as ops:
+        found = grad(y.sum(), inputs, **options)
+    return found, ops.counts
+
+
+# Rows of the table
+
+
+@runs("region", "nested", torch_fails=REFUSES)
+@pytest.mark.parametrize("where", ["inside", "outside", "through a view", "through an unsafe view"])
+def test_an_operator_that_writes_to_an_output_that_was_kept(run, where):
+    """The entry is no longer what the operator returned, which runs again."""
+
+    def function(x, w):
+        h = x @ w
+        if where == "inside":
+            h.mul_(2)
+        elif where == "through a view":
+            h[0].mul_(2)
+        elif where == "through an unsafe view":
+            aten.unsafe_split(h, 1)[0].mul_(2)
+        return h, (h + 1).sin()
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        h, y = run(function, x, w)
+        if where == "outside":
+            h.detach().mul_(5)
+        return gradients(y, x, w)
+
+    if not run.ours and where == "through an unsafe view":
+        pytest.skip("torch gives other gradients and says nothing, in the nested form as well")
+    assert_as_eager(program, run.selecting([aten.mm.default]))
+
+
+def test_a_write_through_an_unsafe_view_is_silent_in_torch():
+    """That view has a version counter of its own: torch hands out what was written over."""
+
+    def function(x, w):
+        h = x @ w
+        aten.unsafe_split(h, 1)[0].mul_(2)
+        return h.sin()
+
+    def found(run):
+        torch.manual_seed(0)
+        x, w = leaf(3, 3), leaf(3, 3)
+        return grad(run(function, x, w).sum(), x)[0]
+
+    expected, ours, theirs = (found(Run(name).selecting([aten.mm.default])) for name in ("plain", "ours", "torch"))
+    assert torch.equal(ours, expected)
+    assert not torch.equal(theirs, expected)
+
+
+@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
+@pytest.mark.parametrize("name", ["in place", "set item", "out"])
+def test_a_policy_that_saves_an_operator_that_writes(run, name):
+    """What it writes to is what matters, so it runs again."""
+
+    def function(x):
+        h = x * 2
+        if name == "in place":
+            h.add_(1).mul_(3)
+        elif name == "set item":
+            h[0] = 5
+        else:
+            with torch.no_grad():
+                torch.add(h.detach(), 1, out=h.data)
+        return h.sin() * h
+
+    def program(run):
+        x = leaf(4)
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, run.selecting(everything))
+
+
+@runs("region", "nested")
+def test_a_policy_that_saves_views(run):
+    """Views are made again, of the tensors of the recompute."""
+
+    def function(x):
+        h = x.sin()
+        first, second = h.view(2, 2).t().unbind()
+        return first.exp() * second.expand(2, 2).cos()
+
+    def program(run):
+        x = leaf(4)
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, run.selecting(everything))
+
+
+class Rope(nn.Module):
+    """Builds its tables when they are asked for first."""
+
+    def __init__(self):
+        super().__init__()
+        self.tables = None
+
+    def forward(self, x):
+        if self.tables is None:
+            angles = torch.arange(4, dtype=torch.float64)[:, None] * torch.arange(1, 5, dtype=torch.float64)
+            self.tables = angles.sin(), angles.cos()
+        sin, cos = self.tables
+        return (x.sin() * cos + x.cos() * sin).exp()
+
+
+@runs("region", torch_fails=(SILENT, RuntimeError))
+def test_a_cache_that_forward_builds_shifts_the_operators(run):
+    """An error that names the first operator that differs and the way out; never another operator's output."""
+
+    def program(run):
+        x = leaf(4, 4)
+        return gradients(run(Rope(), x), x)
+
+    assert_as_eager_or_error(
+        program, run.selecting([aten.sin.default, aten.cos.default]), naming="operator 0 of the recompute is aten.sin.default"
+    )
+
+
+@runs("region")
+def test_a_cache_that_was_there_before(run):
+    """The way out."""
+
+    def program(run):
+        x, rope = leaf(4, 4), Rope()
+        rope(x.detach())
+        return gradients(run(rope, x), x)
+
+    assert_as_eager(program, run.selecting([aten.sin.default, aten.cos.default]))
+
+
+def test_operators_for_logging_in_one_run_only():
+    """Even where the first operator that is kept is of the kind that was left out: the sequence tells."""
+    x = leaf(3)
+
+    def function(x):
+        if not ckpt_hooks.is_recomputing():
+            x.detach().sin().sum()
+        return x.sin().exp()
+
+    y = Run("ours").selecting([aten.sin.default])(function, x)
+    with pytest.raises(ckpt_hooks.DeterminismError, match="is_recomputing") as caught:
+        y.sum().backward()
+    error = caught.value
+    assert (error.index, error.expected, error.found) == (1, "aten.sum.default", "aten.exp.default")
+    assert error.region[-1].endswith("function")
+
+
+def test_a_difference_cannot_be_swallowed():
+    """A function that catches the error is told again when it is through."""
+    x = leaf(3)
+    forward = True
+
+    def function(x):
+        if forward:
+            x = x * 2
+        try:
+            x = x.sin()
+        except ckpt_hooks.DeterminismError:
+            x = x.cos()
+        return x.exp()
+
+    y = Run("ours").selecting([aten.sin.default])(function, x)
+    forward = False
+    with pytest.raises(ckpt_hooks.DeterminismError, match=re.escape("operator 0 of the recompute is aten.sin.default")):
+        y.sum().backward()
+
+
+@runs("region", torch_fails=SILENT)
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD])
+def test_offload_of_an_output_on_the_host_keeps_it(run, policy):
+    """There is nothing to move, and nothing to compute again."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = run.selecting(lambda ctx, op, *args, **kwargs: policy if op is aten.mm.default else RECOMPUTE)(
+        lambda x, w: (x @ w).sin().cos(), x, w
+    )
+    _, counts = recomputed(y, x)
+    assert counts["mm"] == 1  # that of backward
+
+
+@runs("region", torch_fails=UNNOTICED)
+@pytest.mark.parametrize("answer", [None, "save", 3])
+def test_a_policy_that_returns_something_else(run, answer):
+    """A TypeError that names the operator."""
+    x = leaf(3)
+    with pytest.raises(TypeError, match=r"aten\.sin\.default") as caught:
+        run.selecting(lambda ctx, op, *args, **kwargs: answer)(lambda x: x.sin().cos(), x)
+    assert repr(answer) in str(caught.value)
+
+
+@runs("region")
+def test_a_packet_in_the_list(run):
+    """A ValueError; ours names the overloads."""
+    with pytest.raises(ValueError, match="OpOverloadPacket to a specific OpOverload") as caught:
+        run.selecting([aten.mul])(torch.sin, leaf(3))
+    assert not run.ours or "torch.ops.aten.mul.Tensor" in str(caught.value)
+
+
+def test_an_operator_that_never_comes():
+    """A warning, once, when the first region has ended."""
+    x = leaf(3)
+    policy = ckpt_hooks.policies.save_ops(aten.sin.default, aten.tan.default)
+    run = Run("ours").selecting(policy)
+    with pytest.warns(UserWarning, match=r"did not run in the first region under it: aten\.tan\.default") as caught:
+        run(torch.sin, x)
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(torch.cos, x)
+
+
+class Foreign(enum.Enum):
+    """Another enum of the same names."""
+
+    MUST_SAVE = 7
+    PREFER_RECOMPUTE = 9
+
+
+@pytest.mark.parametrize("members", [torch.utils.checkpoint.CheckpointPolicy, Foreign])
+def test_enums_are_taken_by_name(members):
+    """Torch's own is ours; of others the names count. Booleans are what they are in torch."""
+    x = leaf(3)
+    for yes, no in ((members.MUST_SAVE, members.PREFER_RECOMPUTE), (True, False)):
+        y = Run("ours").selecting(lambda ctx, op, *args, yes=yes, no=no, **kwargs: yes if op is aten.sin.default else no)(
+            lambda x: x.sin().cos().exp().tanh(), x
+        )
+        _, counts = recomputed(y, x)
+        assert (counts["sin"], counts["exp"]) == (1, 1)  # the sine of backward; and cos' gradient takes none of forward's
+
+
+@runs("region", torch_fails=SILENT)
+def test_what_is_kept_goes_through_hooks_around_the_region(run):
+    """``save_on_cpu`` and the like see what a policy keeps."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    seen = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t.clone(), lambda t: t)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        with hooks:
+            y = run.selecting([aten.mm.default])(lambda x, w: (x @ w).sin().cos(), x, w)
+    product = (x @ w).detach()
+    assert sum(torch.equal(tensor, product) for tensor in seen) == 1
+    found, counts = recomputed(y, x, w)
+    assert counts["mm"] == 2  # those of backward
+    assert torch.equal(found[0], grad((x @ w).sin().cos().sum(), x)[0])
+
+
+def test_hooks_can_be_opted_out_of():
+    """``respect_saved_tensors_hooks=False``."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    seen = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
+        run = Run("ours").selecting([aten.mm.default], respect_saved_tensors_hooks=False)
+        y = run(lambda x, w: (x @ w).sin().cos(), x, w)
+    assert len(seen) == 2  # the arguments
+    _, counts = recomputed(y, x)
+    assert counts["mm"] == 1
+
+
+@runs("region", "nested", torch_fails=SILENT)
+@pytest.mark.parametrize("hooks", ["copying", "handing on", "in a tuple"])
+def test_hooks_and_writes_to_what_is_kept(run, hooks):
+    """Hooks that copy have what it was; those that hand on the tensor have what became of it, so its operator runs again."""
+    pairs = {
+        "copying": (torch.clone, lambda t: t),
+        "handing on": (lambda t: t, lambda t: t),
+        "in a tuple": (lambda t: (t,), lambda packed: packed[0]),
+    }
+
+    def function(x, w):
+        h = x @ w
+        y = h.sin()
+        z = aten._unsafe_view(y, [9])
+        return y.exp() * 2, z
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        with warnings.catch_warnings(), torch.autograd.graph.saved_tensors_hooks(*pairs[hooks]):
+            warnings.simplefilter("ignore", FutureWarning)
+            y, z = run(function, x, w)
+        with torch.no_grad():
+            z.zero_()
+        return gradients(y, x, w)
+
+    def eager(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        return gradients((x @ w).sin().exp() * 2, x, w)
+
+    torch.manual_seed(1)
+    expected = eager(run)
+    torch.manual_seed(1)
+    found = program(run.selecting([aten.mm.default, aten.sin.default]))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+# Several backwards
+
+
+@runs("region", "nested", torch_fails=REFUSES)
+def test_a_second_backward(run):
+    """Under retain_graph what was kept is found again, and goes with the last."""
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = run(lambda x, w: (x @ w).sin().cos(), x, w)
+        first = grad(y.sum(), (x, w), retain_graph=True)
+        return [*first, *grad(y.square().sum(), (x, w), retain_graph=True), *gradients(y, x, w)]
+
+    assert_as_eager(program, run.selecting([aten.mm.default]))
+
+
+@runs("region", "nested", torch_fails=REFUSES)
+def test_double_backward(run):
+    """The second derivative asks for the same values once more."""
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y = run(lambda x, w: (x @ w).sin().exp(), x, w)
+        (first,) = grad(y.sum(), x, create_graph=True)
+        return [first.detach(), *gradients(first.square().sum() + y.sum(), x, w)]
+
+    assert_as_eager(program, run.selecting([aten.mm.default, aten.sin.default]))
+
+
+@runs("region", "nested", torch_fails=REFUSES)
+def test_two_losses_one_after_the_other(run):
+    """Parts of the graph that share nothing need no retain_graph: the second finds what the first used gone, and runs it."""
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        y, z = run(lambda x, w: ((x @ w).sin().cos(), (x.exp() @ w).tanh()), x, w)
+        return [*grad(y.sum(), x), *grad(z.sum(), x)]
+
+    assert_as_eager(program, run.selecting([aten.mm.default, aten.exp.default]))
+
+
+def test_a_second_backward_runs_no_more_than_the_first():
+    """Exactly what was kept is not run, each time."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = Run("ours").selecting([aten.mm.default])(lambda x, w: (x @ w).exp().cos(), x, w)
+    for options in ({"retain_graph": True}, {"retain_graph": True}, {}):
+        _, counts = recomputed(y, x, **options)
+        assert (counts["mm"], counts["exp"], counts["cos"]) == (1, 1, 0)
+
+
+# Random operators
+
+
+@runs("region", "nested", torch_fails=SILENT)
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_random_operator_is_kept_and_later_ones_are_not(run, explicit):
+    """The stream is moved past the one that is not run."""
+
+    def function(x, generator):
+        kept = torch.rand(x.shape, dtype=x.dtype, generator=generator)
+        return (x * kept).sin() * torch.bernoulli(torch.full_like(x, 0.5), generator=generator)
+
+    def program(run):
+        generator = torch.Generator().manual_seed(1) if explicit else None
+        x = leaf(50)
+        return gradients(run(function, x, generator), x)
+
+    assert_as_eager(program, run.selecting(saving(aten.rand.default, aten.rand.generator)))
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_dropout_is_kept_whole(run):
+    """An operator of two outputs that draws, and one after it that is not kept."""
+
+    def function(x):
+        h, _ = aten.native_dropout(x.cos(), 0.5, True)
+        return F.dropout(h.sin(), 0.5).exp()
+
+    def program(run):
+        x = leaf(2, 4, 8)
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, run.selecting([aten.native_dropout.default]))
+
+
+# Ambient state
+
+
+@runs("region", "nested", torch_fails=RuntimeError)
+def test_autocast_casts_that_were_cached_in_forward(run):
+    """A weight that was cast before the region is cast in the recompute, where forward had no such operator."""
+
+    def program(run):
+        layer = nn.Linear(4, 4)
+        x = leaf(2, 4).float().detach().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            h = layer(x)
+            y = run(lambda h: layer(h).sin(), h)
+        return gradients(y.float(), x, *layer.parameters())
+
+    assert_as_eager(program, run.selecting([aten.addmm.default, aten.sin.default]))
+
+
+# What a policy is told
+
+
+def test_a_policy_is_asked_once_an_operator_and_in_forward_only():
+    """With what the operator returned."""
+    asked = []
+
+    def policy(ctx, op, *args, **kwargs):
+        assert isinstance(ctx, torch.utils.checkpoint.SelectiveCheckpointContext)
+        asked.append((str(op), ctx.is_recompute, tuple(ctx.op_output.shape), len(args)))
+        return False
+
+    x = leaf(3)
+    y = Run("ours").selecting(policy)(lambda x: (x.sin() * 2).view(3, 1), x)
+    expected = [
+        ("aten.sin.default", False, (3,), 1),
+        ("aten.mul.Tensor", False, (3,), 2),
+        ("aten.view.default", False, (3, 1), 2),
+    ]
+    assert asked == expected
+    y.sum().backward()
+    assert asked == expected
+
+
+@runs("region")
+def test_several_outputs_and_values_that_are_no_tensors_come_back_whole(run):
+    """And their operators do not run again."""
+    x = leaf(5)
+
+    def function(x):
+        values, indices = x.sin().sort()
+        return (values * indices[0].item()).exp()
+
+    y = run.selecting([aten.sort.default, aten._local_scalar_dense.default])(function, x)
+    expected = grad(function(x).sum(), x)[0]
+    (found,), counts = recomputed(y, x)
+    assert torch.equal(found, expected)
+    assert counts["sort"] == counts["_local_scalar_dense"] == 0
+
+
+def test_an_operator_that_returns_its_input():
+    """Its output is not kept: that would be another object, of another memory in a recompute."""
+    x = leaf(3)
+
+    def function(x):
+        h = x.sin()
+        same, _ = aten.native_dropout(h, 0.5, False)
+        return h.exp() * same.cos()
+
+    y = Run("ours").selecting(everything)(function, x)
+    assert torch.equal(grad(y.sum(), x)[0], grad(function(x).sum(), x)[0])
+
+
+def test_metadata_queries_are_never_kept():
+    """As in torch, by the same set."""
+    assert ckpt_hooks.SAC_IGNORED_OPS == torch.utils.checkpoint.SAC_IGNORED_OPS
+    x = leaf(3)
+    asked = []
+    Run("ours").selecting(lambda ctx, op, *args, **kwargs: bool(asked.append(op)))(lambda x: x.detach().sin(), x)
+    assert asked == [aten.sin.default]
+
+
+# Nesting
+
+
+@pytest.mark.parametrize("inner", [None, [aten.sin.default], [aten.mm.default], everything])
+@pytest.mark.parametrize("outer", [None, [aten.sin.default], [aten.mm.default], everything])
+def test_nested_regions_of_different_policies(outer, inner):
+    """Both orders, and three levels."""
+
+    def level(run, policy):
+        return Run("ours") if policy is None else run.selecting(policy)
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        outer_run = run if run is not RUN_OURS else level(run, outer)
+        inner_run = run if run is not RUN_OURS else level(run, inner)
+
+        def deepest(h):
+            return (h @ w).sin()
+
+        def middle(h):
+            return inner_run(deepest, h.cos() @ w).exp()
+
+        y = outer_run(lambda x: inner_run(middle, outer_run(middle, x)).tanh(), x)
+        first = grad(y.sum(), (x, w), create_graph=True)
+        return [*(one.detach() for one in first), *gradients(first[0].square().sum() + y.sum(), x, w)]
+
+    assert_as_eager(program, RUN_OURS)
+
+
+RUN_OURS = Run("ours")
+
+
+def test_a_region_in_one_that_recomputes_everything_keeps_nothing_through_it():
+    """What the inner policy keeps is the outer region's to bring back."""
+
+    def inner(x, w):
+        return (x @ w).sin().cos()
+
+    run = Run("ours")
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = run(lambda x, w: run.selecting([aten.mm.default])(inner, x.exp(), w).tanh(), x, w)
+    expected = grad((x.exp() @ w).sin().cos().tanh().sum(), x)[0]
+    with CountOps() as ops:
+        (found,) = grad(y.sum(), x)
+    assert torch.equal(found, expected)
+    # The outer rerun runs it once; the inner one takes what that kept. Two are those of backward's own.
+    assert ops.counts["mm"] == 2
+
+
+# Early backwards
+
+
+@runs("region", "nested", torch_fails=(REFUSES, SILENT))
+def test_backward_inside_forward(run):
+    """A recompute in the middle of forward: its operators are not forward's."""
+
+    def function(x, w):
+        h = (x @ w).sin()
+        (g,) = grad(h.cos().sum(), x, create_graph=True)
+        return (h * g.detach()).exp() @ w
+
+    def program(run):
+        x, w = leaf(3, 3), leaf(3, 3)
+        return gradients(run(function, x, w), x, w)
+
+    assert_as_eager(program, run.selecting([aten.mm.default, aten.sin.default]))
+
+
+# Debug mode
+
+
+def test_debug_mode_shows_the_operators_of_both_runs():
+    """Those that were not run too."""
+    x = leaf(3)
+    forward = True
+
+    def function(x):
+        x = x.sin().cos()
+        return x.exp() if forward else x.tan()
+
+    y = ckpt_hooks.checkpoint(debug=True, policy=[aten.sin.default])(function)(x)
+    forward = False
+    with pytest.raises(ckpt_hooks.DeterminismError, match="because you passed `debug=True`") as caught:
+        y.sum().backward()
+    message = str(caught.value)
+    assert message.count("aten.sin.default(") == 2
+    assert "aten.exp.default(" in message
+    assert "operator 2 of the recompute is aten.tan.default, where forward ran aten.exp.default" in message
+
+
+@runs("region", torch_fails=REFUSES)
+def test_a_recompute_that_fails_and_is_tried_again(run):
+    """A failed recompute leaves the region as it was."""
+    fails = []
+
+    def function(x, w):
+        h = (x @ w).sin()
+        if fails:
+            raise ValueError(fails.pop())
+        return h.exp()
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = run.selecting([aten.mm.default])(function, x, w)
+    fails.append("on purpose")
+    with pytest.raises(ValueError, match="on purpose"):
+        grad(y.sum(), (x, w), retain_graph=True)
+    found = grad(y.sum(), (x, w))
+    expected = grad(function(x, w).sum(), (x, w))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@runs("region")
+def test_a_policy_by_partial_as_in_torchs_documentation(run):
+    """``context_fn=functools.partial(create_selective_checkpoint_contexts, policy)``."""
+    library = ckpt_hooks if run.ours else torch.utils.checkpoint
+    context_fn = functools.partial(library.create_selective_checkpoint_contexts, saving(aten.mm.default), True)
+    x, w = leaf(3, 3), leaf(3, 3)
+    y = run.having(context_fn=context_fn)(lambda x, w: torch.sigmoid(torch.matmul(torch.matmul(x, w), w)) * w, x, w)
+    found, counts = recomputed(y, x, w)
+    assert counts["mm"] == 4
+    assert torch.equal(found[0], grad((torch.sigmoid(x @ w @ w) * w).sum(), x)[0])
