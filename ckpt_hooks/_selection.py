@@ -16,7 +16,7 @@ nothing through it, and finds what it kept when the outer one has been rerun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,8 +27,9 @@ from ._refit import refit
 from ._runtime.frame import RegionPath, format_path
 from ._runtime.hooks import unpack as unpack_handle
 from ._runtime.passes import MISSING
-from ._torch import counted_detach, storage_of
+from ._torch import counted_detach, storage_of, version_witness
 from .errors import DeterminismError, MutationError
+from .offload import Batch, Transfers, transfers_for
 
 __all__ = ["Selection"]
 
@@ -39,10 +40,9 @@ _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 class _Kept:
     """A tensor that is kept as it is."""
 
-    __slots__ = ("_tensor", "_version", "aliased")
+    __slots__ = ("_tensor", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.aliased = False
         self._tensor = tensor
         self._version = tensor._version
 
@@ -55,16 +55,11 @@ class _Kept:
 
 
 class _Packed:
-    """A tensor that was given to somebody's hooks.
+    """A tensor that was given to somebody's hooks."""
 
-    Attributes:
-        aliased: Whether there are tensors that share its memory and not its version counter.
-    """
-
-    __slots__ = ("_packed", "_storage", "_strides", "_unpack", "_value", "_version", "aliased")
+    __slots__ = ("_packed", "_storage", "_strides", "_unpack", "_value", "_version")
 
     def __init__(self, tensor: torch.Tensor, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        self.aliased = False
         self._version = tensor._version
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
@@ -74,7 +69,7 @@ class _Packed:
 
     def prepare(self) -> None:
         """Brings the tensor back if a frame has it, whose recompute cannot run from within an operator."""
-        if self._unpack is unpack_handle and self._packed is not None and not self.aliased:
+        if self._unpack is unpack_handle and self._packed is not None:
             try:
                 self._value = unpack_handle(self._packed)
             except MutationError:  # something around the region wrote to it
@@ -86,9 +81,25 @@ class _Packed:
             if self._unpack is unpack_handle:
                 return MISSING  # type: ignore[no-any-return]
             value = self._unpack(self._packed)
-            if storage_of(value) == self._storage and (self.aliased or value._version > self._version):
+            if storage_of(value) == self._storage and value._version > self._version:
                 return MISSING  # type: ignore[no-any-return]
         return counted_detach(refit(value.detach(), self._strides, self._version))
+
+
+class _Moved:
+    """A tensor that is on the host."""
+
+    __slots__ = ("_sent", "_version", "_witness")
+
+    def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers) -> None:
+        self._witness, self._version = version_witness(tensor), tensor._version
+        self._sent = batch.send(tensor, transfers)
+
+    def get(self, *, last: bool) -> torch.Tensor:
+        """Returns the tensor on its device; :data:`MISSING` if it was modified, maybe while it was copied."""
+        if self._witness._version != self._version:
+            return MISSING  # type: ignore[no-any-return]
+        return self._sent.get()
 
 
 class _Entry:
@@ -98,7 +109,7 @@ class _Entry:
         value: Its output, with something to :meth:`get` in place of each tensor.
         packs: How many tensors the region had saved when the operator ran.
         draw: What it drew from a random stream, if it did.
-        aliases: Tensors that share memory with it and have a version counter of their own, with their versions.
+        aliases: What tells of tensors that share memory with it and have version counters of their own, and their versions.
     """
 
     __slots__ = ("aliases", "draw", "packs", "value")
@@ -121,7 +132,7 @@ class Selection:
         has_stopped: Whether the recompute that begins has been told to stop.
     """
 
-    __slots__ = ("_hooks", "_numbers", "_path", "complete", "entries", "has_stopped", "last", "operators", "places")
+    __slots__ = ("_batch", "_hooks", "_numbers", "_path", "complete", "entries", "has_stopped", "last", "operators", "places")
 
     def __init__(self) -> None:
         self.operators: list[Any] = []
@@ -130,6 +141,7 @@ class Selection:
         self.complete = False
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
+        self._batch: Batch | None = None
         self._numbers = _NO_NUMBERS
         self._path: RegionPath | None = None
         self._hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
@@ -154,7 +166,7 @@ class Selection:
         if hooks is not None and (respect_hooks or hooks[1] is unpack_handle):
             self._hooks = hooks
 
-    def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None) -> None:
+    def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, *, offload: bool) -> None:
         """Keeps the output of an operator, unless it is not the operator's own.
 
         Args:
@@ -163,6 +175,7 @@ class Selection:
             args: Its arguments.
             kwargs: Its keyword arguments.
             draw: What it drew, if it did.
+            offload: Whether to move it to the host, if that can be and is worth it.
         """
         outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
         storages = tuple(map(storage_of, outputs))
@@ -180,18 +193,23 @@ class Selection:
         for storage in storages:
             self.places[storage] = place
         entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
-        entry.value = self._kept(output)
+        entry.value = self._kept(output, offload=offload)
         entry.packs = len(self._numbers)
         entry.draw = draw
         entry.aliases = _NO_ALIASES
         self.entries[place] = entry
 
-    def _kept(self, output: Any) -> Any:
+    def _kept(self, output: Any, *, offload: bool) -> Any:
         if isinstance(output, torch.Tensor):
             kept = counted_detach(output)
+            of_frame = self._hooks is not None and self._hooks[1] is unpack_handle
+            transfers = transfers_for(kept) if offload and not of_frame else None
+            if transfers is not None:
+                self._batch = self._batch or Batch()
+                return _Moved(kept, self._batch, transfers)
             return _Kept(kept) if self._hooks is None else _Packed(kept, *self._hooks)
         if isinstance(output, (list, tuple)):
-            return type(output)(map(self._kept, output))
+            return type(output)(self._kept(one, offload=offload) for one in output)
         return output
 
     def forget(self, args: Any) -> None:
@@ -203,21 +221,12 @@ class Selection:
                 self.entries.pop(place, None)
 
     def watch(self, args: Any, outputs: Any) -> None:
-        """Watches what an operator made out of something that was kept, without a version counter in common.
-
-        What shares the memory that is kept holds no more of it. Where hooks have it instead, who knows what they hold: then it
-        is not handed out if it has the memory that it had.
-        """
+        """Watches what an operator made out of something that was kept, without a version counter in common."""
         for tensor in _tensors_of(args):
             entry = self.entries.get(self.places.get(storage_of(tensor), -1))
             if entry is not None:
-                for saved in _saved_of(entry.value):
-                    saved.aliased = True
-                if self._hooks is None:
-                    entry.aliases = [
-                        *entry.aliases,
-                        *((counted_detach(output), output._version) for output in _tensors_of(outputs)),
-                    ]
+                more = ((version_witness(output), output._version) for output in _tensors_of(outputs))
+                entry.aliases = (*entry.aliases, *more)
 
     def close(self, *, early_stop: bool) -> None:
         """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to."""
@@ -237,8 +246,10 @@ class Selection:
         self.last, self.has_stopped = last, has_stopped
         if self._hooks is not None and self._hooks[1] is unpack_handle:
             for entry in self.entries.values():
-                for saved in _saved_of(entry.value):
+                for saved in _packed_in(entry.value):
                     saved.prepare()
+        if self._batch is not None:
+            self._batch.fetch_with_next()
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
@@ -301,7 +312,7 @@ def _never() -> bool:
 
 
 def _got(value: Any, *, last: bool) -> Any:
-    if isinstance(value, (_Kept, _Packed)):
+    if isinstance(value, (_Kept, _Packed, _Moved)):
         return value.get(last=last)
     if isinstance(value, (list, tuple)):
         outputs = [_got(one, last=last) for one in value]
@@ -323,9 +334,9 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
         yield from _tensors_of(list(value.values()))
 
 
-def _saved_of(value: Any) -> Iterable[Any]:
-    if isinstance(value, (_Kept, _Packed)):
+def _packed_in(value: Any) -> Iterator[_Packed]:
+    if isinstance(value, _Packed):
         yield value
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _saved_of(one)
+            yield from _packed_in(one)

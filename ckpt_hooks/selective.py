@@ -24,7 +24,7 @@ from .policies import CheckpointPolicy, Policy, PolicyFn, SelectiveCheckpointCon
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 
 # What the mode of forward does with an operator.
-_PASS, _CAST, _REPLAY, _LOOK, _SAVE, _ASK = range(6)
+_PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
 
 #: Operator, what to do, how to call it, its kind.
 _Plan = tuple[Any, int, Any, Kind]
@@ -32,6 +32,8 @@ _Plan = tuple[Any, int, Any, Kind]
 _RECOMPUTES = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 _IGNORED, _VIEW, _CASTS = Kind.IGNORED, Kind.VIEW, Kind.CAST
+
+_OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
 # What runs again in any case, and of that what may touch an output that was kept.
 _NEVER_KEPT = frozenset({Kind.VIEW, Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
@@ -54,7 +56,7 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
     elif decision in _RECOMPUTES:
         action = _REPLAY
     else:
-        action = _SAVE
+        action = _OFFLOAD if decision in _OFFLOADS else _SAVE
     return operator, action, call, kind
 
 
@@ -116,7 +118,7 @@ class _Record(PausableDispatchMode):
         if action in (_ASK, _CAST):
             answer = self._ask(SelectiveCheckpointContext(is_recompute=False, op_output=output), func, *args, **kwargs)
             decision = decision_of(answer, func)
-        if action != _SAVE:
+        if action != _SAVE and action != _OFFLOAD:
             if selection.entries and kind in _LOOKED_AT:
                 if kind is Kind.ALIASES:
                     selection.watch((args, kwargs), output)
@@ -124,7 +126,8 @@ class _Record(PausableDispatchMode):
                     selection.forget(written_by(func, args, kwargs))
             if decision in _RECOMPUTES or kind in _NEVER_KEPT:
                 return output
-        selection.keep(place, output, args, kwargs, None if watch is None else watch())
+        draw = None if watch is None else watch()
+        selection.keep(place, output, args, kwargs, draw, offload=action == _OFFLOAD or decision in _OFFLOADS)
         return output
 
 

@@ -13,6 +13,7 @@ from torch.autograd import grad
 from ckpt_hooks import GraphExecGroup, checkpoint
 from ckpt_hooks._runtime.frame import Observer
 from ckpt_hooks._runtime.observers import observe
+from ckpt_hooks._runtime.passes import MISSING, Pass
 from tests.measure import leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -297,3 +298,21 @@ def test_a_frame_knows_which_handles_are_alive():
     assert frame.alive() == [False, True, False, False]
     del first, others
     assert frame.alive() == [False] * 4
+
+
+def test_a_handle_that_died_is_not_brought_back_with_those_after_which_it_was_taken():
+    """A node that asks twice has what was taken after it brought back too, as far as anybody still may ask for that."""
+    frames = Frames()
+    x = torch.ones(3, requires_grad=True)
+    with observe(frames):
+        y = checkpoint(lambda x: x.sin().cos().tan(), x)
+    frame = frames.frames[0]()
+    opened = Pass(frame.recompute(None))
+    taken, opened.values[1:] = opened.values[1:], [MISSING, MISSING]
+    opened.taken[:] = [1, 2]
+    node = y.grad_fn.next_functions[0][0]
+    del y  # and the handle of tan's input with it
+    assert frame.alive() == [False, True, False]
+    assert torch.equal(frame.reopen_pass(opened, 1), taken[0])
+    assert opened.values[2] is MISSING
+    del node

@@ -1,0 +1,314 @@
+"""Moving tensors to the host and back, with a fake device: host tensors that come by streams that only take notes."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+import weakref
+
+import pytest
+import torch
+from torch.autograd import grad
+
+import ckpt_hooks
+from ckpt_hooks import CheckpointPolicy, MutationError, offload
+from ckpt_hooks.offload import Batch, Transfers, offload_saved_tensors, transfers_for
+from tests.measure import CountOps, leaf
+
+aten = torch.ops.aten
+
+
+class FakeStream:
+    """Notes what it is told."""
+
+    def __init__(self, name, notes):
+        self.name, self.notes, self.events = name, notes, 0
+
+    def wait_stream(self, other):
+        self.notes.append((self.name, "waits for", other.name))
+
+    def wait_event(self, event):
+        self.notes.append((self.name, "waits for", event))
+
+    def record_event(self):
+        self.events += 1
+        return f"{self.name} {self.events}"
+
+
+class FakeTransfers(Transfers):
+    """Transfers of a device whose tensors are on the host."""
+
+    def __init__(self):
+        self.notes = []
+        self.running = self.main = FakeStream("main", self.notes)
+        names = iter(["out", "back"])
+
+        @contextlib.contextmanager
+        def stream(new):
+            before, self.running = self.running, new
+            yield
+            self.running = before
+
+        torch.fake = types.SimpleNamespace(
+            Stream=lambda device: FakeStream(next(names), self.notes), stream=stream, current_stream=lambda device: self.running
+        )
+        try:
+            super().__init__(types.SimpleNamespace(type="fake"))
+        finally:
+            del torch.fake
+        self._device = torch.device("cpu")
+
+    def host_like(self, tensor):
+        assert self.running is self.main
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+
+    def mark_used(self, tensor, stream):
+        self.notes.append((stream.name, "uses", tuple(tensor.shape)))
+
+    def send(self, tensor):
+        self.notes.append(("send", tensor.numel()))
+        return super().send(tensor)
+
+    def fetch(self, host, sent):
+        self.notes.append(("fetch", host.numel()))
+        return super().fetch(host, sent)
+
+    def moved(self):
+        """Returns what was sent and fetched, in order."""
+        return [note for note in self.notes if note[0] in ("send", "fetch")]
+
+
+@pytest.fixture
+def transfers(monkeypatch):
+    """Makes the host a device that offloads."""
+    fake = FakeTransfers()
+    monkeypatch.setitem(offload._transfers, torch.device("cpu"), fake)
+    return fake
+
+
+def save_and_offload(*operators):
+    """Returns a policy that moves the outputs of some operators."""
+    return ckpt_hooks.policies.offload_ops(*operators)
+
+
+def test_streams_wait_for_each_other(transfers):
+    """The copy out for the computing before it, the copy back for the copy out, the computing after for the copy back."""
+    tensor = torch.randn(300)
+    batch = Batch()
+    sent = batch.send(tensor, transfers)
+    assert torch.equal(sent.get(), tensor)
+    assert transfers.notes == [
+        ("send", 300),
+        ("out", "waits for", "main"),
+        ("out", "uses", (300,)),
+        ("fetch", 300),
+        ("back", "waits for", "out 1"),
+        ("main", "waits for", "back 1"),
+        ("main", "uses", (300,)),
+    ]
+
+
+def test_a_tensor_comes_back_as_it_was(transfers):
+    """Strides, version and values, in a new object each time."""
+    tensor = torch.randn(40, 30).t()
+    tensor.mul_(2)
+    sent = Batch().send(tensor, transfers)
+    first, second = sent.get(), sent.get()
+    assert first is not second
+    for found in (first, second):
+        assert torch.equal(found, tensor)
+        assert (found.stride(), found._version, found.data_ptr() == tensor.data_ptr()) == (tensor.stride(), 1, False)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.ones(10),
+        torch.ones(1, 1000).expand(3, 1000),
+        torch.ones(1000, 4)[:, ::2],
+        torch.ones(1000).to_sparse(),
+        torch.ones(0),
+        torch.ones(3000, device="meta"),
+    ],
+    ids=["small", "expanded", "with gaps", "sparse", "empty", "meta"],
+)
+def test_what_stays(transfers, tensor):
+    """What is not worth moving, or not to be moved as it is."""
+    assert transfers_for(tensor) is None
+
+
+def test_the_threshold(transfers):
+    """In bytes."""
+    assert transfers_for(torch.ones(256)) is transfers
+    assert transfers_for(torch.ones(255)) is None
+    assert transfers_for(torch.ones(255), min_offload_size=0) is transfers
+
+
+def test_the_host_stays_where_it_is():
+    """Without a device there is nothing to move."""
+    assert transfers_for(torch.ones(10_000)) is None
+
+
+def test_a_policy_offloads(transfers):
+    """What it names is moved once, comes back once, and is not computed again."""
+    x, w = leaf(20, 20), leaf(20, 20)
+
+    def function(x, w):
+        return (x @ w).sin().cos()
+
+    y = ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default))(function)(x, w)
+    assert transfers.moved() == [("send", 400)]
+    with CountOps() as ops:
+        found = grad(y.sum(), (x, w))
+    assert transfers.moved() == [("send", 400), ("fetch", 400)]
+    assert ops.counts["mm"] == 2  # those of backward
+    assert all(torch.equal(a, b) for a, b in zip(found, grad(function(x, w).sum(), (x, w)), strict=True))
+
+
+def test_regions_are_fetched_one_ahead(transfers):
+    """When backward comes to a region, the one before it is on its way."""
+    xs = [leaf(side, side) for side in (20, 21, 22)]
+
+    def function(x):
+        return (x @ x).sin().cos().sum()
+
+    region = ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default))(function)
+    y = 0
+    for x in xs:
+        y = region(x) * (1 + y)
+    assert transfers.moved() == [("send", 400), ("send", 441), ("send", 484)]
+    fetched = []
+    for x in xs:
+        x.register_hook(lambda g: fetched.append(transfers.moved()[3:]))
+    found = grad(y, xs)
+    assert fetched == [
+        [("fetch", 484), ("fetch", 441)],
+        [("fetch", 484), ("fetch", 441), ("fetch", 400)],
+        [("fetch", 484), ("fetch", 441), ("fetch", 400)],
+    ]
+    y = 0
+    for x in xs:
+        y = function(x) * (1 + y)
+    assert all(torch.equal(a, b) for a, b in zip(found, grad(y, xs), strict=True))
+
+
+def test_a_second_backward_fetches_again(transfers):
+    """What is on the host stays there under retain_graph."""
+    x = leaf(20, 20)
+    y = ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default))(lambda x: (x @ x).sin().cos())(x)
+    first = grad(y.sum(), x, retain_graph=True)[0]
+    assert torch.equal(first, grad(y.sum(), x)[0])
+    assert transfers.moved() == [("send", 400), ("fetch", 400), ("fetch", 400)]
+
+
+def test_a_write_to_what_is_on_its_way(transfers):
+    """The copy may have seen it or not: the operator runs again."""
+    x = leaf(20, 20)
+
+    def function(x):
+        h = x @ x
+        return h, (h + 1).sin()
+
+    h, y = ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default))(function)(x)
+    h.detach().zero_()
+    with CountOps() as ops:
+        (found,) = grad(y.sum(), x)
+    assert torch.equal(found, grad(function(x)[1].sum(), x)[0])
+    assert ops.counts["mm"] == 3
+
+
+def test_nothing_is_kept_on_the_device(transfers):
+    """Nor on the host when the graph has gone."""
+    x = leaf(20, 20)
+    alive = []
+
+    def function(x):
+        h = x @ x
+        alive.append(weakref.ref(h))
+        return h.sin().cos()
+
+    y = ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default))(function)(x)
+    assert alive[0]() is None
+    latest = transfers.latest
+    assert latest() is not None
+    del y
+    assert latest() is None
+
+
+def test_prefer_is_as_must(transfers):
+    """In eager there is nobody to overrule it."""
+    x = leaf(20, 20)
+    policy = lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_CPU_OFFLOAD  # noqa: E731
+    y = ckpt_hooks.checkpoint(policy=policy)(lambda x: (x @ x).sin().cos())(x)
+    assert torch.equal(grad(y.sum(), x)[0], grad((x @ x).sin().cos().sum(), x)[0])
+    assert ("send", 400) in transfers.moved()
+
+
+def test_saved_tensors_without_checkpointing(transfers):
+    """Each is moved when it is saved, and fetched when backward comes to the one after it; parameters stay."""
+    x, w = leaf(20, 20), leaf(20, 20)
+
+    def function(x):
+        return (x @ w).sin().cos().exp()
+
+    with offload_saved_tensors():
+        y = function(x)
+    assert transfers.moved() == [("send", 400)] * 3  # inputs of sin and cos, output of exp
+    found = grad(y.sum(), (x, w))
+    assert len(transfers.moved()) == 6
+    assert all(torch.equal(a, b) for a, b in zip(found, grad(function(x).sum(), (x, w)), strict=True))
+
+
+def test_saved_tensors_come_ahead_of_use(transfers):
+    """Backward asks from the last to the first."""
+    x = leaf(2000)
+    with offload_saved_tensors(min_offload_size=8000):
+        y = (x * 1)[:1500].sin()[:1400].sin()[:1300].sin()
+    assert transfers.moved() == [("send", 1500), ("send", 1400), ("send", 1300)]
+    seen = []
+    after_the_last_sine, _ = y.grad_fn.next_functions[0]
+    after_the_last_sine.register_prehook(lambda g: seen.extend(transfers.moved()[3:]))
+    y.sum().backward()
+    assert seen == [("fetch", 1300), ("fetch", 1400)]
+    assert transfers.moved()[3:] == [*seen, ("fetch", 1500)]
+
+
+def test_a_saved_tensor_that_was_written_to(transfers):
+    """An error, as in plain autograd: the copy may have seen the write."""
+    x = leaf(2000)
+    with offload_saved_tensors():
+        h = x * 1
+        y = h.sin()
+    h.zero_()
+    with pytest.raises(MutationError, match="expected version 0"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("size", [-1, 2.5, True, "1MB"])
+def test_bad_thresholds(size):
+    """A ValueError that says what came."""
+    with pytest.raises(ValueError, match="number of bytes"):
+        offload_saved_tensors(min_offload_size=size)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu():
+    """The real thing: bitwise, nothing computed again, and the device's memory free meanwhile."""
+    x, w = (torch.randn(1024, 1024, device="cuda", requires_grad=True) for _ in range(2))
+
+    def function(x, w):
+        return (x @ w).sin().cos()
+
+    def run(wrap):
+        y = x
+        for _ in range(4):
+            y = wrap(function)(y, w)
+        held = torch.cuda.memory_allocated()
+        return held, grad(y.sum(), (x, w))
+
+    _, expected = run(lambda function: function)
+    kept, first = run(ckpt_hooks.checkpoint(policy=ckpt_hooks.policies.save_ops(aten.mm.default)))
+    moved, second = run(ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default)))
+    assert moved < kept
+    for found in (first, second):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

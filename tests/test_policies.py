@@ -1,0 +1,208 @@
+"""Policies: what they say of operators, how they explain themselves, and what they refuse."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch.autograd import grad
+
+import ckpt_hooks
+from ckpt_hooks import CheckpointPolicy
+from ckpt_hooks import policies as p
+from tests.measure import CountOps, leaf
+
+aten = torch.ops.aten
+SAVE, RECOMPUTE, OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD
+CONTEXT = p.SelectiveCheckpointContext(op_output=None)
+
+
+def test_enum_and_context_are_torchs():
+    """Policies written for one serve the other."""
+    assert CheckpointPolicy is torch.utils.checkpoint.CheckpointPolicy
+    assert issubclass(p.SelectiveCheckpointContext, torch.utils.checkpoint.SelectiveCheckpointContext)
+    assert CONTEXT.is_recompute is False
+
+
+@pytest.mark.parametrize(
+    ("policy", "kept", "not_kept"),
+    [
+        (p.everything_saveable, [aten.sin.default, aten.mm.default], []),
+        (p.nothing_saveable, [], [aten.sin.default, aten.mm.default]),
+        (p.dots_saveable, [aten.mm.default, aten.addmm.default, aten.bmm.default, aten.mv.default], [aten.sin.default]),
+        (p.dots_with_no_batch_dims_saveable, [aten.mm.default, aten.addmm.default], [aten.bmm.default, aten.baddbmm.default]),
+        (
+            p.save_compute_and_communication,
+            [aten.mm.default, aten.convolution.default, aten.topk.default, aten._scaled_dot_product_flash_attention.default],
+            [aten.gelu.default, aten.topk.values],
+        ),
+        (p.save_ops(aten.sin.default), [aten.sin.default], [aten.cos.default]),
+        (
+            p.save_from_both_policies(p.dots_saveable, [aten.sin.default]),
+            [aten.sin.default, aten.mm.default],
+            [aten.cos.default],
+        ),
+    ],
+    ids=lambda value: repr(value)[:40] if isinstance(value, p.Policy) else "",
+)
+def test_what_each_policy_keeps(policy, kept, not_kept):
+    """As a function, and by operator."""
+    for op in kept:
+        assert policy(CONTEXT, op) is SAVE
+        assert policy.for_op(op) is SAVE
+    for op in not_kept:
+        assert policy(CONTEXT, op) is RECOMPUTE
+    assert policy.start() is policy
+
+
+def test_collectives_are_kept():
+    """By the names that functional collectives have, where there are any."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no collectives")
+    importlib.import_module("torch.distributed._functional_collectives")
+    policy = p.save_compute_and_communication
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        assert policy.for_op(getattr(torch.ops._c10d_functional, name).default) is SAVE
+
+
+def test_save_every_counts_in_each_region():
+    """The policy itself holds no count."""
+    policy = p.save_every(aten.mm.default, 3)
+    for _ in range(2):
+        decide = policy.start()
+        answers = [decide(CONTEXT, op) for op in [aten.mm.default] * 7 + [aten.sin.default]]
+        assert [answer is SAVE for answer in answers] == [False, False, True, False, False, True, False, False]
+    assert policy.for_op(aten.sin.default) is RECOMPUTE
+    assert policy.for_op(aten.mm.default) is None
+    with pytest.raises(TypeError, match=r"start\(\)"):
+        policy(CONTEXT, aten.mm.default)
+
+
+def test_save_every_in_regions():
+    """Every second product is computed again; the same in each region."""
+    w = leaf(3, 3)
+
+    def function(x):
+        for _ in range(4):
+            x = (x @ w).sin()
+        return x
+
+    region = ckpt_hooks.checkpoint(policy=p.save_every(aten.mm.default, 2))(function)
+    x = leaf(3, 3)
+    y = region(region(x))
+    with CountOps() as ops:
+        (found,) = grad(y.sum(), x)
+    assert ops.counts["mm"] == 2 * 2 + 8  # those that are not kept; and for the gradient of x, one each
+    assert torch.equal(found, grad(function(function(x)).sum(), x)[0])
+
+
+def test_both_policies_and_counts():
+    """What one keeps is kept, whatever the other counts; keeping is stronger than moving, moving than neither."""
+    both = p.save_from_both_policies(p.save_every(aten.sin.default, 2), p.offload_ops(aten.sin.default, aten.cos.default))
+    decide = both.start()
+    assert decide is not both
+    assert [decide(CONTEXT, aten.sin.default) for _ in range(4)] == [OFFLOAD, SAVE, OFFLOAD, SAVE]
+    assert decide(CONTEXT, aten.cos.default) is OFFLOAD
+    assert decide(CONTEXT, aten.tan.default) is RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        (p.everything_saveable, "<everything_saveable: keeps the output of every operator>"),
+        (p.save_ops(aten.mm.default), "<save_ops: keeps the outputs of aten.mm.default>"),
+        (p.offload_ops(aten.mm.default), "<offload_ops: moves the outputs of aten.mm.default to the host>"),
+        (
+            p.save_every(aten.mm.default, 2),
+            "<save_every: keeps the output of one in 2 runs of aten.mm.default, counted in each region>",
+        ),
+        (
+            p.save_from_both_policies(p.nothing_saveable, [aten.sin.default]),
+            "<save_from_both_policies: <nothing_saveable: recomputes every operator> or "
+            "<save_ops: keeps the outputs of aten.sin.default>>",
+        ),
+    ],
+)
+def test_a_policy_explains_itself(policy, words):
+    assert repr(policy) == words
+
+
+def test_a_policy_serves_torchs_checkpoint():
+    """Its regions take the same objects."""
+    x, w = leaf(3, 3), leaf(3, 3)
+
+    def contexts():
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts(p.dots_saveable)
+
+    y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin().cos(), x, use_reentrant=False, context_fn=contexts)
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops.counts["mm"] == 2
+
+
+def test_our_contexts_serve_torchs_checkpoint():
+    """And the other way round: the modes know the region by what they see."""
+    x, w = leaf(3, 3), leaf(3, 3)
+
+    def contexts():
+        return ckpt_hooks.create_selective_checkpoint_contexts([aten.mm.default])
+
+    y = torch.utils.checkpoint.checkpoint(lambda x: (x @ w).sin().cos(), x, use_reentrant=False, context_fn=contexts)
+    for retain_graph in (True, False):
+        with CountOps() as ops:
+            (found,) = grad(y.sum(), x, retain_graph=retain_graph)
+        assert ops.counts["mm"] == 1
+        assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: p.save_ops(aten.mul), ValueError, r"one of: torch\.ops\.aten\.mul\.Tensor"),
+        (lambda: p.save_ops("aten.mm"), ValueError, "named like"),
+        (lambda: p.offload_ops(torch.mm), ValueError, "to be an OpOverload"),
+        (lambda: p.save_every(aten.mm.default, 0), ValueError, "positive integer, but got 0"),
+        (lambda: p.save_every(aten.mm.default, True), ValueError, "positive integer"),
+        (lambda: p.save_every(aten.mm, 2), ValueError, "`op`"),
+        (lambda: p.save_from_both_policies(p.dots_saveable, 3), TypeError, "other must be either a function or a list"),
+        (lambda: ckpt_hooks.create_selective_checkpoint_contexts(3), TypeError, "policy_fn_or_list must be either a function"),
+        (lambda: ckpt_hooks.create_selective_checkpoint_contexts([[]]), ValueError, "`op_list`"),
+        (lambda: ckpt_hooks.checkpoint(policy="dots"), TypeError, "policy must be either a function"),
+    ],
+)
+def test_what_is_no_policy(make, error, message):
+    """Errors that name the argument, before any region runs."""
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_policy_and_contexts_of_ones_own():
+    """Both are entered, in forward and in the recompute."""
+    entered = []
+
+    class Context:
+        def __init__(self, name):
+            self.name = name
+
+        def __enter__(self):
+            entered.append(self.name)
+
+        def __exit__(self, *exc_info):
+            entered.append(f"end of {self.name}")
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    options = {"policy": p.dots_saveable, "context_fn": lambda: (Context("forward"), Context("recompute"))}
+    y = ckpt_hooks.checkpoint(**options)(lambda x: (x @ w).sin().cos())(x)
+    with CountOps() as ops:
+        (found,) = grad(y.sum(), x)
+    assert entered == ["forward", "end of forward", "recompute", "end of recompute"]
+    assert ops.counts["mm"] == 1
+    assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
+
+
+def test_lists_with_the_same_operators_are_one_policy():
+    """So what is known of operators under it is found out once."""
+    one, other = p.policy_from([aten.mm.default, aten.sin.default]), p.policy_from({aten.sin.default, aten.mm.default})
+    assert one is other
