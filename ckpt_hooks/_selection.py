@@ -128,17 +128,31 @@ class Selection:
         entries: What was kept, by place in that order.
         places: Where in that order, by the storage of what was kept.
         complete: Whether forward has ended.
+        when_closed: What is called when it has.
         last: Whether the recompute that begins is the last one, which may take what was kept.
         has_stopped: Whether the recompute that begins has been told to stop.
     """
 
-    __slots__ = ("_batch", "_hooks", "_numbers", "_path", "complete", "entries", "has_stopped", "last", "operators", "places")
+    __slots__ = (
+        "_batch",
+        "_hooks",
+        "_numbers",
+        "_path",
+        "complete",
+        "entries",
+        "has_stopped",
+        "last",
+        "operators",
+        "places",
+        "when_closed",
+    )
 
     def __init__(self) -> None:
         self.operators: list[Any] = []
         self.entries: dict[int, _Entry] = {}
         self.places: dict[int | None, int] = {}
         self.complete = False
+        self.when_closed: Callable[[], None] | None = None
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
         self._batch: Batch | None = None
@@ -177,21 +191,21 @@ class Selection:
             draw: What it drew, if it did.
             offload: Whether to move it to the host, if that can be and is worth it.
         """
-        outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
-        storages = tuple(map(storage_of, outputs))
-        for arg in args:
-            if isinstance(arg, torch.Tensor):
-                if storage_of(arg) in storages:
-                    return
-            elif isinstance(arg, (list, tuple)) and not _are_elsewhere(arg, storages):
-                return
-        if kwargs and not _are_elsewhere(kwargs, storages):
-            return
+        outputs = (output,) if isinstance(output, torch.Tensor) else tuple(_tensors_of(output))
+        places = self.places
         for tensor in outputs:
+            storage = storage_of(tensor)
+            for arg in args:
+                if isinstance(arg, torch.Tensor):
+                    if storage_of(arg) == storage:
+                        return
+                elif isinstance(arg, (list, tuple)) and any(storage_of(other) == storage for other in _tensors_of(arg)):
+                    return
+            if kwargs and any(storage_of(other) == storage for other in _tensors_of(kwargs)):
+                return
             if tensor.is_inference():  # whose versions nobody counts
                 return
-        for storage in storages:
-            self.places[storage] = place
+            places[storage] = place
         entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
         entry.value = self._kept(output, offload=offload)
         entry.packs = len(self._numbers)
@@ -231,9 +245,16 @@ class Selection:
     def close(self, *, early_stop: bool) -> None:
         """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to."""
         self.complete = True
+        if self.when_closed is not None:
+            self.when_closed()
         if early_stop and self._numbers is not _NO_NUMBERS:
             total = len(self._numbers)
-            for place in [place for place, entry in self.entries.items() if entry.packs >= total]:
+            beyond = []
+            for place, entry in reversed(self.entries.items()):
+                if entry.packs < total:
+                    break
+                beyond.append(place)
+            for place in beyond:
                 del self.entries[place]
 
     def prepare(self, *, last: bool, has_stopped: Callable[[], bool]) -> None:
@@ -318,10 +339,6 @@ def _got(value: Any, *, last: bool) -> Any:
         outputs = [_got(one, last=last) for one in value]
         return MISSING if any(one is MISSING for one in outputs) else type(value)(outputs)
     return value
-
-
-def _are_elsewhere(value: Any, storages: tuple[int | None, ...]) -> bool:
-    return not any(storage_of(tensor) in storages for tensor in _tensors_of(value))
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:

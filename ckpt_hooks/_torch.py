@@ -46,17 +46,21 @@ dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
-_KEYS: Any = torch._C.DispatchKey
+_PYTHON, _SNAPSHOT, _COUNTING = (
+    torch._C.DispatchKey.Python,
+    torch._C.DispatchKey.PythonTLSSnapshot,
+    torch._C.DispatchKey.ADInplaceOrView,
+)
 
 
 def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an alias that shares the version counter also from within a dispatch mode, where a plain ``detach`` does not."""
-    excluded = _is_excluded(_KEYS.ADInplaceOrView)
-    _exclude(_KEYS.ADInplaceOrView, False)
+    excluded = _is_excluded(_COUNTING)
+    _exclude(_COUNTING, False)
     try:
         return tensor.detach()
     finally:
-        _exclude(_KEYS.ADInplaceOrView, excluded)
+        _exclude(_COUNTING, excluded)
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
@@ -73,13 +77,13 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """
     if type(tensor) is not torch.Tensor:
         return tensor.detach()
-    _exclude(_KEYS.Python, True)
-    _exclude(_KEYS.PythonTLSSnapshot, True)
+    _exclude(_PYTHON, True)
+    _exclude(_SNAPSHOT, True)
     try:
         return tensor.detach()
     finally:
-        _exclude(_KEYS.Python, False)
-        _exclude(_KEYS.PythonTLSSnapshot, False)
+        _exclude(_PYTHON, False)
+        _exclude(_SNAPSHOT, False)
 
 
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine

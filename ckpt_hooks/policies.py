@@ -55,6 +55,8 @@ class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointConte
         op_output: What the operator returned. A policy that keeps it keeps it alive.
     """
 
+    is_recompute = False
+
     def __init__(self, *, is_recompute: bool = False, op_output: Any = None) -> None:
         self.is_recompute = is_recompute
         self.op_output = op_output
@@ -401,10 +403,10 @@ def policy_from(policy: Any, argument: str = "policy") -> Policy:
         TypeError: If it is none of these.
         ValueError: If what is in the list is not an operator.
     """
-    if isinstance(policy, Policy):
-        return policy
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy)
+    if isinstance(policy, Policy):
+        return policy
     if callable(policy):
         return _Function(policy)
     raise TypeError(
@@ -414,15 +416,13 @@ def policy_from(policy: Any, argument: str = "policy") -> Policy:
 
 
 _MOST_LISTS = 1_000
-_lists: dict[frozenset[Any], Policy] = {}
+# By the identity of the operators, which the policy keeps alive: they hash by a function of Python.
+_lists: dict[tuple[int, ...], Policy] = {}
 
 
 def _from_ops(ops: Iterable[Any]) -> Policy:
     # A list of operators is given anew with each region, and what is known of operators under it hangs on the policy.
-    try:
-        key = frozenset(ops)
-    except TypeError:  # not hashable, so no operators
-        key = frozenset(_checked(ops, "op_list"))
+    key = tuple(map(id, ops))
     known = _lists.get(key)
     if known is None:
         checked = _checked(ops, "op_list")

@@ -29,15 +29,16 @@ _PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
 #: Operator, what to do, how to call it, its kind.
 _Plan = tuple[Any, int, Any, Kind]
 
-_RECOMPUTES = (CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+_PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+_RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
-_IGNORED, _VIEW, _CASTS = Kind.IGNORED, Kind.VIEW, Kind.CAST
+_IGNORED, _VIEW, _CASTS, _SAVEABLE, _RANDOM = Kind.IGNORED, Kind.VIEW, Kind.CAST, Kind.SAVEABLE, Kind.RANDOM
+_new_context = SelectiveCheckpointContext.__new__
 
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
 
-# What runs again in any case, and of that what may touch an output that was kept.
-_NEVER_KEPT = frozenset({Kind.VIEW, Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
-_LOOKED_AT = frozenset({Kind.WRITES, Kind.REWRITES, Kind.ALIASES})
+# What runs again in any case, and may touch an output that was kept.
+_LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
 
 def _plan_for(policy: Policy, operator: Any) -> _Plan:
@@ -76,6 +77,8 @@ class _Record(PausableDispatchMode):
         self._plan: dict[int, _Plan] = policy.plan
         self._note = selection.operators.append
         self._task = graph_task_id()
+        if policy.expects:
+            selection.when_closed = self._look_for_expected
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
@@ -83,17 +86,61 @@ class _Record(PausableDispatchMode):
             plan = self._plan[id(func)] = _plan_for(self._policy, func)
         _, action, call, kind = plan
         # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
-        if action != _PASS and not self.paused and graph_task_id() == self._task:
-            if action == _REPLAY:
-                self._note(func)
-            elif not (action == _CAST and _is_cached_cast(args)):
-                return self._decide(func, action, call, kind, args, kwargs or {})
-        return call(*args, **kwargs) if kwargs else call(*args)
+        if action == _PASS or self.paused or graph_task_id() != self._task:
+            return call(*args, **kwargs) if kwargs else call(*args)
+        if action == _REPLAY:
+            self._note(func)
+            return call(*args, **kwargs) if kwargs else call(*args)
+        if action == _SAVE:
+            return self._save(func, call, kind, args, kwargs or {})
+        if action == _ASK:
+            return self._ask_for(func, call, kind, args, kwargs or {})
+        if action == _CAST:
+            if _is_cached_cast(args):
+                return call(*args, **kwargs) if kwargs else call(*args)
+            return self._ask_for(func, call, kind, args, kwargs or {})
+        if action == _OFFLOAD:
+            return self._save(func, call, kind, args, kwargs or {}, offload=True)
+        self._note(func)
+        output = call(*args, **(kwargs or {}))
+        self._look_at(func, kind, args, kwargs or {}, output)
+        return output
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
-        super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
-        if self._policy.expects and error is None:
-            self._look_for_expected()
+    def _save(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any, *, offload: bool = False) -> Any:
+        place = len(self.selection.operators)
+        self._note(func)
+        watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
+        output = call(*args, **kwargs)
+        self.selection.keep(place, output, args, kwargs, None if watch is None else watch(), offload=offload)
+        return output
+
+    def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        selection = self.selection
+        place = len(selection.operators)
+        if kind is not _VIEW:
+            self._note(func)
+        watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
+        output = call(*args, **kwargs)
+        context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
+        context.op_output = output
+        decision = self._ask(context, func, *args, **kwargs)
+        if decision is _PREFER_RECOMPUTE and kind is _SAVEABLE:
+            return output
+        decision = decision_of(decision, func)
+        if kind in _LOOKED_AT:
+            self._look_at(func, kind, args, kwargs, output)
+        elif decision not in _RECOMPUTES and kind is not _VIEW:
+            draw = None if watch is None else watch()
+            selection.keep(place, output, args, kwargs, draw, offload=decision in _OFFLOADS)
+        return output
+
+    def _look_at(self, func: Any, kind: Kind, args: Any, kwargs: Any, output: Any) -> None:
+        """Sees to what was kept, after an operator that may have touched it."""
+        if self.selection.entries:
+            if kind is Kind.ALIASES:
+                self.selection.watch((args, kwargs), output)
+            else:
+                self.selection.forget(written_by(func, args, kwargs))
 
     def _look_for_expected(self) -> None:
         expected, self._policy.expects = self._policy.expects, frozenset()  # once
@@ -104,31 +151,8 @@ class _Record(PausableDispatchMode):
                 f"{self._policy!r} names operators that did not run in the first region under it: {names}. Operators are "
                 "matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each "
                 "backend; a policy function can print those that it is asked for.",
-                stacklevel=4,
+                stacklevel=6,
             )
-
-    def _decide(self, func: Any, action: int, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        selection = self.selection
-        place = len(selection.operators)
-        if kind is not _VIEW:
-            self._note(func)
-        watch = watch_draw(func, args, kwargs) if kind is Kind.RANDOM else None
-        output = call(*args, **kwargs)
-        decision = CheckpointPolicy.PREFER_RECOMPUTE
-        if action in (_ASK, _CAST):
-            answer = self._ask(SelectiveCheckpointContext(is_recompute=False, op_output=output), func, *args, **kwargs)
-            decision = decision_of(answer, func)
-        if action != _SAVE and action != _OFFLOAD:
-            if selection.entries and kind in _LOOKED_AT:
-                if kind is Kind.ALIASES:
-                    selection.watch((args, kwargs), output)
-                else:
-                    selection.forget(written_by(func, args, kwargs))
-            if decision in _RECOMPUTES or kind in _NEVER_KEPT:
-                return output
-        draw = None if watch is None else watch()
-        selection.keep(place, output, args, kwargs, draw, offload=action == _OFFLOAD or decision in _OFFLOADS)
-        return output
 
 
 class _Reuse(PausableDispatchMode):

@@ -2,6 +2,7 @@
 
     python examples/train_charlm.py
     python examples/train_charlm.py --mode none,checkpoint,sequential --layers 16 --steps 50
+    python examples/train_charlm.py --mode checkpoint,selective --policy dots_saveable
     python examples/train_charlm.py --mode checkpoint --json > run.json
 
 The text is the source of Python's own standard library, which is on every machine. A mode says how the stack of blocks
@@ -13,6 +14,7 @@ they must be equal: checkpointing changes when activations are computed, never w
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import math
@@ -32,6 +34,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import ckpt_hooks
+from ckpt_hooks import policies
 
 # ---- modes: ways to run a stack of blocks ----
 
@@ -66,12 +69,45 @@ def run_sequential(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     return output
 
 
-MODES: dict[str, RunBlocks] = {
+POLICIES: dict[str, policies.Policy] = {
+    "everything_saveable": policies.everything_saveable,
+    "nothing_saveable": policies.nothing_saveable,
+    "dots_saveable": policies.dots_saveable,
+    "dots_with_no_batch_dims_saveable": policies.dots_with_no_batch_dims_saveable,
+    "save_compute_and_communication": policies.save_compute_and_communication,
+}
+
+
+def run_selective(policy: str, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """Checkpoints each block, but keeps what a policy says, so that those operators need not run again."""
+    region = ckpt_hooks.checkpoint(policy=POLICIES[policy])
+    for block in blocks:
+        x = region(block)(x)
+    return x
+
+
+def run_torch_selective(policy: str, blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The same with what comes with torch, which takes our policies."""
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, POLICIES[policy])
+    for block in blocks:
+        x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+    return x
+
+
+MODES: dict[str, Callable[..., Tensor]] = {
     "none": run_plain,
     "torch": run_torch,
     "checkpoint": run_checkpoint,
     "sequential": run_sequential,
+    "selective": run_selective,
+    "torch_selective": run_torch_selective,
 }
+
+
+def way_to_run(mode: str, policy: str) -> RunBlocks:
+    """Returns how a mode runs a stack of blocks, under a policy if it takes one."""
+    run = MODES[mode]
+    return functools.partial(run, policy) if mode.endswith("selective") else run
 
 
 # ---- the model ----
@@ -210,6 +246,7 @@ class Options:
     dropout: float
     seed: int
     device: str
+    policy: str
 
 
 @dataclass(frozen=True)
@@ -225,7 +262,7 @@ class Row:
 def train(mode: str, text: Tensor, vocabulary: int, options: Options) -> Row:
     """Trains a fresh model in one mode. Equal options give equal data, parameters and dropout, whatever the mode."""
     torch.manual_seed(options.seed)
-    model = CharLM(vocabulary, options, MODES[mode]).to(options.device)
+    model = CharLM(vocabulary, options, way_to_run(mode, options.policy)).to(options.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     synchronize = torch.get_device_module(options.device).synchronize
 
@@ -328,6 +365,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--dropout", type=probability, default=0.1, help="dropout probability")
     add("--seed", type=seed, default=0, help="seed of the data, the parameters and dropout")
     add("--device", type=device, default=accelerator, help="where to train")
+    add("--policy", choices=POLICIES, default="save_compute_and_communication", help="what the selective modes keep")
     add("--json", action="store_true", help="print one JSON object in place of the table")
     values = vars(parser.parse_args(arguments))
     modes, as_json = values.pop("mode"), values.pop("json")

@@ -31,14 +31,26 @@ def run_charlm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_charlm_trains_alike_in_every_mode():
     """Losses are bitwise equal with dropout, memory is no more than torch's, JSON has what it says."""
-    result = run_charlm("--mode", "none,torch,checkpoint,sequential", *TINY, "--json")
+    result = run_charlm("--mode", "none,torch,checkpoint,sequential,selective", *TINY, "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
-    assert list(rows) == ["none", "torch", "checkpoint", "sequential"]
+    assert list(rows) == ["none", "torch", "checkpoint", "sequential", "selective"]
     assert all(row["losses"] == rows["none"]["losses"] for row in rows.values())
     assert len(rows["none"]["losses"]) == 3
     assert rows["checkpoint"]["peak_bytes"] <= rows["torch"]["peak_bytes"] < rows["none"]["peak_bytes"]
     assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
+
+
+@pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable", "dots_with_no_batch_dims_saveable"])
+def test_charlm_trains_alike_under_every_policy(policy):
+    """And keeps no more than torch does under the same, where torch gets through: not if dropout writes to what is kept."""
+    compared = policy != "everything_saveable"
+    modes = "none,torch_selective,selective" if compared else "none,selective"
+    result = run_charlm("--mode", modes, "--policy", policy, *TINY, "--json")
+    assert result.returncode == 0, result.stderr
+    rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
+    assert all(row["losses"] == rows["none"]["losses"] for row in rows.values())
+    assert not compared or rows["selective"]["peak_bytes"] <= rows["torch_selective"]["peak_bytes"]
 
 
 def test_charlm_prints_a_table():

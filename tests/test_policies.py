@@ -204,5 +204,6 @@ def test_a_policy_and_contexts_of_ones_own():
 
 def test_lists_with_the_same_operators_are_one_policy():
     """So what is known of operators under it is found out once."""
-    one, other = p.policy_from([aten.mm.default, aten.sin.default]), p.policy_from({aten.sin.default, aten.mm.default})
+    one, other = (p.policy_from([aten.mm.default, aten.sin.default]) for _ in range(2))
     assert one is other
+    assert p.policy_from({aten.sin.default, aten.mm.default}).for_op(aten.sin.default) is SAVE
