@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import ParamSpec
 
 from ._torch import dispatch_mode_at, num_dispatch_modes
 
-__all__ = ["PausableDispatchMode", "QuietDispatchMode", "only_quiet_modes", "pause_modes", "resume_modes"]
+__all__ = ["PausableDispatchMode", "QuietDispatchMode", "only_quiet_modes", "pause_modes", "resume_modes", "unseen"]
 
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -66,3 +69,23 @@ def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:
     """Ends :func:`pause_modes`."""
     for mode in paused:
         mode.paused -= 1
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function pause those modes: what it does is the package's own business, though a mode of a region calls it."""
+
+    @functools.wraps(function)
+    def paused(*args: P.args, **kwargs: P.kwargs) -> R:
+        modes = pause_modes()
+        if not modes:
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resume_modes(modes)
+
+    return paused

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ._blame import mutation_error, name_of
-from ._dispatch import only_quiet_modes, pause_modes, resume_modes
+from ._dispatch import only_quiet_modes, unseen
 from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
@@ -39,6 +39,9 @@ _TIP = (
     "forward and backward; a cache that forward filled; randomness from outside of torch. Pass `debug=True` to see the "
     "operators of both runs."
 )
+
+
+_copy = unseen(copy_of)
 
 
 class StopRecompute(BaseException):
@@ -133,7 +136,7 @@ class Filling:
                 if index != final:
                     unfinished = sequence_number()
                 if exchanged and storage_of(tensor) in exchanged:
-                    tensor = _copy_unseen(tensor)
+                    tensor = _copy(tensor)
                 elif type(tensor) is not plain:
                     tensor = detach(tensor)
             append(tensor)
@@ -270,15 +273,6 @@ class Filling:
         return DeterminismError(
             f"region {'/'.join(region)!r}: {message}{_TIP}", region=region, index=index, expected=expected, found=found
         )
-
-
-def _copy_unseen(tensor: torch.Tensor) -> torch.Tensor:
-    """Copies a tensor without a word to the modes that watch what the function does."""
-    paused = pause_modes()
-    try:
-        return copy_of(tensor)
-    finally:
-        resume_modes(paused)
 
 
 def _short(fingerprint: Any) -> str:

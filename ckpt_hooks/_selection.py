@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from ._ambient.draws import Draw, skip_draw
+from ._dispatch import unseen
 from ._operators import Kind
 from ._refit import refit
 from ._runtime.frame import RegionPath, format_path
@@ -59,6 +60,7 @@ class _Packed:
 
     __slots__ = ("_packed", "_storage", "_strides", "_unpack", "_value", "_version")
 
+    @unseen
     def __init__(self, tensor: torch.Tensor, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
         self._version = tensor._version
         self._storage = storage_of(tensor)
@@ -75,7 +77,9 @@ class _Packed:
             except MutationError:  # something around the region wrote to it
                 self._packed = None
 
+    @unseen
     def get(self, *, last: bool) -> torch.Tensor:
+        """Returns the tensor, or :data:`MISSING` if the hooks have handed on one that was modified."""
         value, self._value = self._value, MISSING
         if value is MISSING:
             if self._unpack is unpack_handle:
@@ -91,10 +95,12 @@ class _Moved:
 
     __slots__ = ("_sent", "_version", "_witness")
 
+    @unseen
     def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers) -> None:
         self._witness, self._version = version_witness(tensor), tensor._version
         self._sent = batch.send(tensor, transfers)
 
+    @unseen
     def get(self, *, last: bool) -> torch.Tensor:
         """Returns the tensor on its device; :data:`MISSING` if it was modified, maybe while it was copied."""
         if self._witness._version != self._version:
@@ -128,7 +134,7 @@ class Selection:
         entries: What was kept, by place in that order.
         places: Where in that order, by the storage of what was kept.
         complete: Whether forward has ended.
-        when_closed: What is called when it has.
+        when_closed: What is called then, with the operators.
         last: Whether the recompute that begins is the last one, which may take what was kept.
         has_stopped: Whether the recompute that begins has been told to stop.
     """
@@ -152,7 +158,7 @@ class Selection:
         self.entries: dict[int, _Entry] = {}
         self.places: dict[int | None, int] = {}
         self.complete = False
-        self.when_closed: Callable[[], None] | None = None
+        self.when_closed: Callable[[list[Any]], None] | None = None
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
         self._batch: Batch | None = None
@@ -234,6 +240,7 @@ class Selection:
             if place is not None:
                 self.entries.pop(place, None)
 
+    @unseen
     def watch(self, args: Any, outputs: Any) -> None:
         """Watches what an operator made out of something that was kept, without a version counter in common."""
         for tensor in _tensors_of(args):
@@ -246,7 +253,7 @@ class Selection:
         """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to."""
         self.complete = True
         if self.when_closed is not None:
-            self.when_closed()
+            self.when_closed(self.operators)
         if early_stop and self._numbers is not _NO_NUMBERS:
             total = len(self._numbers)
             beyond = []

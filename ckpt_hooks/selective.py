@@ -9,6 +9,7 @@ A policy that looks at the operator alone is asked once an operator in the progr
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -66,6 +67,19 @@ def _is_cached_cast(args: Any) -> bool:
     return bool(args[0].is_leaf and args[0].requires_grad)
 
 
+def _look_for_expected(policy: Policy, operators: list[Any]) -> None:
+    expected, policy.expects = policy.expects, frozenset()  # once
+    missing = expected.difference(operators)
+    if missing:
+        names = ", ".join(sorted(map(str, missing)))
+        warnings.warn(
+            f"{policy!r} names operators that did not run in the first region under it: {names}. Operators are matched below "
+            "autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each backend; a policy "
+            "function can print those that it is asked for.",
+            stacklevel=6,
+        )
+
+
 class _Record(PausableDispatchMode):
     """Notes the operators of a forward, and keeps what the policy says."""
 
@@ -78,7 +92,7 @@ class _Record(PausableDispatchMode):
         self._note = selection.operators.append
         self._task = graph_task_id()
         if policy.expects:
-            selection.when_closed = self._look_for_expected
+            selection.when_closed = functools.partial(_look_for_expected, policy)  # not this mode: that would be a cycle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
@@ -141,18 +155,6 @@ class _Record(PausableDispatchMode):
                 self.selection.watch((args, kwargs), output)
             else:
                 self.selection.forget(written_by(func, args, kwargs))
-
-    def _look_for_expected(self) -> None:
-        expected, self._policy.expects = self._policy.expects, frozenset()  # once
-        missing = expected.difference(self.selection.operators)
-        if missing:
-            names = ", ".join(sorted(map(str, missing)))
-            warnings.warn(
-                f"{self._policy!r} names operators that did not run in the first region under it: {names}. Operators are "
-                "matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each "
-                "backend; a policy function can print those that it is asked for.",
-                stacklevel=6,
-            )
 
 
 class _Reuse(PausableDispatchMode):

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._bytes import same_bytes
-from ckpt_hooks._dispatch import QuietDispatchMode
+from ckpt_hooks._dispatch import QuietDispatchMode, unseen
 
 __all__ = ["Draw", "RecordDraws", "ReplayDraws", "num_draw_modes", "skip_draw", "watch_draw"]
 
@@ -248,6 +248,7 @@ def _drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+@unseen
 def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Draw | None] | None:
     """Watches an operator that may draw, and is about to run.
 
@@ -272,6 +273,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         generator = _default_generator(device)
     watched, before = generator, generator.get_state()
 
+    @unseen
     def drawn() -> Draw | None:
         after = watched.get_state()
         return None if same_bytes(before, after) else Draw(before, after)
@@ -279,6 +281,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return drawn
 
 
+@unseen
 def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Draw, *, modes: int) -> None:
     """Moves the random stream past an operator that is not run.
 
