@@ -14,12 +14,12 @@ import torch
 from typing_extensions import ParamSpec
 
 from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ._policy import Policy, policy_from
 from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
 from ._runtime.settings import current_settings, override
 from ._torch import innermost_transform
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
-from .policies import Policy, policy_from
 from .selective import create_selective_checkpoint_contexts
 
 __all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from ._torch import OVERLOAD
+
 __all__ = ["KNOWN", "SAC_IGNORED_OPS", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
 
 
@@ -72,14 +74,14 @@ def kind_of(operator: Any) -> Kind:
         return Kind.ALIASES
     if any(returned.alias_info is not None for returned in schema.returns):
         return Kind.VIEW
-    if operator is torch.ops.aten._to_copy.default:
+    if name == "_to_copy" and operator.namespace == "aten":
         return Kind.CAST
     return Kind.RANDOM if torch.Tag.nondeterministic_seeded in operator.tags else Kind.SAVEABLE
 
 
 def call_of(operator: Any) -> Callable[..., Any]:
     """Returns what runs an operator: an overload's own callable, which spares one call of Python, where there is one."""
-    call: Callable[..., Any] = operator._op if type(operator) is torch._ops.OpOverload else operator
+    call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
     return call
 
 

@@ -36,6 +36,11 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 # which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
 queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 
+# What operators are: overloads, and operators of operators; several overloads of one name are a packet. 2.11 to 2.15.
+OVERLOAD: Any = torch._ops.OpOverload
+OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
+
 # Whether the graph task that is running keeps its graph (``retain_graph=True``). 2.11 to 2.15.
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 

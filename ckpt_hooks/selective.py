@@ -13,14 +13,16 @@ import functools
 import warnings
 from typing import Any
 
+from torch.utils.checkpoint import CheckpointPolicy
+
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
+from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 from ._runtime.passes import MISSING
 from ._selection import Selection
 from ._torch import graph_task_id
 from .errors import DeterminismError
-from .policies import CheckpointPolicy, Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 

@@ -12,6 +12,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
 from ckpt_hooks import policies as p
+from ckpt_hooks._policy import policy_from
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
@@ -65,6 +66,49 @@ def test_collectives_are_kept():
     policy = p.save_compute_and_communication
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         assert policy.for_op(getattr(torch.ops._c10d_functional, name).default) is SAVE
+
+
+def test_flex_attention_is_kept():
+    """Though its operator is there only once somebody has imported it."""
+    flex_attention = importlib.import_module("torch._higher_order_ops.flex_attention").flex_attention
+    assert p.save_compute_and_communication.for_op(flex_attention) is SAVE
+    assert p.dots_saveable.for_op(flex_attention) is RECOMPUTE
+
+
+class Block(torch.nn.Module):
+    """A transformer's block."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norms[0](x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
+        h = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(h.transpose(1, 2).reshape(x.shape))
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norms[1](x))))
+
+
+def test_no_product_and_no_attention_of_a_block_runs_again():
+    """Exactly none; and the last product, which no recompute comes to, is not kept."""
+    block, x = Block(32), torch.randn(2, 16, 32, requires_grad=True)
+    expected = grad(block(x).sum(), [x, *block.parameters()])
+    contexts = ckpt_hooks.create_selective_checkpoint_contexts(p.save_compute_and_communication)
+    y = ckpt_hooks.checkpoint(block, x, context_fn=lambda: contexts)
+    kept = contexts[0].selection
+    assert [str(kept.operators[place]) for place in kept.entries] == [
+        "aten.addmm.default",
+        "aten._scaled_dot_product_flash_attention_for_cpu.default",
+        "aten.addmm.default",
+        "aten.addmm.default",
+    ]
+    with CountOps() as ops:
+        found = grad(y.sum(), [x, *block.parameters()])
+    assert ops.counts["addmm"] == ops.counts["_scaled_dot_product_flash_attention_for_cpu"] == 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert kept.entries == {}  # taken, each by the recompute
 
 
 def test_save_every_counts_in_each_region():
@@ -204,6 +248,6 @@ def test_a_policy_and_contexts_of_ones_own():
 
 def test_lists_with_the_same_operators_are_one_policy():
     """So what is known of operators under it is found out once."""
-    one, other = (p.policy_from([aten.mm.default, aten.sin.default]) for _ in range(2))
+    one, other = (policy_from([aten.mm.default, aten.sin.default]) for _ in range(2))
     assert one is other
-    assert p.policy_from({aten.sin.default, aten.mm.default}).for_op(aten.sin.default) is SAVE
+    assert policy_from({aten.sin.default, aten.mm.default}).for_op(aten.sin.default) is SAVE

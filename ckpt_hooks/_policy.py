@@ -1,0 +1,227 @@
+"""What a policy is: how it is asked, what it may answer, and what users may give for one."""
+
+from __future__ import annotations
+
+import abc
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.utils.checkpoint
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ._torch import OPERATOR_PACKET, OPERATORS
+
+__all__ = [
+    "OpsPolicy",
+    "Policy",
+    "PolicyFn",
+    "SelectiveCheckpointContext",
+    "checked_operators",
+    "decision_of",
+    "in_words",
+    "overloads_of",
+    "policy_from",
+]
+
+#: Is called with a :class:`SelectiveCheckpointContext`, an operator and its arguments.
+PolicyFn = Callable[..., Any]
+
+_SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointContext):
+    """What a policy is told besides the operator and its arguments.
+
+    Attributes:
+        is_recompute: False: a policy is asked in forward only. (Torch has the same, for code written before that.)
+        op_output: What the operator returned. A policy that keeps it keeps it alive.
+    """
+
+    is_recompute = False
+
+    def __init__(self, *, is_recompute: bool = False, op_output: Any = None) -> None:
+        self.is_recompute = is_recompute
+        self.op_output = op_output
+
+
+class Policy(abc.ABC):
+    """A policy that explains itself.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint
+        >>> from ckpt_hooks.policies import dots_saveable
+        >>> block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        >>> y = checkpoint(policy=dots_saveable)(block)(torch.ones(2, 4))
+    """
+
+    #: Operators that its user named and that no region has been looked through for: one that never comes is a mistake mostly.
+    expects: frozenset[Any] = frozenset()
+
+    @functools.cached_property
+    def plan(self) -> dict[int, Any]:
+        """What is known of operators under this policy: for whoever asks it."""
+        return {}
+
+    @abc.abstractmethod
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        """Returns what becomes of an operator whatever its arguments; None where that depends on them, or on a count."""
+
+    def start(self) -> PolicyFn:
+        """Returns what is asked in one region: the policy itself, unless it counts."""
+        return self
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        """Decides on one run of an operator."""
+        decision = self.for_op(op)
+        if decision is None:
+            raise TypeError(
+                f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
+                "starts a count for each region; elsewhere, call its start() for each region and pass what that returns."
+            )
+        return decision
+
+
+def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
+    """Returns operators as a list.
+
+    Raises:
+        ValueError: If one is something else, for which the message has the overloads.
+    """
+    ops = list(ops)
+    for op in ops:
+        if isinstance(op, OPERATORS):
+            continue
+        advice = "An operator is named like torch.ops.aten.mm.default."
+        if isinstance(op, OPERATOR_PACKET):
+            overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in overloads_of(op))
+            advice = f"Please update the OpOverloadPacket to a specific OpOverload, one of: {overloads}."
+        raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {op} of type {type(op).__name__}. {advice}")
+    return ops
+
+
+def overloads_of(packet: Any) -> list[str]:
+    names: list[str] = packet.overloads()
+    return names
+
+
+class OpsPolicy(Policy):
+    """One decision for some operators, recompute for the others."""
+
+    def __init__(
+        self,
+        name: str,
+        ops: Iterable[Any],
+        decision: CheckpointPolicy,
+        meaning: str,
+        *,
+        names: Iterable[str] = (),
+        expected: bool = False,
+    ) -> None:
+        """Makes a policy.
+
+        Args:
+            name: What it is called.
+            ops: The operators.
+            decision: What becomes of them.
+            meaning: The same in words.
+            names: Operators of operators by name: they are there only when the module that defines them was imported.
+            expected: Whether the user named the operators, and is to hear of those that never come.
+        """
+        self._name, self._ops, self._decision, self._meaning = name, frozenset(ops), decision, meaning
+        self._names = frozenset(names)
+        self.expects = self._ops if expected else frozenset()
+
+    def for_op(self, op: Any) -> CheckpointPolicy:
+        return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: {self._meaning}>"
+
+
+class _Function(Policy):
+    """A function of the user's, which has to be asked each time."""
+
+    #: The same for all functions: none of them decides on an operator alone.
+    plan: dict[int, Any] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
+
+    def __init__(self, function: PolicyFn) -> None:
+        self._function = function
+
+    def for_op(self, op: Any) -> None:
+        return None
+
+    def start(self) -> PolicyFn:
+        return self._function
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return decision_of(self._function(ctx, op, *args, **kwargs), op)
+
+    def __repr__(self) -> str:
+        return f"<policy: asks {getattr(self._function, '__qualname__', self._function)}>"
+
+
+def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
+    """Returns what a policy answered; True is to save and False to recompute, as torch has it.
+
+    Raises:
+        TypeError: If the answer is something else.
+    """
+    if isinstance(answer, CheckpointPolicy):
+        return answer
+    if isinstance(answer, bool):
+        return _SAVE if answer else _RECOMPUTE
+    name = getattr(answer, "name", None)
+    if isinstance(name, str) and name in CheckpointPolicy.__members__:  # an enum of the same names
+        return CheckpointPolicy[name]
+    raise TypeError(
+        f"the policy should return a CheckpointPolicy for each operator, but returned {answer!r} for {op}. To have it "
+        "recomputed, return CheckpointPolicy.PREFER_RECOMPUTE."
+    )
+
+
+def policy_from(policy: Any, argument: str = "policy") -> Policy:
+    """Returns what is given as a policy as one of those here.
+
+    Args:
+        policy: A policy of this module, a list or set of operators to save, or a function.
+        argument: What to call it in an error.
+
+    Raises:
+        TypeError: If it is none of these.
+        ValueError: If what is in the list is not an operator.
+    """
+    if isinstance(policy, (list, tuple, set, frozenset)):
+        return _from_ops(policy)
+    if isinstance(policy, Policy):
+        return policy
+    if callable(policy):
+        return _Function(policy)
+    raise TypeError(
+        f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got {policy!r} of "
+        f"type {type(policy).__name__}."
+    )
+
+
+_MOST_LISTS = 1_000
+# By the identity of the operators, which the policy keeps alive: they hash by a function of Python.
+_lists: dict[tuple[int, ...], Policy] = {}
+
+
+def _from_ops(ops: Iterable[Any]) -> Policy:
+    # A list of operators is given anew with each region, and what is known of operators under it hangs on the policy.
+    key = tuple(map(id, ops))
+    known = _lists.get(key)
+    if known is None:
+        checked = checked_operators(ops, "op_list")
+        if len(_lists) >= _MOST_LISTS:
+            _lists.clear()
+        meaning = f"keeps the outputs of {in_words(checked)}"
+        known = _lists[key] = OpsPolicy("save_ops", checked, _SAVE, meaning, expected=True)
+    return known
+
+
+def in_words(ops: list[Any]) -> str:
+    names = sorted({str(op) for op in ops})
+    return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:4])} and {len(names) - 4} more"
