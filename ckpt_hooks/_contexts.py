@@ -83,6 +83,9 @@ class Selects(Protocol):
     def prepare(self, *, last: bool, has_stopped: Callable[[], bool]) -> None:
         """A recompute is about to begin."""
 
+    def settle(self) -> None:
+        """A recompute has ended."""
+
 
 def selection_of(context: AbstractContextManager[Any]) -> Selects | None:
     """Returns the memory of the selective policy that a context manager carries out, None where it is something else."""

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec
 
 from ._torch import dispatch_mode_at, num_dispatch_modes
 
-__all__ = ["PausableDispatchMode", "QuietDispatchMode", "only_quiet_modes", "pause_modes", "resume_modes", "unseen"]
+__all__ = [
+    "PausableDispatchMode",
+    "QuietDispatchMode",
+    "count_writes",
+    "only_quiet_modes",
+    "pause_modes",
+    "resume_modes",
+    "unseen",
+]
 
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -44,6 +53,19 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.paused = 0
+
+
+def count_writes(operator: Any, args: Any) -> None:
+    """Counts the writes of an operator that torch does not count under a dispatch mode, and counts without one.
+
+    Those are the in-place operators over lists of tensors (``_foreach_mul_``). To be called by every mode of the package that
+    has passed such an operator on; the innermost of them counts.
+    """
+    if operator._schema.name.startswith("aten::_foreach_") and not any(
+        isinstance(dispatch_mode_at(index), QuietDispatchMode) for index in range(num_dispatch_modes())
+    ):
+        for tensor in args[0]:
+            increment_version(tensor)
 
 
 _NO_MODES: Sequence[PausableDispatchMode] = ()

@@ -36,6 +36,8 @@ class Kind(enum.Enum):
     ALIASES = enum.auto()
     #: May be skipped where its output is at hand.
     SAVEABLE = enum.auto()
+    #: The same, but the output is complete only when somebody has waited for it: it is kept as it is, and copied nowhere.
+    COLLECTIVE = enum.auto()
     #: The same, but it draws random numbers, or may.
     RANDOM = enum.auto()
 
@@ -45,7 +47,23 @@ class Kind(enum.Enum):
 _REWRITING = frozenset({"c10d", "fsdp"})
 
 #: Update running statistics, which their schemas have as inputs.
-_WRITES_UNSAID = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm", "batch_norm"})
+_WRITES_UNSAID = frozenset(
+    {
+        "batch_norm",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+        "batch_norm_update_stats",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "native_batch_norm",
+    }
+)
+
+#: Operators of operators that compute an output of their own and do nothing else. Others may write to their arguments.
+_PURE_HIGHER_ORDER = frozenset({"flex_attention"})
+
+#: Libraries whose operators are tagged where they draw random numbers; those of others are looked at when they run.
+_TAGGED = frozenset({"aten", "prims", "prim", "_c10d_functional"})
 
 #: Promise autograd that nobody looks at their input any more. A policy may have kept it.
 _ALIASES_UNSAID = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
@@ -63,8 +81,8 @@ def kind_of(operator: Any) -> Kind:
     if operator in SAC_IGNORED_OPS:
         return Kind.IGNORED
     schema = getattr(operator, "_schema", None)
-    if schema is None:  # a higher-order operator: whether its output is its own is seen when it has run
-        return Kind.SAVEABLE
+    if schema is None:  # a higher-order operator
+        return Kind.SAVEABLE if str(operator) in _PURE_HIGHER_ORDER else Kind.REWRITES
     name = schema.name.partition("::")[2]
     if operator.namespace in _REWRITING or name in _WRITES_UNSAID:
         return Kind.REWRITES
@@ -76,7 +94,10 @@ def kind_of(operator: Any) -> Kind:
         return Kind.VIEW
     if name == "_to_copy" and operator.namespace == "aten":
         return Kind.CAST
-    return Kind.RANDOM if torch.Tag.nondeterministic_seeded in operator.tags else Kind.SAVEABLE
+    if operator.namespace == "_c10d_functional":
+        return Kind.COLLECTIVE
+    draws = torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace not in _TAGGED
+    return Kind.RANDOM if draws else Kind.SAVEABLE
 
 
 def call_of(operator: Any) -> Callable[..., Any]:
@@ -95,9 +116,9 @@ def facts_of(operator: Any) -> Facts:
 
 def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments of a call that an operator writes to, as its schema says; all where it does not say."""
-    arguments = operator._schema.arguments
     if kind_of(operator) is not Kind.WRITES:
         return [args, kwargs]
+    arguments = operator._schema.arguments
     return [
         args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(arguments)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -45,6 +46,30 @@ class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointConte
         self.op_output = op_output
 
 
+class _Named:
+    """An operator by its name, for pickling: operators themselves refuse."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def operator_named(name: str) -> Any:
+    """Returns the operator of a name as ``str`` has it: ``"aten.mm.default"``, or ``"flex_attention"``."""
+    found: Any = torch.ops if "." in name else torch.ops.higher_order
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _exchanged(state: dict[str, Any], kinds: Any, exchange: Callable[[Any], Any]) -> dict[str, Any]:
+    def one(value: Any) -> Any:
+        if isinstance(value, frozenset):
+            return frozenset(map(one, value))
+        return exchange(value) if isinstance(value, kinds) else value
+
+    return {name: one(value) for name, value in state.items()}
+
+
 class Policy(abc.ABC):
     """A policy that explains itself.
 
@@ -64,6 +89,14 @@ class Policy(abc.ABC):
         """What is known of operators under this policy: for whoever asks it."""
         return {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What is known of operators stays here, and operators travel by name.
+        state = {name: value for name, value in self.__dict__.items() if name != "plan"}
+        return _exchanged(state, OPERATORS, lambda op: _Named(str(op)))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(_exchanged(state, _Named, lambda named: operator_named(named.name)))
+
     @abc.abstractmethod
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         """Returns what becomes of an operator whatever its arguments; None where that depends on them, or on a count."""
@@ -80,7 +113,7 @@ class Policy(abc.ABC):
                 f"{self!r} counts operators, and a count belongs to one region: pass the policy itself to ckpt_hooks, which "
                 "starts a count for each region; elsewhere, call its start() for each region and pass what that returns."
             )
-        return decision
+        return decision_of(decision, op)
 
 
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:

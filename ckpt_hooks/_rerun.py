@@ -29,7 +29,7 @@ from ._module_plan import is_idle
 from ._module_state import State, StateUndo, capture_state
 from ._reach import NOTHING, reach
 from ._runtime.frame import Frame, Observer, format_path
-from ._runtime.hooks import close_frame, open_frame
+from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.settings import DEFAULTS, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
 from ._torch import (
@@ -55,10 +55,6 @@ _default_generators = threading.RLock()
 _shared_streams = threading.RLock()
 
 _NO_GENERATORS: Sequence[torch.Generator] = ()
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,6 +284,8 @@ class FunctionFrame(Frame):
         finally:
             if paused:
                 resume_modes(paused)
+            if self._selection is not None:
+                self._selection.settle()
             set_grad_enabled(grad_enabled)
             if borrows:
                 _default_generators.release()
@@ -335,7 +333,7 @@ class FunctionFrame(Frame):
             self._call_under(hook, args, kwargs)
 
     def _call_under(self, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        push_saved_tensors_hooks(hook, _identity)
+        push_saved_tensors_hooks(hook, hand_back)
         try:
             context = self._context
             if context is None and self._contexts is None and not copy_context():

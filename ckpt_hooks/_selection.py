@@ -26,15 +26,17 @@ from ._dispatch import unseen
 from ._operators import Kind
 from ._refit import refit
 from ._runtime.frame import RegionPath, format_path
+from ._runtime.hooks import are_of_frame
 from ._runtime.hooks import unpack as unpack_handle
 from ._runtime.passes import MISSING
-from ._torch import counted_detach, storage_of, version_witness
+from ._torch import counted_detach, is_freed, storage_of, version_witness
 from .errors import DeterminismError, MutationError
 from .offload import Batch, Transfers, transfers_for
 
 __all__ = ["Selection"]
 
 _NO_NUMBERS: list[int] = []
+_HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 
 
@@ -50,7 +52,7 @@ class _Kept:
     def get(self, *, last: bool) -> torch.Tensor:
         """Returns the tensor, or :data:`MISSING` if it was modified; an object that nobody else has."""
         tensor = self._tensor
-        if tensor._version != self._version:
+        if tensor._version != self._version or is_freed(tensor):
             return MISSING  # type: ignore[no-any-return]
         return tensor if last else counted_detach(tensor)
 
@@ -85,7 +87,7 @@ class _Packed:
             if self._unpack is unpack_handle:
                 return MISSING  # type: ignore[no-any-return]
             value = self._unpack(self._packed)
-            if storage_of(value) == self._storage and value._version > self._version:
+            if is_freed(value) or (storage_of(value) == self._storage and value._version > self._version):
                 return MISSING  # type: ignore[no-any-return]
         return counted_detach(refit(value.detach(), self._strides, self._version))
 
@@ -183,10 +185,12 @@ class Selection:
             respect_hooks: Whether what is kept goes through hooks that are not a frame's.
         """
         self._numbers, self._path = numbers, path
-        if hooks is not None and (respect_hooks or hooks[1] is unpack_handle):
+        if hooks is not None and (respect_hooks or are_of_frame(hooks)):
             self._hooks = hooks
 
-    def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, *, offload: bool) -> None:
+    def keep(
+        self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, *, offload: bool, as_it_is: bool
+    ) -> None:
         """Keeps the output of an operator, unless it is not the operator's own.
 
         Args:
@@ -196,40 +200,46 @@ class Selection:
             kwargs: Its keyword arguments.
             draw: What it drew, if it did.
             offload: Whether to move it to the host, if that can be and is worth it.
+            as_it_is: Whether it is kept past everybody's hooks, since it is not complete yet.
         """
-        outputs = (output,) if isinstance(output, torch.Tensor) else tuple(_tensors_of(output))
+        outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
         places = self.places
+        aliases: list[tuple[torch.Tensor, int]] = []
         for tensor in outputs:
             storage = storage_of(tensor)
             for arg in args:
-                if isinstance(arg, torch.Tensor):
+                if type(arg) is torch.Tensor:
                     if storage_of(arg) == storage:
                         return
-                elif isinstance(arg, (list, tuple)) and any(storage_of(other) == storage for other in _tensors_of(arg)):
+                elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) == storage for other in _tensors_of(arg)):
                     return
             if kwargs and any(storage_of(other) == storage for other in _tensors_of(kwargs)):
                 return
             if tensor.is_inference():  # whose versions nobody counts
                 return
             places[storage] = place
+            if len(outputs) > 1:  # among them what subclasses hold, which others may write to
+                aliases.append((version_witness(tensor), tensor._version))
         entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
-        entry.value = self._kept(output, offload=offload)
+        entry.value = self._kept(output, offload=offload and not as_it_is, as_it_is=as_it_is)
         entry.packs = len(self._numbers)
         entry.draw = draw
-        entry.aliases = _NO_ALIASES
+        entry.aliases = aliases or _NO_ALIASES
         self.entries[place] = entry
 
-    def _kept(self, output: Any, *, offload: bool) -> Any:
+    def _kept(self, output: Any, *, offload: bool, as_it_is: bool) -> Any:
         if isinstance(output, torch.Tensor):
             kept = counted_detach(output)
-            of_frame = self._hooks is not None and self._hooks[1] is unpack_handle
+            of_frame = self._hooks is not None and are_of_frame(self._hooks)
             transfers = transfers_for(kept) if offload and not of_frame else None
             if transfers is not None:
                 self._batch = self._batch or Batch()
                 return _Moved(kept, self._batch, transfers)
-            return _Kept(kept) if self._hooks is None else _Packed(kept, *self._hooks)
+            if self._hooks is None or (as_it_is and not of_frame):
+                return _Kept(kept)
+            return _Packed(kept, *self._hooks)
         if isinstance(output, (list, tuple)):
-            return type(output)(self._kept(one, offload=offload) for one in output)
+            return type(output)(self._kept(one, offload=offload, as_it_is=as_it_is) for one in output)
         return output
 
     def forget(self, args: Any) -> None:
@@ -278,6 +288,10 @@ class Selection:
                     saved.prepare()
         if self._batch is not None:
             self._batch.fetch_with_next()
+
+    def settle(self) -> None:
+        """Forgets the recompute, which has ended and would be kept alive."""
+        self.last, self.has_stopped = False, _never
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
@@ -349,8 +363,13 @@ def _got(value: Any, *, last: bool) -> Any:
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """Goes through the tensors in a value; after a subclass that wraps others, through those that it wraps."""
     if isinstance(value, torch.Tensor):
         yield value
+        if type(value) is not torch.Tensor and hasattr(value, "__tensor_flatten__"):
+            names, _ = value.__tensor_flatten__()
+            for name in names:
+                yield from _tensors_of(getattr(value, name))
     elif isinstance(value, (list, tuple)):
         for one in value:
             yield from _tensors_of(one)

@@ -7,6 +7,7 @@ running the suite. Timings are for torch 2.13 on one x86-64 core.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -58,6 +59,24 @@ _PYTHON, _SNAPSHOT, _COUNTING = (
 )
 
 
+def is_compiled_code_running() -> bool:
+    """Whether the operator that runs is called by code that Inductor made, whose kernels reuse buffers behind everybody's back.
+
+    Such code runs with gradients off, so others are not even looked at. 2.11 to 2.15: its callers are modules of Inductor.
+    """
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(1)
+    for _ in range(12):
+        caller = frame.f_back
+        if caller is None:
+            return False
+        frame = caller
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
+            return True
+    return False
+
+
 def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an alias that shares the version counter also from within a dispatch mode, where a plain ``detach`` does not."""
     excluded = _is_excluded(_COUNTING)
@@ -69,8 +88,13 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor that shares the version counter of another one, and keeps nothing of it alive."""
+    """Returns an empty tensor that shares the version counter of another one, and keeps nothing of it alive.
+
+    Of a subclass it is an alias, since nothing can be put in its place.
+    """
     witness = counted_detach(tensor)
+    if type(tensor) is not torch.Tensor:
+        return witness
     witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness
 
@@ -80,7 +104,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
     A subclass, whose own handler is asked by way of the same keys, is detached as usual.
     """
-    if type(tensor) is not torch.Tensor:
+    if type(tensor) is not torch.Tensor or _is_excluded(_PYTHON):
         return tensor.detach()
     _exclude(_PYTHON, True)
     _exclude(_SNAPSHOT, True)
@@ -222,6 +246,14 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     except (NotImplementedError, RuntimeError):
         return None
     return storage
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether somebody has freed the memory of a tensor, as frameworks do with parameters and what they gathered."""
+    try:
+        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+    except (NotImplementedError, RuntimeError):
+        return False
 
 
 def address_of_generator(generator: torch.Generator) -> int:

@@ -16,12 +16,12 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ._ambient.draws import num_draw_modes, watch_draw
-from ._dispatch import PausableDispatchMode
+from ._dispatch import PausableDispatchMode, count_writes
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 from ._runtime.passes import MISSING
 from ._selection import Selection
-from ._torch import graph_task_id
+from ._torch import graph_task_id, is_compiled_code_running
 from .errors import DeterminismError
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
@@ -35,7 +35,8 @@ _Plan = tuple[Any, int, Any, Kind]
 _PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
-_IGNORED, _VIEW, _CASTS, _SAVEABLE, _RANDOM = Kind.IGNORED, Kind.VIEW, Kind.CAST, Kind.SAVEABLE, Kind.RANDOM
+_IGNORED, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.VIEW, Kind.CAST, Kind.WRITES
+_SAVEABLE, _RANDOM, _COLLECTIVE = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE
 _new_context = SelectiveCheckpointContext.__new__
 
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -49,6 +50,8 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
     if kind is Kind.IGNORED:
         return operator, _PASS, call, kind
     decision = policy.for_op(operator)
+    if decision is not None:
+        decision = decision_of(decision, operator)
     if kind is Kind.CAST:
         action = _CAST
     elif decision is None:
@@ -93,8 +96,20 @@ class _Record(PausableDispatchMode):
         self._plan: dict[int, _Plan] = policy.plan
         self._note = selection.operators.append
         self._task = graph_task_id()
+        self._entered = False
         if policy.expects:
             selection.when_closed = functools.partial(_look_for_expected, policy)  # not this mode: that would be a cycle
+
+    def __enter__(self) -> _Record:
+        if self._entered:
+            raise ValueError(
+                "the contexts of create_selective_checkpoint_contexts are for one region, which has run: its operators are "
+                "known by their places. Pass a context_fn that makes new ones each time, as functools.partial("
+                "create_selective_checkpoint_contexts, policy) does."
+            )
+        self._entered = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
@@ -127,7 +142,9 @@ class _Record(PausableDispatchMode):
         self._note(func)
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
         output = call(*args, **kwargs)
-        self.selection.keep(place, output, args, kwargs, None if watch is None else watch(), offload=offload)
+        if not is_compiled_code_running():
+            draw = None if watch is None else watch()
+            self.selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
         return output
 
     def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
@@ -145,13 +162,16 @@ class _Record(PausableDispatchMode):
         decision = decision_of(decision, func)
         if kind in _LOOKED_AT:
             self._look_at(func, kind, args, kwargs, output)
-        elif decision not in _RECOMPUTES and kind is not _VIEW:
+        elif decision not in _RECOMPUTES and kind is not _VIEW and not is_compiled_code_running():
             draw = None if watch is None else watch()
-            selection.keep(place, output, args, kwargs, draw, offload=decision in _OFFLOADS)
+            offload = decision in _OFFLOADS
+            selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
         return output
 
     def _look_at(self, func: Any, kind: Kind, args: Any, kwargs: Any, output: Any) -> None:
         """Sees to what was kept, after an operator that may have touched it."""
+        if kind is _WRITES:
+            count_writes(func, args)
         if self.selection.entries:
             if kind is Kind.ALIASES:
                 self.selection.watch((args, kwargs), output)
@@ -201,7 +221,10 @@ class _Reuse(PausableDispatchMode):
                 output = self._selection.take(place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes)
                 if output is not MISSING:
                     return output
-        return call(*args, **kwargs) if kwargs else call(*args)
+        output = call(*args, **kwargs) if kwargs else call(*args)
+        if kind is _WRITES:
+            count_writes(func, args)
+        return output
 
 
 class _Recompute:

@@ -263,7 +263,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if _drops_nothing(operator, args, kwargs):
         return None
     generator = _given_generator(operator, args, kwargs)
-    if generator is None and _handlers.active:
+    if generator is None and _handlers.active and _forms[operator] is not _NO_DRAW:
         _handlers.latest = None
         return lambda: _handlers.latest
     if generator is None:
@@ -297,7 +297,10 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
         generator.set_state(drawn.after)
         return
     device = _device_of(args, kwargs)
-    _handlers.latest = drawn
+    if _forms[operator] is not _NO_DRAW:
+        _handlers.latest = drawn
+    elif modes:  # which do not see it draw either
+        return
     for mode in reversed(_handlers.active[:modes]):
         if mode.skip(device, drawn):
             return

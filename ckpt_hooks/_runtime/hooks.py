@@ -23,7 +23,7 @@ from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
 from .stack import stack
 
-__all__ = ["close_frame", "open_frame", "unpack"]
+__all__ = ["are_of_frame", "close_frame", "hand_back", "open_frame", "unpack"]
 
 
 def unpack(packed: Any) -> torch.Tensor:
@@ -56,6 +56,16 @@ def unpack(packed: Any) -> torch.Tensor:
     if frame.observer is not None:
         frame.observer.unpacked(frame, index, value)
     return value
+
+
+def hand_back(tensor: torch.Tensor) -> torch.Tensor:
+    """Unpacks what a rerun gave to the graph that it makes: the value itself."""
+    return tensor
+
+
+def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bool:
+    """Whether a pair of hooks is that of a frame, in forward or in a rerun, and not somebody else's."""
+    return hooks[1] is unpack or hooks[1] is hand_back
 
 
 def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:
