@@ -118,7 +118,10 @@ class _Record(PausableDispatchMode):
         _, action, call, kind = plan
         # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
         if action == _PASS or self.paused or graph_task_id() != self._task:
-            return call(*args, **kwargs) if kwargs else call(*args)
+            output = call(*args, **kwargs) if kwargs else call(*args)
+            if kind is _WRITES:
+                count_writes(func, args)
+            return output
         if action == _REPLAY:
             self._note(func)
             return call(*args, **kwargs) if kwargs else call(*args)

@@ -171,6 +171,21 @@ def test_foreach_writes(outer, inner):
     assert torch.equal(grad(run(x).sum(), x)[0], expected)
 
 
+def test_foreach_writes_in_a_recompute_in_the_middle_of_forward():
+    """The region's mode is there, though paused, and torch does not count for that."""
+
+    def function(x):
+        h = x.sin()
+        torch._foreach_mul_([h], 2)
+        y = (h.abs() + 1).sqrt()
+        return y * grad(y.sum(), h, create_graph=True)[0]
+
+    assert_as_plain(function, leaf(3), policy=[aten.sqrt.default])
+    x = leaf(3)
+    (found,) = grad(region(lambda x: ckpt_hooks.checkpoint(function, x), [aten.sqrt.default])(x).sum(), x)
+    assert torch.equal(found, grad(function(x).sum(), x)[0])
+
+
 def test_operators_of_code_that_was_compiled():
     """Its kernels write to buffers that nobody sees them write to: nothing of it is kept."""
     found = []
