@@ -36,6 +36,7 @@ from ._torch import (
     graph_exec_group,
     graph_task_id,
     keeps_graph,
+    num_dispatch_modes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     resume_transforms,
@@ -147,7 +148,7 @@ class FunctionFrame(Frame):
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
     def __enter__(self) -> FunctionFrame:
-        paused = pause_modes()
+        paused = pause_modes() if num_dispatch_modes() else None
         try:
             self._open()
         finally:
@@ -195,7 +196,7 @@ class FunctionFrame(Frame):
             except BaseException as another:
                 self._close(another)
                 raise
-        paused = pause_modes()
+        paused = pause_modes() if num_dispatch_modes() else None
         try:
             self._close(error)
         finally:
@@ -253,7 +254,7 @@ class FunctionFrame(Frame):
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
-        paused = pause_modes()
+        paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
         grad_enabled = torch.is_grad_enabled()
