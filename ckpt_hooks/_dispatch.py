@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
-from typing_extensions import ParamSpec
+from typing_extensions import ParamSpec, Self
 
-from ._torch import dispatch_mode_at, num_dispatch_modes
+from ._torch import dispatch_mode_at, num_dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
 __all__ = [
     "PausableDispatchMode",
@@ -51,8 +51,14 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.paused = 0
+        self.paused = 0  # and nothing of torch's: that is for its way to enter a mode
+
+    def __enter__(self) -> Self:
+        push_dispatch_mode(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pop_dispatch_mode(None)
 
 
 def count_writes(operator: Any, args: Any) -> None:

@@ -183,7 +183,16 @@ class Selection:
             path: The frame's.
             hooks: Those that are active around the frame, if any.
             respect_hooks: Whether what is kept goes through hooks that are not a frame's.
+
+        Raises:
+            ValueError: If it is that of another frame already.
         """
+        if self._path is not None:
+            raise ValueError(
+                "the contexts of create_selective_checkpoint_contexts are for one region, which has run: its operators are "
+                "known by their places. Pass a context_fn that makes new ones each time, as functools.partial("
+                "create_selective_checkpoint_contexts, policy) does."
+            )
         self._numbers, self._path = numbers, path
         if hooks is not None and (respect_hooks or are_of_frame(hooks)):
             self._hooks = hooks

@@ -46,8 +46,11 @@ OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 
 # The dispatch modes that are active on this thread, from the outermost. 2.11 to 2.15.
+# Entering a mode by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
 num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded

@@ -13,6 +13,7 @@ import functools
 import warnings
 from typing import Any
 
+from torch import is_grad_enabled
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ._ambient.draws import num_draw_modes, watch_draw
@@ -85,31 +86,19 @@ def _look_for_expected(policy: Policy, operators: list[Any]) -> None:
         )
 
 
-class _Record(PausableDispatchMode):
+class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators of a forward, and keeps what the policy says."""
 
     def __init__(self, selection: Selection, policy: Policy) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.selection = selection
         self._policy = policy
         self._ask: PolicyFn = policy.start()
         self._plan: dict[int, _Plan] = policy.plan
         self._note = selection.operators.append
         self._task = graph_task_id()
-        self._entered = False
         if policy.expects:
             selection.when_closed = functools.partial(_look_for_expected, policy)  # not this mode: that would be a cycle
-
-    def __enter__(self) -> _Record:
-        if self._entered:
-            raise ValueError(
-                "the contexts of create_selective_checkpoint_contexts are for one region, which has run: its operators are "
-                "known by their places. Pass a context_fn that makes new ones each time, as functools.partial("
-                "create_selective_checkpoint_contexts, policy) does."
-            )
-        self._entered = True
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
@@ -145,7 +134,7 @@ class _Record(PausableDispatchMode):
         self._note(func)
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
         output = call(*args, **kwargs)
-        if not is_compiled_code_running():
+        if is_grad_enabled() or not is_compiled_code_running():
             draw = None if watch is None else watch()
             self.selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
         return output
@@ -165,7 +154,7 @@ class _Record(PausableDispatchMode):
         decision = decision_of(decision, func)
         if kind in _LOOKED_AT:
             self._look_at(func, kind, args, kwargs, output)
-        elif decision not in _RECOMPUTES and kind is not _VIEW and not is_compiled_code_running():
+        elif decision not in _RECOMPUTES and kind is not _VIEW and (is_grad_enabled() or not is_compiled_code_running()):
             draw = None if watch is None else watch()
             offload = decision in _OFFLOADS
             selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
@@ -182,7 +171,7 @@ class _Record(PausableDispatchMode):
                 self.selection.forget(written_by(func, args, kwargs))
 
 
-class _Reuse(PausableDispatchMode):
+class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Hands out in one recompute what forward kept.
 
     Attributes:
@@ -190,7 +179,7 @@ class _Reuse(PausableDispatchMode):
     """
 
     def __init__(self, selection: Selection) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.error: DeterminismError | None = None
         self._selection = selection
         self._operators = selection.operators
@@ -239,12 +228,12 @@ class _Recompute:
 
     def __enter__(self) -> None:
         mode = _Reuse(self.selection)
-        mode.__enter__()  # type: ignore[no-untyped-call]
+        mode.__enter__()
         self._running.append(mode)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         mode = self._running.pop()
-        mode.__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
+        mode.__exit__(kind, error, traceback)
         if mode.error is not None and error is not mode.error:
             raise mode.error  # which the function swallowed
 
