@@ -28,7 +28,7 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
         TypeError: If that is not two context managers.
     """
     contexts = context_fn()
-    if not (isinstance(contexts, tuple | list) and len(contexts) == 2):
+    if not (isinstance(contexts, (tuple, list)) and len(contexts) == 2):
         raise TypeError(
             f"context_fn should return two context managers, one for forward and one for recomputes, but returned {contexts!r}."
         )
