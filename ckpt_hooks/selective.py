@@ -13,7 +13,7 @@ import functools
 import warnings
 from typing import Any
 
-from torch import is_grad_enabled
+from torch import Tensor, is_grad_enabled
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ._ambient.draws import num_draw_modes, watch_draw
@@ -22,7 +22,7 @@ from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 from ._runtime.passes import MISSING
 from ._selection import Selection
-from ._torch import graph_task_id, is_compiled_code_running
+from ._torch import graph_task_id, is_compiled_code_running, num_function_modes
 from .errors import DeterminismError
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
@@ -30,8 +30,8 @@ __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 # What the mode of forward does with an operator.
 _PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
 
-#: Operator, what to do, how to call it, its kind.
-_Plan = tuple[Any, int, Any, Kind]
+#: Operator, what to do, how to call it, its kind, a shorter way to call it.
+_Plan = tuple[Any, int, Any, Kind, Any]
 
 _PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
@@ -47,9 +47,9 @@ _LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
 
 def _plan_for(policy: Policy, operator: Any) -> _Plan:
-    _, kind, call = facts_of(operator)
+    _, kind, call, short_cut = facts_of(operator)
     if kind is Kind.IGNORED:
-        return operator, _PASS, call, kind
+        return operator, _PASS, call, kind, short_cut
     decision = policy.for_op(operator)
     if decision is not None:
         decision = decision_of(decision, operator)
@@ -65,7 +65,7 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         action = _REPLAY
     else:
         action = _OFFLOAD if decision in _OFFLOADS else _SAVE
-    return operator, action, call, kind
+    return operator, action, call, kind, short_cut
 
 
 def _is_cached_cast(args: Any) -> bool:
@@ -104,7 +104,9 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         plan = self._plan.get(id(func))
         if plan is None or plan[0] is not func:
             plan = self._plan[id(func)] = _plan_for(self._policy, func)
-        _, action, call, kind = plan
+        _, action, call, kind, short_cut = plan
+        if action == _PASS and short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
+            return short_cut(*args)
         # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
         if action == _PASS or self.paused or graph_task_id() != self._task:
             output = call(*args, **kwargs) if kwargs else call(*args)
@@ -193,7 +195,9 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         facts = KNOWN.get(id(func))
         if facts is None or facts[0] is not func:
             facts = facts_of(func)
-        _, kind, call = facts
+        _, kind, call, short_cut = facts
+        if short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
+            return short_cut(*args)
         if (
             kind is not _VIEW
             and kind is not _IGNORED
