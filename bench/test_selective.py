@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -11,11 +10,12 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from pytest_benchmark.fixture import BenchmarkFixture
-from torch.utils._python_dispatch import TorchDispatchMode
 from train_charlm import peak_bytes
 
 import ckpt_hooks
 from ckpt_hooks import policies
+from ckpt_hooks._dispatch import QuietDispatchMode
+from tests.measure import CountOps
 
 from .interleave import interleave
 from .programs import Region, build
@@ -39,22 +39,6 @@ def _regions(policy: Any) -> dict[str, Region]:
         return output
 
     return {"ours": ours, "torch": torchs}
-
-
-class Counting(TorchDispatchMode):
-    """Counts operators."""
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[Any] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[func] += 1
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.benchmark(group="selective step", max_time=0.5, min_rounds=5)
@@ -82,17 +66,13 @@ def test_selective_step(benchmark: BenchmarkFixture, note: Callable[[str], None]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
     if policy == "matmuls and attention":
         output = program.forward(regions["ours"])
-        with Counting() as recomputed:
+        with CountOps() as recomputed:
             output.sum().backward()  # type: ignore[no-untyped-call]
-        assert [recomputed.counts[operator] for operator in _SAVED] == [0, 0]
+        assert [recomputed.counts[operator._schema.name.partition("::")[2]] for operator in _SAVED] == [0, 0]
 
 
-class PassThrough(Counting):
+class PassThrough(QuietDispatchMode):
     """Does nothing, and knows how to stay out of the compiler's way: the least that a dispatch mode costs."""
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

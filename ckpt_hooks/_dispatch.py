@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from torch.autograd.graph import increment_version
@@ -61,15 +61,21 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
         pop_dispatch_mode(None)
 
 
+def _active_modes() -> Iterator[Any]:
+    """Goes through the dispatch modes of this thread, from the outermost."""
+    return map(dispatch_mode_at, range(num_dispatch_modes()))
+
+
 def count_writes(operator: Any, args: Any) -> None:
     """Counts the writes of an operator that torch does not count under a dispatch mode, and counts without one.
 
     Those are the in-place operators over lists of tensors (``_foreach_mul_``). To be called by every mode of the package that
     has passed such an operator on; the innermost of them counts.
     """
-    if operator._schema.name.startswith("aten::_foreach_") and not any(
-        isinstance(dispatch_mode_at(index), QuietDispatchMode) for index in range(num_dispatch_modes())
-    ):
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
+        return
+    if not any(isinstance(mode, QuietDispatchMode) for mode in _active_modes()):
         for tensor in args[0]:
             increment_version(tensor)
 
@@ -79,10 +85,9 @@ _NO_MODES: Sequence[PausableDispatchMode] = ()
 
 def pause_modes() -> Sequence[PausableDispatchMode]:
     """Pauses the modes of that kind that are active on this thread; returns them for :func:`resume_modes`."""
-    count = num_dispatch_modes()
-    if not count:
+    if not num_dispatch_modes():
         return _NO_MODES
-    modes = [mode for mode in map(dispatch_mode_at, range(count)) if isinstance(mode, PausableDispatchMode)]
+    modes = [mode for mode in _active_modes() if isinstance(mode, PausableDispatchMode)]
     for mode in modes:
         mode.paused += 1
     return modes
@@ -90,7 +95,7 @@ def pause_modes() -> Sequence[PausableDispatchMode]:
 
 def only_quiet_modes() -> bool:
     """Whether all modes that are active on this thread are the package's own, which do not care for a ``detach``."""
-    return all(isinstance(dispatch_mode_at(index), QuietDispatchMode) for index in range(num_dispatch_modes()))
+    return all(isinstance(mode, QuietDispatchMode) for mode in _active_modes())
 
 
 def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:

@@ -126,7 +126,7 @@ def facts_of(operator: Any) -> Facts:
 
 def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
     """Returns the arguments of a call that an operator writes to, as its schema says; all where it does not say."""
-    if kind_of(operator) is not Kind.WRITES:
+    if facts_of(operator)[1] is not Kind.WRITES:
         return [args, kwargs]
     arguments = operator._schema.arguments
     return [

@@ -23,6 +23,7 @@ __all__ = [
     "in_words",
     "overloads_of",
     "policy_from",
+    "saving",
 ]
 
 #: Is called with a :class:`SelectiveCheckpointContext`, an operator and its arguments.
@@ -173,6 +174,11 @@ class OpsPolicy(Policy):
         return f"<{self._name}: {self._meaning}>"
 
 
+def saving(ops: list[Any]) -> OpsPolicy:
+    """Returns the policy that keeps the outputs of operators which the user named."""
+    return OpsPolicy("save_ops", ops, _SAVE, f"keeps the outputs of {in_words(ops)}", expected=True)
+
+
 class _Function(Policy):
     """A function of the user's, which has to be asked each time."""
 
@@ -250,8 +256,7 @@ def _from_ops(ops: Iterable[Any]) -> Policy:
         checked = checked_operators(ops, "op_list")
         if len(_lists) >= _MOST_LISTS:
             _lists.clear()
-        meaning = f"keeps the outputs of {in_words(checked)}"
-        known = _lists[key] = OpsPolicy("save_ops", checked, _SAVE, meaning, expected=True)
+        known = _lists[key] = saving(checked)
     return known
 
 

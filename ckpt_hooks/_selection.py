@@ -29,7 +29,7 @@ from ._runtime.frame import RegionPath, format_path
 from ._runtime.hooks import are_of_frame
 from ._runtime.hooks import unpack as unpack_handle
 from ._runtime.passes import MISSING
-from ._torch import counted_detach, is_freed, storage_of, version_witness
+from ._torch import counted_detach, is_compiled_code_running, is_freed, storage_of, version_witness
 from .errors import DeterminismError, MutationError
 from .offload import Batch, Transfers, transfers_for
 
@@ -200,7 +200,7 @@ class Selection:
     def keep(
         self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, *, offload: bool, as_it_is: bool
     ) -> None:
-        """Keeps the output of an operator, unless it is not the operator's own.
+        """Keeps the output of an operator, unless it is not the operator's own, or in a buffer that compiled code uses again.
 
         Args:
             place: Where the operator stands in the sequence.
@@ -211,6 +211,8 @@ class Selection:
             offload: Whether to move it to the host, if that can be and is worth it.
             as_it_is: Whether it is kept past everybody's hooks, since it is not complete yet.
         """
+        if is_compiled_code_running():
+            return
         outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
         places = self.places
         aliases: list[tuple[torch.Tensor, int]] = []

@@ -56,9 +56,7 @@ class _OperatorLog(QuietDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            count_writes(func, args)
+        count_writes(func, args)
         arguments = [_in_words(value) for value in args]
         arguments += [f"{key}={_in_words(value)}" for key, value in kwargs.items()]
         self.lines.append(f"{func}({', '.join(arguments)}) -> {_in_words(result)}")

@@ -125,17 +125,23 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 
 
 class Offloaded:
-    """A tensor that is on the host, or on its way there or back."""
+    """A tensor that is on the host, or on its way there or back.
 
-    __slots__ = ("_fetched", "_host", "_sent", "_transfers", "_version")
+    Attributes:
+        batch: What it was sent as part of.
+    """
 
-    def __init__(self, tensor: torch.Tensor, transfers: Transfers) -> None:
+    __slots__ = ("__weakref__", "_fetched", "_host", "_sent", "_transfers", "_version", "batch")
+
+    def __init__(self, tensor: torch.Tensor, transfers: Transfers, batch: Batch) -> None:
         """Sends a tensor.
 
         Args:
             tensor: What nobody will write to any more, or whoever does will see to it that this is not used.
             transfers: The way to go.
+            batch: What it is part of.
         """
+        self.batch = batch
         self._transfers = transfers
         self._version = tensor._version
         self._host, self._sent = transfers.send(tensor)
@@ -167,14 +173,14 @@ class Batch:
     __slots__ = ("__weakref__", "before", "tensors")
 
     def __init__(self) -> None:
-        self.tensors: list[weakref.ref[_Sent]] = []
+        self.tensors: list[weakref.ref[Offloaded]] = []
         self.before: weakref.ref[Batch] | None = None
 
-    def send(self, tensor: torch.Tensor, transfers: Transfers) -> _Sent:
+    def send(self, tensor: torch.Tensor, transfers: Transfers) -> Offloaded:
         """Sends a tensor as part of this batch; returns what keeps it."""
         if not self.tensors:
             self.before, transfers.latest = transfers.latest, weakref.ref(self)
-        sent = _Sent(tensor, transfers, self)
+        sent = Offloaded(tensor, transfers, self)
         self.tensors.append(weakref.ref(sent))
         return sent
 
@@ -191,16 +197,6 @@ class Batch:
         before = None if self.before is None else self.before()
         if before is not None:
             before.fetch()
-
-
-class _Sent(Offloaded):
-    """A tensor of a batch, which it keeps alive."""
-
-    __slots__ = ("__weakref__", "batch")
-
-    def __init__(self, tensor: torch.Tensor, transfers: Transfers, batch: Batch) -> None:
-        Offloaded.__init__(self, tensor, transfers)
-        self.batch = batch
 
 
 class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 -- a function to those who use it

@@ -31,6 +31,7 @@ from ._policy import (
     in_words,
     overloads_of,
     policy_from,
+    saving,
 )
 
 __all__ = [
@@ -147,8 +148,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> save_ops(torch.ops.aten.mm.default)
         <save_ops: keeps the outputs of aten.mm.default>
     """
-    checked = checked_operators(ops, "ops")
-    return OpsPolicy("save_ops", checked, _SAVE, f"keeps the outputs of {in_words(checked)}", expected=True)
+    return saving(checked_operators(ops, "ops"))
 
 
 def offload_ops(*ops: Any) -> Policy:

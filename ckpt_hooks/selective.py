@@ -13,7 +13,7 @@ import functools
 import warnings
 from typing import Any
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ._ambient.draws import num_draw_modes, watch_draw
@@ -22,7 +22,7 @@ from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 from ._runtime.passes import MISSING
 from ._selection import Selection
-from ._torch import graph_task_id, is_compiled_code_running, num_function_modes
+from ._torch import graph_task_id, num_function_modes
 from .errors import DeterminismError
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
@@ -136,9 +136,8 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._note(func)
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
         output = call(*args, **kwargs)
-        if is_grad_enabled() or not is_compiled_code_running():
-            draw = None if watch is None else watch()
-            self.selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
+        draw = None if watch is None else watch()
+        self.selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
         return output
 
     def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
@@ -156,7 +155,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         decision = decision_of(decision, func)
         if kind in _LOOKED_AT:
             self._look_at(func, kind, args, kwargs, output)
-        elif decision not in _RECOMPUTES and kind is not _VIEW and (is_grad_enabled() or not is_compiled_code_running()):
+        elif decision not in _RECOMPUTES and kind is not _VIEW:
             draw = None if watch is None else watch()
             offload = decision in _OFFLOADS
             selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)

@@ -12,6 +12,7 @@ An operator that takes no generator runs on the default one, set for that call a
 from __future__ import annotations
 
 import abc
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -45,9 +46,9 @@ _one_draw = threading.Lock()
 # For each operator that draws: where it takes a generator, or the overload that does; nothing for those that do not.
 _Form = tuple[Any, int]
 _NO_DRAW: _Form = (None, -1)
-_forms: dict[Any, _Form] = {}
 
 
+@functools.cache
 def _form_of(operator: Any) -> _Form:
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return _NO_DRAW
@@ -92,9 +93,7 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        form = _forms.get(func)
-        if form is None:
-            form = _forms[func] = _form_of(func)
+        form = _form_of(func)
         if form is _NO_DRAW:
             return func(*args, **kwargs)
         operator, position = form
@@ -218,11 +217,8 @@ class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
 
 def _given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """Returns the generator that an operator was given, None where it draws from a default one."""
-    form = _forms.get(operator)
-    if form is None:
-        form = _forms[operator] = _form_of(operator)
-    position = form[1]
-    if form[0] is not operator or position < 0:
+    overload, position = _form_of(operator)
+    if overload is not operator or position < 0:
         return None
     given: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
     return given
@@ -263,7 +259,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if _drops_nothing(operator, args, kwargs):
         return None
     generator = _given_generator(operator, args, kwargs)
-    if generator is None and _handlers.active and _forms[operator] is not _NO_DRAW:
+    if generator is None and _handlers.active and _form_of(operator) is not _NO_DRAW:
         _handlers.latest = None
         return lambda: _handlers.latest
     if generator is None:
@@ -297,7 +293,7 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
         generator.set_state(drawn.after)
         return
     device = _device_of(args, kwargs)
-    if _forms[operator] is not _NO_DRAW:
+    if _form_of(operator) is not _NO_DRAW:
         _handlers.latest = drawn
     elif modes:  # which do not see it draw either
         return

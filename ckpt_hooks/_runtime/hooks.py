@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._dispatch import pause_modes, resume_modes
+from ckpt_hooks._dispatch import unseen
 from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number, storage_of
 
 from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
@@ -143,13 +143,11 @@ class _Fingerprints:
 def _pack_fingerprinted(
     pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: _Fingerprints
 ) -> Callable[[torch.Tensor], Handle | Kept]:
+    note = unseen(fingerprints.note)
+
     def pack_fingerprinted(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
-        paused = pause_modes()
-        try:
-            fingerprints.note(tensor, kept=type(packed) is list)
-        finally:
-            resume_modes(paused)
+        note(tensor, kept=type(packed) is list)
         return packed
 
     return pack_fingerprinted
