@@ -9,6 +9,7 @@ from .debug import set_checkpoint_debug_enabled
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
+from .region import checkpoint_name, checkpoint_region
 from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 __version__ = "0.1.0"
@@ -25,6 +26,8 @@ __all__ = [
     "OverlapError",
     "SelectiveCheckpointContext",
     "checkpoint",
+    "checkpoint_name",
+    "checkpoint_region",
     "checkpoint_sequential",
     "create_selective_checkpoint_contexts",
     "get_device_states",

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
@@ -18,6 +17,7 @@ from ._policy import Policy, policy_from
 from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
 from ._runtime.settings import current_settings, override
 from ._torch import innermost_transform
+from ._transforms import warn_of_transform
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
 from .selective import create_selective_checkpoint_contexts
@@ -187,7 +187,7 @@ def _run(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     if innermost_transform() is not None:
-        _warn_of_transform()
+        warn_of_transform()
         return function(*args, **kwargs)
     contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
     debug_setting = current_settings().debug
@@ -263,20 +263,6 @@ def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Calla
     if context_fn is noop_context_fn:
         return functools.partial(create_selective_checkpoint_contexts, policy)
     return lambda: both(create_selective_checkpoint_contexts(policy), call_context_fn(context_fn))
-
-
-_warned_of_transform = False
-
-
-def _warn_of_transform() -> None:
-    global _warned_of_transform
-    if not _warned_of_transform:
-        _warned_of_transform = True
-        warnings.warn(
-            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
-            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
-            stacklevel=4,
-        )
 
 
 def checkpoint_sequential(

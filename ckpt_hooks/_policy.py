@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -24,6 +25,7 @@ __all__ = [
     "overloads_of",
     "policy_from",
     "saving",
+    "warn_of_unseen",
 ]
 
 #: Is called with a :class:`SelectiveCheckpointContext`, an operator and its arguments.
@@ -90,9 +92,14 @@ class Policy(abc.ABC):
         """What is known of operators under this policy: for whoever asks it."""
         return {}
 
+    @functools.cached_property
+    def tape_plan(self) -> dict[int, Any]:
+        """The same for recorded regions."""
+        return {}
+
     def __getstate__(self) -> dict[str, Any]:
         # What is known of operators stays here, and operators travel by name.
-        state = {name: value for name, value in self.__dict__.items() if name != "plan"}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("plan", "tape_plan")}
         return _exchanged(state, OPERATORS, lambda op: _Named(str(op)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -101,6 +108,10 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         """Returns what becomes of an operator whatever its arguments; None where that depends on them, or on a count."""
+
+    def for_name(self, name: str) -> CheckpointPolicy | None:
+        """Returns what becomes of a tensor named by ``checkpoint_name`` in a recorded region; None for nothing special."""
+        return None
 
     def start(self) -> PolicyFn:
         """Returns what is asked in one region: the policy itself, unless it counts."""
@@ -184,6 +195,7 @@ class _Function(Policy):
 
     #: The same for all functions: none of them decides on an operator alone.
     plan: dict[int, Any] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
+    tape_plan: dict[int, Any] = {}  # noqa: RUF012 -- likewise
 
     def __init__(self, function: PolicyFn) -> None:
         self._function = function
@@ -258,6 +270,25 @@ def _from_ops(ops: Iterable[Any]) -> Policy:
             _lists.clear()
         known = _lists[key] = saving(checked)
     return known
+
+
+def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
+    """Warns of operators that a policy names and that did not run; once for a policy.
+
+    Args:
+        policy: The policy.
+        operators: Those that ran in the first region under it, which ends.
+    """
+    expected, policy.expects = policy.expects, frozenset()
+    missing = expected.difference(operators)
+    if missing:
+        names = ", ".join(sorted(map(str, missing)))
+        warnings.warn(
+            f"{policy!r} names operators that did not run in the first region under it: {names}. Operators are matched below "
+            "autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each backend; a policy "
+            "function can print those that it is asked for.",
+            stacklevel=6,
+        )
 
 
 def in_words(ops: list[Any]) -> str:

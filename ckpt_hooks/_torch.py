@@ -52,6 +52,15 @@ dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
+# Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
+# ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
+storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address
+
+# Contexts: operators go past autograd, and past the counting of versions and the tracking of views; and past function modes.
+# 2.11 to 2.15.
+BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
+PastFunctionModes: Any = torch._C.DisableTorchFunction
+
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded

@@ -80,6 +80,10 @@ class Transfers:
             fetched = self._back.record_event()
         return tensor, fetched
 
+    def wait(self, event: Any) -> None:
+        """Lets the present stream wait for an event."""
+        self._module.current_stream(self._device).wait_event(event)
+
     def use(self, tensor: torch.Tensor, fetched: Any) -> None:
         """Lets the present stream wait for a copy, and use it."""
         current = self._module.current_stream(self._device)
@@ -146,6 +150,10 @@ class Offloaded:
         self._version = tensor._version
         self._host, self._sent = transfers.send(tensor)
         self._fetched: tuple[torch.Tensor, Any] | None = None
+
+    def finish_sending(self) -> None:
+        """Has the present stream wait until the copy is there, so that what was sent may be written to."""
+        self._transfers.wait(self._sent)
 
     def fetch(self) -> None:
         """Starts the way back."""

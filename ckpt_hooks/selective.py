@@ -10,7 +10,6 @@ A policy that looks at the operator alone is asked once an operator in the progr
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any
 
 from torch import Tensor
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode, count_writes
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
-from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
+from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from, warn_of_unseen
 from ._runtime.passes import MISSING
 from ._selection import Selection
 from ._torch import graph_task_id, num_function_modes
@@ -73,19 +72,6 @@ def _is_cached_cast(args: Any) -> bool:
     return bool(args[0].is_leaf and args[0].requires_grad)
 
 
-def _look_for_expected(policy: Policy, operators: list[Any]) -> None:
-    expected, policy.expects = policy.expects, frozenset()  # once
-    missing = expected.difference(operators)
-    if missing:
-        names = ", ".join(sorted(map(str, missing)))
-        warnings.warn(
-            f"{policy!r} names operators that did not run in the first region under it: {names}. Operators are matched below "
-            "autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each backend; a policy "
-            "function can print those that it is asked for.",
-            stacklevel=6,
-        )
-
-
 class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators of a forward, and keeps what the policy says."""
 
@@ -98,7 +84,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._note = selection.operators.append
         self._task = graph_task_id()
         if policy.expects:
-            selection.when_closed = functools.partial(_look_for_expected, policy)  # not this mode: that would be a cycle
+            selection.when_closed = functools.partial(warn_of_unseen, policy)  # not this mode: that would be a cycle
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))

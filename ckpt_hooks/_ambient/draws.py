@@ -22,7 +22,16 @@ import torch
 from ckpt_hooks._bytes import same_bytes
 from ckpt_hooks._dispatch import QuietDispatchMode, unseen
 
-__all__ = ["Draw", "RecordDraws", "ReplayDraws", "num_draw_modes", "skip_draw", "watch_draw"]
+__all__ = [
+    "Draw",
+    "RecordDraws",
+    "ReplayDraws",
+    "draw_again",
+    "draw_noting",
+    "num_draw_modes",
+    "skip_draw",
+    "watch_draw",
+]
 
 
 class Draw(NamedTuple):
@@ -136,6 +145,20 @@ def _call(call: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Gen
             default.set_state(before)
 
 
+def _draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_generator: bool) -> tuple[Any, Draw]:
+    """Lets an operator draw what the default generator has next, though other threads draw from it."""
+    device = _device_of(args, kwargs)
+    default, own = _default_generator(device), torch.Generator(device)
+    state = default.get_state()
+    own.set_state(state)
+    result = _call(call, args, kwargs, own, takes_generator=takes_generator)
+    # Should another thread have drawn meanwhile, then both drew the same, which they may.
+    with _one_draw:
+        if same_bytes(default.get_state(), state):
+            default.set_state(own.get_state())
+    return result, Draw(state, own.get_state())
+
+
 class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
     """Notes the state that each draw of a forward starts from.
 
@@ -154,17 +177,9 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
             assert _handlers.latest is not None
             self.states.append(_handlers.latest.before)
             return result
-        device = _device_of(args, kwargs)
-        default, own = _default_generator(device), torch.Generator(device)
-        state = default.get_state()
-        own.set_state(state)
-        result = _call(operator, args, kwargs, own, takes_generator=takes_generator)
-        # Should another thread have drawn meanwhile, then both drew the same, which they may.
-        with _one_draw:
-            if same_bytes(default.get_state(), state):
-                default.set_state(own.get_state())
-        self.states.append(state)
-        _handlers.latest = Draw(state, own.get_state())
+        result, drawn = _draw_apart(operator, args, kwargs, takes_generator=takes_generator)
+        self.states.append(drawn.before)
+        _handlers.latest = drawn
         return result
 
     def skip(self, device: torch.device, drawn: Draw) -> bool:
@@ -302,3 +317,56 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
             return
     if modes == 0:
         _default_generator(device).set_state(drawn.after)
+
+
+def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, shared: bool) -> tuple[Any, torch.Tensor | None]:
+    """Runs an operator that may draw, and notes what :func:`draw_again` needs.
+
+    Args:
+        operator: The operator.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        shared: Whether other threads may draw from the default generators meanwhile.
+
+    Returns:
+        What the operator returned, and the state of the generator that it drew from; None where it did not draw.
+    """
+    generator = None if _drops_nothing(operator, args, kwargs) else _given_generator(operator, args, kwargs)
+    if generator is None:
+        device = _device_of(args, kwargs)
+        if _drops_nothing(operator, args, kwargs) or device.type == "meta":
+            return operator(*args, **kwargs), None
+        form, position = _form_of(operator)
+        if shared and not _handlers.active and form is not None:
+            given = args[:position] if form is operator and position >= 0 else args
+            result, drawn = _draw_apart(form, given, kwargs, takes_generator=position >= 0)
+            return result, drawn.before
+        generator = _default_generator(device)
+    before = generator.get_state()
+    _handlers.latest = None
+    result = operator(*args, **kwargs)
+    if _handlers.latest is not None:  # from a generator of a mode around
+        return result, _handlers.latest.before
+    if _form_of(operator) is _NO_DRAW and same_bytes(before, generator.get_state()):
+        return result, None
+    return result, before
+
+
+def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
+    """Runs an operator that draws from a state of its generator, which nobody else sees changed.
+
+    Args:
+        operator: The operator.
+        args: Its arguments; a generator among them is not looked at.
+        kwargs: Its keyword arguments.
+        state: What :func:`draw_noting` returned.
+    """
+    form, position = _form_of(operator)
+    device = _device_of(tuple(args), kwargs)
+    if form is None or position < 0:
+        own = torch.Generator(_default_generator(device).device)
+        own.set_state(state)
+        return _call(operator, args, kwargs, own, takes_generator=False)
+    own = torch.Generator(_default_generator(device).device)
+    own.set_state(state)
+    return _call(form, args[:position], kwargs, own, takes_generator=True)

@@ -27,7 +27,7 @@ from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 from .groups import group_scope
 from .passes import MISSING, NO_PASSES, Pass, graph_task_scope
 
-__all__ = ["FIRST", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf"]
+__all__ = ["FIRST", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
 
 # Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
 # paid by every region and read by hardly any.
@@ -72,6 +72,17 @@ def mutated_leaf(kept: Kept) -> MutationError:
         tensor=what,
         expected=version,
         found=tensor._version,
+    )
+
+
+def overlap_error(path: RegionPath, index: int) -> OverlapError:
+    """Returns the error for a saved tensor that two backwards of one group ask for."""
+    region = format_path(path)
+    return OverlapError(
+        f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
+        f"allowed: tensor {index} of region {'/'.join(region)!r} was already unpacked in this group. Run the two backwards in "
+        "groups of their own, or without one.",
+        region=region,
     )
 
 
@@ -203,12 +214,7 @@ class Frame(abc.ABC):
             wanted = [index]
             if index in taken:
                 if graph_exec_group() is not None:
-                    raise OverlapError(
-                        f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one "
-                        f"GraphExecGroup is not allowed: tensor {index} of region {'/'.join(format_path(self.path))!r} was "
-                        "already unpacked in this group. Run the two backwards in groups of their own, or without one.",
-                        region=format_path(self.path),
-                    )
+                    raise overlap_error(self.path, index)
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]

@@ -120,6 +120,33 @@ def selective(module: Any = ckpt_hooks) -> Run:
     return run
 
 
+def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a function as a recorded region."""
+    with ckpt_hooks.checkpoint_region():
+        return function(*args, **kwargs)
+
+
+def mixed() -> Run:
+    """Returns what makes each region a recorded one or a function frame, with a policy of its own or without one."""
+    as_function = selective()
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        number = _number_of(function) + 1
+        draw = random.Random(number)
+        choice = draw.random()
+        if choice < 0.25:
+            return as_function(function, *args, **kwargs)
+        policy: Any = None
+        if choice < 0.65:
+            policy = Arbitrary(number, draw.choice([15, 50, 85, 100]))
+        elif choice < 0.85:
+            policy = draw.choice(_READY_MADE + _OF_OURS)
+        with ckpt_hooks.checkpoint_region(policy=policy):
+            return function(*args, **kwargs)
+
+    return run
+
+
 #: What programs find beside ``curried`` and ``varied``.
 checkpoint_sequential = ckpt_hooks.checkpoint_sequential
 
@@ -154,6 +181,8 @@ IMPLEMENTATIONS = {
             "import torch.utils.checkpoint\nfrom tests.fuzz.implementations import selective\n\n"
             "run = selective(torch.utils.checkpoint)",
         ),
+        _stateless("ours-region", region, "from tests.fuzz.implementations import region as run"),
+        Implementation("ours-mixed", mixed, "from tests.fuzz.implementations import mixed\n\nrun = mixed()"),
         Implementation("ours-varied", varied, "from tests.fuzz.implementations import varied\n\nrun = varied()"),
     )
 }

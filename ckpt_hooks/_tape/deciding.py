@@ -1,0 +1,73 @@
+"""What a region's policy says of operators, asked as seldom as can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from ckpt_hooks._operators import SAC_IGNORED_OPS
+from ckpt_hooks._policy import CheckpointPolicy, Policy, SelectiveCheckpointContext, decision_of, warn_of_unseen
+
+from .facts import facts_of
+
+__all__ = ["ASK", "OFFLOAD", "RECOMPUTE", "SAVE", "Deciding"]
+
+RECOMPUTE: Final = 0
+SAVE: Final = 1
+OFFLOAD: Final = 2
+ASK: Final = 3
+
+_MEANING = {
+    CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.MUST_SAVE: SAVE,
+    CheckpointPolicy.PREFER_SAVE: SAVE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: OFFLOAD,
+}
+if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
+    _MEANING[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
+
+
+class Deciding:
+    """A policy in one region.
+
+    Attributes:
+        asks: What decides on operators that have to be asked for each time.
+    """
+
+    __slots__ = ("_known", "asks", "policy", "seen")
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy
+        self.asks: Callable[..., Any] = policy.start()
+        self._known: dict[int, tuple[Any, int]] = policy.tape_plan
+        #: Operators that ran, where the policy expects some.
+        self.seen: set[Any] | None = set() if policy.expects else None
+
+    def of(self, operator: Any) -> int:
+        """Returns what becomes of an operator: ``RECOMPUTE``, ``SAVE``, ``OFFLOAD``, or ``ASK``."""
+        known = self._known.get(id(operator))
+        if self.seen is not None:
+            self.seen.add(operator)
+        if known is None or known[0] is not operator:
+            decision = CheckpointPolicy.PREFER_RECOMPUTE if operator in SAC_IGNORED_OPS else self.policy.for_op(operator)
+            meaning = ASK if decision is None else _MEANING[decision_of(decision, operator)]
+            if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts_of(operator).is_collective:
+                meaning = SAVE  # to run one again, all have to, at the same time
+            known = self._known[id(operator)] = operator, meaning
+        return known[1]
+
+    def ask(self, operator: Any, args: Any, kwargs: Any, output: Any) -> int:
+        """Asks about one run of an operator."""
+        context = SelectiveCheckpointContext(op_output=output)
+        return _MEANING[decision_of(self.asks(context, operator, *args, **kwargs), operator)]
+
+    def of_name(self, name: str) -> int:
+        """Returns what becomes of a tensor that was given a name."""
+        decision = self.policy.for_name(name)
+        return RECOMPUTE if decision is None else _MEANING[decision]
+
+    def finish(self) -> None:
+        """Ends a region; warns of operators that the policy names and that have not come."""
+        if self.seen is not None:
+            warn_of_unseen(self.policy, self.seen)

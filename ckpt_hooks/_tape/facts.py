@@ -1,0 +1,220 @@
+"""What is known of an operator before it runs: where its tensors are, what it writes to, what its outputs are.
+
+A schema says most of it. What schemas leave out or get wrong is in the lists of :mod:`ckpt_hooks._operators`, and below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_hooks._operators import Kind, call_of, kind_of
+
+__all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
+
+#: Return memory that nobody has written to yet.
+_BLANK = frozenset(
+    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
+)
+
+#: Look at what shape their first argument has, and not at what is in it.
+_LIKE = frozenset(
+    {
+        "full_like",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "zeros_like",
+    }
+)
+
+#: Give every element of what they write to a new value, whatever it was.
+_OVERWRITE = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    }
+)
+
+#: Give a tensor another storage, or its storage another size.
+_REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
+
+#: Write to arguments that their schemas have as inputs, and no version tells: by name of operator, names of the arguments.
+_WRITES_UNSAID = {
+    name: ("running_mean", "running_var")
+    for name in (
+        "batch_norm",
+        "batch_norm_gather_stats",
+        "batch_norm_gather_stats_with_counts",
+        "batch_norm_update_stats",
+        "cudnn_batch_norm",
+        "miopen_batch_norm",
+        "native_batch_norm",
+    )
+}
+
+#: Choose among kernels by switches of the process that only a full look at them tells of.
+_LOOKS_AT_SWITCHES = ("conv", "mm", "addmv", "mv", "dot", "attention", "rnn", "lstm", "gru", "linear", "linalg", "baddbmm")
+
+#: Libraries whose operators return new memory, or an argument's.
+_TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
+
+
+class Written(NamedTuple):
+    """An argument that an operator writes to.
+
+    Attributes:
+        position: Where it is among positional arguments.
+        name: What it is called.
+        counted: Whether its version says that it was written to.
+        overwritten: Whether nothing is left of what it was.
+    """
+
+    position: int
+    name: str
+    counted: bool
+    overwritten: bool
+
+
+class OpFacts:
+    """What is known of an operator.
+
+    Attributes:
+        operator: The operator.
+        call: What runs it.
+        name: Without library and overload.
+        kind: What kind it is.
+        tensors: For each number of positional arguments, which of them are tensors.
+        lists: Positions of arguments that are lists of tensors.
+        keywords: Names of arguments that are tensors or lists of them.
+        written: What it writes to.
+        single: Whether it returns one tensor.
+        has_fresh: Whether it returns something that is not an argument, nor a view of one.
+        is_fast: Whether it does nothing but take tensors by position and return tensors.
+        is_view: Whether its output is another face of its input, by which versions of the two are one.
+        is_random: Whether it draws random numbers, or may.
+        is_blank: Whether it returns memory that nobody has written to.
+        is_like: Whether it looks at the shape of its first argument alone.
+        is_inplace_view: Whether it turns a tensor into a view of itself.
+        is_opaque: Whether nothing is known of what it does to its arguments.
+        replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
+        is_collective: Whether its result is complete only when somebody has waited for it.
+        is_trusted: Whether its outputs are new, or share memory with its arguments.
+        looks_at_switches: Whether switches of the process matter that change without notice.
+    """
+
+    __slots__ = (
+        "call",
+        "has_fresh",
+        "is_blank",
+        "is_collective",
+        "is_fast",
+        "is_inplace_view",
+        "is_like",
+        "is_opaque",
+        "is_random",
+        "is_trusted",
+        "is_view",
+        "keywords",
+        "kind",
+        "lists",
+        "looks_at_switches",
+        "name",
+        "operator",
+        "replaces_storage",
+        "single",
+        "tensors",
+        "written",
+    )
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        self.call: Callable[..., Any] = call_of(operator)
+        self.kind = kind = kind_of(operator)
+        schema = getattr(operator, "_schema", None)
+        self.is_opaque = schema is None or (kind is Kind.REWRITES and schema.name.partition("::")[2] not in _WRITES_UNSAID)
+        self.name: str = str(operator) if schema is None else schema.name.partition("::")[2]
+        arguments = [] if schema is None else schema.arguments
+        types = [str(argument.type) for argument in arguments]
+        positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
+        self.lists = tuple(index for index, one in enumerate(types) if "Tensor" in one and index not in positions)
+        self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
+        self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
+        tags = () if schema is None else operator.tags
+        self.is_inplace_view = torch.Tag.inplace_view in tags
+        self.replaces_storage = self.name in _REPLACES_STORAGE
+        self.written = () if schema is None else _written(schema, self.name)
+        self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
+        self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
+        self.is_view = (
+            schema is not None
+            and not schema.is_mutable
+            and any(returned.alias_info is not None for returned in schema.returns)
+            and kind is not Kind.ALIASES
+        )
+        namespace = str(getattr(operator, "namespace", ""))
+        self.is_random = kind is Kind.RANDOM or torch.Tag.nondeterministic_seeded in tags
+        aten = namespace == "aten"
+        self.is_blank = aten and self.name in _BLANK
+        self.is_like = aten and self.name in _LIKE
+        self.is_collective = kind is Kind.COLLECTIVE
+        self.is_trusted = namespace in _TRUSTED
+        self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
+        self.is_fast = self.is_trusted and not (
+            self.is_opaque
+            or self.written
+            or self.lists
+            or self.is_random
+            or self.is_blank
+            or self.is_like
+            or self.is_inplace_view
+            or self.looks_at_switches and not aten
+        )
+
+
+
+def _written(schema: Any, name: str) -> tuple[Written, ...]:
+    unsaid = _WRITES_UNSAID.get(name, ())
+    returned = {
+        alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set
+    }
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            counted = bool(returned & set(info.before_set)) or (
+                not schema.returns and position == 0 and name.endswith("_")
+            )
+            overwritten = name in _OVERWRITE or argument.is_out or name.startswith("rrelu_with_noise")
+            found.append(Written(position, argument.name, counted, overwritten))
+        elif argument.name in unsaid:
+            found.append(Written(position, argument.name, counted=False, overwritten=False))
+    return tuple(found)
+
+
+#: What was found out so far, by the identity of operators: they hash by a function of Python, integers do not. An entry whose
+#: operator is another one is none.
+KNOWN: dict[int, OpFacts] = {}
+
+
+def facts_of(operator: Any) -> OpFacts:
+    """Returns what is known of an operator; found out once."""
+    found = KNOWN.get(id(operator))
+    if found is None or found.operator is not operator:
+        found = KNOWN[id(operator)] = OpFacts(operator)
+    return found

@@ -1,0 +1,490 @@
+"""The dispatch mode that records what runs in a region, below autograd.
+
+Most operators take tensors and return a tensor: for those everything is in :meth:`Recorder.__torch_dispatch__`, written out,
+since each operator of each step of a program pays for it. The others go through the methods below, and those that write to
+their arguments through :mod:`ckpt_hooks._tape.writes`.
+
+The recorder knows tensors by identity. An entry of its table goes when its tensor does, so an identity that is found is that
+tensor's and not a dead one's; and the entry owns the value, so what a tensor was made of is known as long as it is there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt_hooks._ambient.draws import draw_noting
+from ckpt_hooks._ambient.flags import read_fast
+from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
+from ckpt_hooks._runtime.frame import RegionPath
+from ckpt_hooks._runtime.stack import Presence
+from ckpt_hooks._torch import counted_detach, is_compiled_code_running, storage_address
+from ckpt_hooks.offload import Batch, transfers_for
+
+from . import writes
+from .around import Around, look_around
+from .deciding import ASK, OFFLOAD, RECOMPUTE, SAVE, Deciding
+from .facts import KNOWN, OpFacts, facts_of
+from .kept import Kept
+from .values import Op, Store, Value, cut, flatten
+
+__all__ = ["Recorder"]
+
+_Tensor = torch.Tensor
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+_weakref = weakref.ref
+_NO_KWARGS: dict[str, Any] = {}
+_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+_FROM_OUTSIDE = "from outside of the region"
+
+
+class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
+    """Records for the outermost region of a thread, and for those directly within it (Rule 14).
+
+    Attributes:
+        number: That of the latest value or operator.
+        known: Values of tensors that are on the tape, by identity of the tensor.
+        blank: The same for tensors whose memory nobody has written to.
+        inputs: Values of tensors from outside, by identity.
+        stores: Storages, by address.
+        path: The innermost region.
+        deciding: What that region's policy says; None where it has none.
+        around: What operators run under now.
+        with_hooks: Whether saved-tensor hooks are active around the outermost region.
+        respect_hooks: Whether what a policy keeps goes through those.
+        lock: Held by whoever replays this tape.
+    """
+
+    def __init__(self, *, with_hooks: bool) -> None:
+        """Starts a tape.
+
+        Args:
+            with_hooks: Whether saved-tensor hooks are active around the outermost region.
+        """
+        super().__init__()
+        self.with_hooks = with_hooks
+        self.respect_hooks = True
+        self.number = 0
+        self.known: dict[int, Value] = {}
+        self.blank: dict[int, Value] = {}
+        self.inputs: dict[int, weakref.ref[Value]] = {}
+        self.stores: dict[int, Store] = {}
+        self.path: RegionPath = ("", None)
+        self.deciding: Deciding | None = None
+        self.lock = threading.RLock()
+        self._held: list[weakref.ref[Value]] = []
+        self._batch: Batch | None = None
+        self._forget = self.known.pop
+        self._seen: list[Around] = []
+        self._look()
+
+    def _look(self) -> None:
+        """Finds out what operators run under now."""
+        for around in self._seen:
+            if around.switches.guard.check():
+                break
+        else:
+            around = look_around()
+            self._seen = [around, *self._seen[:3]]
+        self.around = around
+        self._check = around.switches.guard.check
+        self._without_grad = not around.grad
+
+    def _look_closely(self) -> None:
+        """The same for operators that depend on switches which change without notice."""
+        try:
+            same = read_fast() == self.around.switches.unguarded
+        except RuntimeError:
+            same = False
+        if not same:
+            self._seen = []
+            self._look()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = KNOWN.get(id(func))
+        if facts is None or facts.operator is not func:
+            facts = facts_of(func)
+        if self.paused:
+            out = facts.call(*args, **(kwargs or _NO_KWARGS))
+            count_writes(func, args)
+            return out
+        if not self._check():
+            self._look()
+        if (
+            not facts.is_fast
+            or self._without_grad
+            or (kwargs and not facts.keywords.isdisjoint(kwargs))
+            or (self.deciding is not None and self.deciding.of(func) != RECOMPUTE)
+        ):
+            return self._record(func, facts, args, kwargs or _NO_KWARGS)
+        if facts.looks_at_switches:
+            self._look_closely()
+        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
+        known = self.known
+        recorded = list(args)
+        present = facts.tensors[len(recorded)]
+        values = []
+        for position in present:
+            tensor = recorded[position]
+            value = known.get(id(tensor))
+            if value is None:
+                if not isinstance(tensor, _Tensor):
+                    present = tuple(other for other in present if other != position)
+                    continue
+                value = self.value_of(tensor, facts)
+            recorded[position] = value
+            values.append(value)
+        op = Op()
+        op.facts = facts
+        op.args = recorded
+        op.kwargs = kwargs or _NO_KWARGS
+        op.present = present
+        op.draw = None
+        op.around = self.around
+        if not facts.single or type(out) is not _Tensor:
+            self.note(op, values, out)
+            return out
+        try:
+            address = storage_address(out)
+        except NotImplementedError:
+            self.note(op, values, out)
+            return out
+        for other in values:
+            store = other.store
+            if store.address == address:
+                if store.blank or out is other.tensor():
+                    self.note(op, values, out)
+                    return out
+                group = other.group if facts.is_view else object()
+                birth = False
+                break
+        else:
+            group = store = Store()
+            birth = True
+        op.number = self.number = number = self.number + 1
+        value = Value()
+        value.number = number
+        value.op = op
+        value.index = 0
+        value.before = value.saved = None
+        value.store = store
+        value.group = group
+        key = id(out)
+        value.tensor = reference = _weakref(out, partial(self._forget, key))
+        if birth:
+            store.address = address
+            store.birth = number
+            store.outside = store.blank = store.written = False
+            store.members = [reference]
+            store.pins = store.held = None
+            self.stores[address] = store
+        else:
+            store.members.append(reference)
+        known[key] = value
+        return out
+
+    def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Runs and records an operator of any kind."""
+        if self._without_grad and is_compiled_code_running():
+            return facts.call(*args, **kwargs)
+        if facts.looks_at_switches:
+            self._look_closely()
+        if facts.is_opaque:
+            return writes.run_opaque(self, func, facts, args, kwargs)
+        if facts.is_blank:
+            out = facts.call(*args, **kwargs)
+            self._note_blank(facts, out)
+            return out
+        if facts.written and not facts.is_inplace_view:
+            return writes.run_writing(self, func, facts, args, kwargs)
+        op, values = self.op_of(facts, args, kwargs)
+        if facts.is_inplace_view:
+            return writes.run_inplace_view(self, op, facts, args, kwargs)
+        out = self.run(op, func, facts, args, kwargs)
+        decision = RECOMPUTE if facts.is_view else self.decide(func, args, kwargs, out)
+        made = self.note(op, values, out, decision)
+        if decision != RECOMPUTE:
+            cut(op, made)
+        return out
+
+    def run(self, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Runs an operator, and notes in ``op`` what it draws."""
+        if not facts.is_random:
+            return facts.call(*args, **kwargs)
+        out, op.draw = draw_noting(func, args, kwargs, shared=Presence.count > 0)
+        return out
+
+    def decide(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
+        """Returns what the policy says of an operator that has run."""
+        deciding = self.deciding
+        if deciding is None:
+            return SAVE if facts_of(func).is_collective else RECOMPUTE
+        decision = deciding.of(func)
+        return deciding.ask(func, args, kwargs, out) if decision == ASK else decision
+
+    def op_of(
+        self, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset()
+    ) -> tuple[Op, list[Value]]:
+        """Returns an operator that is about to run, with values in place of tensors, and those values.
+
+        Args:
+            facts: What is known of it.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            overwritten: Identities of tensors of which it does not matter what they are.
+        """
+        values: list[Value] = []
+
+        def recorded(argument: Any) -> Any:
+            if isinstance(argument, _Tensor):
+                value = self.blank.get(id(argument)) if id(argument) in overwritten else None
+                if value is None:
+                    value = self.known.get(id(argument)) or self.value_of(argument, facts)
+                values.append(value)
+                return value
+            if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
+                return [recorded(one) for one in argument]
+            return argument
+
+        op = Op()
+        op.facts = facts
+        if facts.is_like:
+            op.args = [self._shape_of(args[0]), *map(recorded, args[1:])]
+        else:
+            op.args = [recorded(argument) for argument in args]
+        op.kwargs = {name: recorded(argument) for name, argument in kwargs.items()} if kwargs else kwargs
+        op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
+        op.draw = None
+        op.around = self.around
+        return op, values
+
+    def _shape_of(self, tensor: torch.Tensor) -> Any:
+        """Returns a value that has the shape, strides and so on of a tensor, and nothing in it."""
+        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return self.known.get(id(tensor)) or self.value_of(tensor, None)
+        self.number = number = self.number + 1
+        value = Value()
+        value.op = _blank_like(tensor, number, self.around)
+        value.number, value.index, value.before, value.saved = number, 0, None, None
+        value.store = value.group = _new_store(0, number)
+        value.tensor = _weakref(tensor)
+        return value
+
+    def note(self, op: Op, values: list[Value], out: Any, decision: int = RECOMPUTE) -> list[Value]:
+        """Puts what an operator returned on the tape; returns what it put there.
+
+        Args:
+            op: The operator, without a number yet.
+            values: What it read.
+            out: What it returned.
+            decision: What becomes of it.
+        """
+        outputs = flatten(out)
+        op.number = self.number + 1
+        self.number += max(1, len(outputs))
+        made = []
+        for index, tensor in enumerate(outputs):
+            if isinstance(tensor, _Tensor):
+                value = self._note_one(op, index, values, tensor, decision)
+                if value is not None:
+                    made.append(value)
+        return made
+
+    def _note_one(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor, decision: int) -> Value | None:
+        facts = op.facts
+        address = _address_of(tensor)
+        aliased = None if address is None else next((value for value in values if value.store.address == address), None)
+        if aliased is not None and any(tensor is value.tensor() for value in values):
+            return None  # an argument
+        if (
+            address is None
+            or (aliased is None and not facts.is_trusted and self._is_taken(address))
+        ):
+            self.note_outside(tensor, f"returned by {facts.operator}")
+            return None
+        value = Value()
+        value.number, value.op, value.index = op.number + index, op, index
+        value.before = value.saved = None
+        if aliased is None:
+            value.store = value.group = self._enter_store(address, value.number)
+        else:
+            value.store = aliased.store
+            value.group = aliased.group if facts.is_view else object()
+        self.register(tensor, value)
+        if decision != RECOMPUTE and aliased is None:
+            self.keep(value, tensor, decision, f"kept by the policy, as a result of {facts.operator}")
+        return value
+
+    def register(self, tensor: torch.Tensor, value: Value) -> None:
+        """Makes a value that of a tensor, from now on."""
+        key, table = id(tensor), self.blank if value.store.blank else self.known
+        value.tensor = _weakref(tensor, partial(table.pop, key))
+        value.store.members.append(value.tensor)
+        (self.known if value.store.blank else self.blank).pop(key, None)
+        table[key] = value
+
+    def keep(self, value: Value, tensor: torch.Tensor, decision: int, reason: str) -> None:
+        """Keeps the tensor of a value, or sends it to the host; what it was made of is not needed any more then."""
+        kept = Kept(counted_detach(tensor), reason, self.path)
+        if decision == OFFLOAD:
+            transfers = transfers_for(tensor)
+            if transfers is not None:
+                self._batch = self._batch or Batch()
+                kept.move(self._batch, transfers)
+        self._hold(value, kept)
+        value.op = value.before = None
+
+    def _hold(self, value: Value, kept: Kept) -> None:
+        value.saved = kept
+        reference = _weakref(value)
+        self._held.append(reference)
+        held = value.store.held
+        if held is None:
+            value.store.held = [reference]
+        else:
+            held.append(reference)
+
+    def _is_taken(self, address: int) -> bool:
+        store = self.stores.get(address)
+        return store is not None and store.is_alive()
+
+    def _enter_store(self, address: int, birth: int) -> Store:
+        store = self.stores[address] = _new_store(address, birth)
+        return store
+
+    def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
+        """Makes a storage one that comes from outside, since what made it cannot be replayed."""
+        address = _address_of(tensor)
+        if address is not None:
+            store = self.stores.get(address)
+            if store is None or not store.is_alive():
+                store = self._enter_store(address, 0)
+            writes.make_outside(self, store)
+            store.reason = reason
+            store.members.append(_weakref(tensor))
+
+    def _note_blank(self, facts: OpFacts, tensor: Any) -> None:
+        address = _address_of(tensor) if isinstance(tensor, _Tensor) else None
+        if address is None or tensor.layout is not torch.strided:
+            return
+        self.number = number = self.number + 1
+        value = Value()
+        value.op = _blank_like(tensor, number, self.around)
+        value.number, value.index, value.before, value.saved = number, 0, None, None
+        value.store = value.group = store = self._enter_store(address, number)
+        store.blank = True
+        self.register(tensor, value)
+
+    def store_of(self, tensor: torch.Tensor) -> Store:
+        """Returns the storage that a tensor is in; one from outside, where the tape does not know it."""
+        value = self.known.get(id(tensor)) or self.blank.get(id(tensor))
+        if value is not None:
+            return value.store
+        reference = self.inputs.get(id(tensor))
+        found = None if reference is None else reference()
+        if found is not None and found.saved is not None and found.saved.tensor is tensor:
+            return found.store
+        address = _address_of(tensor)
+        if address is None:
+            store = _new_store(0, 0)
+            store.outside = True
+            return store
+        known = self.stores.get(address)
+        if known is None or not known.is_alive():
+            known = self._enter_store(address, 0)
+            known.outside = True
+        return known
+
+    def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
+        """Returns the value of a tensor that is not in the table.
+
+        Args:
+            tensor: The tensor: one that nobody has written to, one from outside, or another face of one on the tape that came
+                to be unseen.
+            facts: The operator that reads it, if any.
+        """
+        blank = self.blank.get(id(tensor))
+        if blank is not None:
+            if facts is not None and facts.is_view:
+                return blank
+            writes.make_outside(self, blank.store)
+            blank.store.reason = "memory that was not written to as a whole"
+        reference = self.inputs.get(id(tensor))
+        found = None if reference is None else reference()
+        if found is not None and found.saved is not None and found.saved.tensor is tensor:
+            return found
+        store = self.store_of(tensor)
+        if not store.outside:
+            value = writes.alias_of(self, store, tensor)
+            if value is not None:
+                return value
+            writes.make_outside(self, store)
+            store.reason = "written or seen by other ways than operators"
+        return self.input_of(tensor, store)
+
+    def input_of(self, tensor: torch.Tensor, store: Store) -> Value:
+        """Returns a value that keeps a tensor as it is."""
+        self.number = number = self.number + 1
+        value = Value()
+        value.number, value.op, value.index, value.before = number, None, 0, None
+        value.store, value.group = store, store
+        value.tensor = reference = _weakref(tensor)
+        store.members.append(reference)
+        kept = Kept(tensor, store.reason, self.path)
+        kept.is_fickle = store.written and not tensor.requires_grad
+        self._hold(value, kept)
+        self.inputs[id(tensor)] = _weakref(value)
+        return value
+
+    def live_members(self, store: Store) -> Iterator[torch.Tensor]:
+        """Goes through the tensors that are in a storage, each once."""
+        members = {id(tensor): tensor for member in store.members if (tensor := member()) is not None}
+        store.members = [_weakref(tensor) for tensor in members.values()]
+        return iter(members.values())
+
+    def close(self) -> None:
+        """Ends the recording: what is not needed goes, what is kept is handed to the hooks around, if any."""
+        self.known.clear()
+        self.blank.clear()
+        self.inputs.clear()
+        self.stores.clear()
+        self.deciding = None
+        held, self._held = self._held, []
+        for reference in held:
+            value = reference()
+            if value is not None and value.saved is not None:
+                by_policy = value.store.birth > 0 and not value.store.outside
+                value.saved.seal(with_hooks=self.with_hooks and (self.respect_hooks or not by_policy))
+
+
+def _new_store(address: int, birth: int) -> Store:
+    store = Store()
+    store.address, store.birth, store.reason = address, birth, _FROM_OUTSIDE
+    store.outside = store.blank = store.written = False
+    store.members = []
+    store.pins = store.held = None
+    return store
+
+
+def _address_of(tensor: torch.Tensor) -> int | None:
+    """Returns where the storage of a tensor is; None for subclasses, whose storage is none, and others without one."""
+    if type(tensor) not in _PLAIN:
+        return None
+    try:
+        return storage_address(tensor)
+    except NotImplementedError:
+        return None
+
+
+def _blank_like(tensor: torch.Tensor, number: int, around: Around) -> Op:
+    """Returns an operator that makes memory like that of a tensor."""
+    op = Op()
+    op.number, op.facts, op.present, op.draw, op.around = number, facts_of(_EMPTY_STRIDED), (), None, around
+    op.args = [tuple(tensor.shape), tensor.stride()]
+    op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+    return op

@@ -1,0 +1,234 @@
+"""Replaying a tape: bringing back values of one frame for one backward, each operator at most once (Rule 13).
+
+A replay counts the readers of each value, and lets go of it after the last one. Small regions are replayed as a whole when the
+first value is asked for, which is quicker; larger ones as far as is needed for what is asked for, which needs less memory; and
+those where a value is overwritten that somebody reads before, as a whole, in the order of recording.
+
+A frame that reads values of the frame around it asks that one's replay for them, and so on outwards. That is a loop and not a
+recursion: first each frame finds out what it needs of the next, then they run, from the outermost inwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_hooks._ambient.draws import draw_again
+from ckpt_hooks._refit import copy_of
+from ckpt_hooks._torch import storage_address
+
+from .around import Around, Below
+from .plan import Plan, Work, plan_for, work_for
+from .values import Op, Value, flatten, rebuild, values_of
+
+if TYPE_CHECKING:
+    from .frame import RecordedFrame
+
+__all__ = ["Replay", "bring_back"]
+
+#: Bytes that a region saved up to which it is replayed as a whole.
+AT_ONCE = 1 << 20
+
+
+class Replay:
+    """What one backward brings back of one frame.
+
+    Attributes:
+        frame: The frame.
+        crossing: What it reads of the frame around, as long as that is there.
+        key: Of the scope that it is for, None for none.
+        taken: In a group of backwards, the handles that were asked for.
+        tensors: What is there, by the number of the value.
+    """
+
+    __slots__ = ("_cloned", "_held", "_plan", "_ran", "_whole", "crossing", "frame", "key", "taken", "tensors")
+
+    def __init__(self, frame: RecordedFrame, roots: Iterable[Value], key: int | None) -> None:
+        """Makes a plan.
+
+        Args:
+            frame: The frame.
+            roots: What will be asked for, as often as it will be.
+            key: Of the scope; None for a replay that is the caller's alone.
+        """
+        self.frame = frame
+        self.key = key
+        self.taken: set[int] = set()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._plan, work = plan_for(roots, frame.start)
+        self.crossing = [weakref.ref(value) for value in work.crossing]
+        self._whole: Work | None = work if self._plan.in_order or frame.bytes <= AT_ONCE else None
+        self._ran: set[int] = set()
+        # What was asked for and has been overwritten since.
+        self._held: dict[int, torch.Tensor] = {}
+        self._cloned: dict[int, torch.UntypedStorage] = {}
+
+    def has(self, value: Value) -> bool:
+        """Whether a value is there."""
+        return value.number in self.tensors or value.number in self._held
+
+    def expects(self, value: Value) -> bool:
+        """Whether a value is there, or will be."""
+        return self._plan.readers.get(value.number, 0) > 0
+
+    def work(self, value: Value) -> Work:
+        """Returns what has to be done to have a value, by way of :meth:`run`."""
+        whole, self._whole = self._whole, None
+        return work_for(value, self.frame.start, self.tensors, self._ran) if whole is None else whole
+
+    def take(self, value: Value) -> torch.Tensor:
+        """Returns a value that is there, and lets go of it if nobody else reads it."""
+        number, readers = value.number, self._plan.readers
+        tensor = self._held.get(number) if self._held else None
+        if tensor is None:
+            tensor = self.tensors[number]
+        left = readers[number] - 1
+        readers[number] = left
+        if not left:
+            self.tensors.pop(number, None)
+            if self._held:
+                self._held.pop(number, None)
+        return tensor
+
+    def put(self, value: Value, tensor: torch.Tensor) -> None:
+        """Takes in a value that comes from elsewhere; a copy of it, where an operator will write to it."""
+        if id(value.store) in self._plan.written:
+            tensor = self._private(tensor)
+        self.tensors[value.number] = tensor
+
+    def _private(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Tensors that share memory have to do so in the copy as well.
+        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            return tensor.detach().clone()
+        address = storage_address(tensor)
+        storage = self._cloned.get(address)
+        if storage is None:
+            storage = self._cloned[address] = tensor.untyped_storage().clone()
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        with torch.no_grad():
+            return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+
+    def run(self, work: Work) -> None:
+        """Does some work, for which the values of the frame around are there."""
+        for value in work.leaves:
+            if value.number not in self.tensors:
+                assert value.saved is not None
+                self.put(value, value.saved.get())
+        work.leaves.clear()
+        steps = work.steps
+        if not steps:
+            return
+        around: Around | None = None
+        tensors, readers, ran = self.tensors, self._plan.readers, self._ran
+        with Below() as below:
+            for number in sorted(steps):
+                op = steps.pop(number)
+                if type(op) is Value:
+                    self._after(op)
+                    continue
+                assert type(op) is Op
+                if op.around is not around:
+                    around = op.around
+                    below.under(around)
+                facts = op.facts
+                if not facts.is_fast or op.kwargs:
+                    self._run_any(op)
+                    continue
+                ran.add(number)
+                args = op.args.copy()
+                read = []
+                for position in op.present:
+                    value = args[position].number
+                    read.append(value)
+                    args[position] = tensors[value]
+                out = facts.call(*args)
+                del args
+                for value in read:
+                    left = readers[value] - 1
+                    readers[value] = left
+                    if not left:
+                        del tensors[value]
+                if facts.single:
+                    if number in readers:
+                        tensors[number] = out
+                else:
+                    self._keep(number, out)
+                out = None
+
+    def _keep(self, number: int, out: Any) -> None:
+        readers, tensors = self._plan.readers, self.tensors
+        for index, tensor in enumerate(flatten(out)):
+            if number + index in readers:
+                tensors[number + index] = tensor
+
+    def _let_go(self, values: Iterable[Value]) -> None:
+        readers, tensors = self._plan.readers, self.tensors
+        for value in values:
+            number = value.number
+            left = readers[number] - 1
+            readers[number] = left
+            if not left:
+                tensors.pop(number, None)
+
+    def _after(self, value: Value) -> None:
+        assert value.before is not None
+        self.tensors[value.number] = self.tensors[value.before.number]
+        self._let_go((value.before,))
+
+    def _run_any(self, op: Op) -> None:
+        facts, tensors = op.facts, self.tensors
+        args = [rebuild(argument, tensors) for argument in op.args]
+        kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
+        values = [value for argument in (*op.args, *op.kwargs.values()) for value in values_of(argument)]
+        if facts.is_inplace_view:
+            args[0] = args[0].detach()
+        elif facts.written and self._plan.in_order:
+            self._hold(facts, args, kwargs)
+        if op.draw is not None:
+            out = draw_again(facts.operator, args, kwargs, op.draw)
+        else:
+            out = facts.call(*args, **kwargs)
+        del args, kwargs
+        self._ran.add(op.number)
+        self._let_go(values)
+        self._keep(op.number, out)
+
+    def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Copies what was asked for and is about to be overwritten."""
+        targets = [
+            tensor
+            for written in facts.written
+            for tensor in flatten(args[written.position] if written.position < len(args) else kwargs.get(written.name))
+            if isinstance(tensor, torch.Tensor)
+        ]
+        addresses = set(map(storage_address, targets))
+        for number in self._plan.asked:
+            tensor = self.tensors.get(number)
+            if tensor is not None and number not in self._held and storage_address(tensor) in addresses:
+                self._held[number] = copy_of(tensor)
+
+
+def bring_back(replay: Replay, value: Value) -> None:
+    """Brings back a value that a replay expects and does not have."""
+    todo: list[tuple[Replay, Value | None, Work | None, list[tuple[Replay, Value]]]] = [(replay, value, None, [])]
+    while todo:
+        current, wanted, work, sources = todo.pop()
+        if work is not None:
+            for source, crossing in sources:
+                current.put(crossing, source.take(crossing))
+            current.run(work)
+            continue
+        assert wanted is not None
+        if current.has(wanted):
+            continue
+        work = current.work(wanted)
+        asked = [crossing for crossing in work.crossing if not current.has(crossing)]
+        if not asked:
+            current.run(work)
+            continue
+        sources = current.frame.sources_of(current, asked)
+        todo.append((current, None, work, sources))
+        todo += [(source, crossing, None, []) for source, crossing in sources]

@@ -1,0 +1,145 @@
+"""What a tape is made of: operators that ran, values that they made, and the storages that values are in.
+
+Nobody owns a tape. A handle in autograd's graph owns the value that it stands for, a value the operator that made it, an
+operator the values that it read. So what no live handle depends on is gone, by reference counting alone (Rule 17), and there is
+no list to prune. While a region is open, a value is also owned by the tensor that it belongs to, by way of the recorder's table.
+
+A storage is where writes meet: to write through one view changes them all. So a write makes a new value of every tensor that is
+alive and in the storage: the one it was, after that operator. A value is thus a tensor at a moment, and what is read at that
+moment refers to it (Rule 15).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from .facts import OpFacts
+from .kept import Kept
+
+__all__ = ["Op", "Store", "Value", "cut", "flatten", "rebuild", "values_of"]
+
+
+class Store:
+    """One storage, from when the tape first saw it.
+
+    Attributes:
+        address: Where the storage object is.
+        birth: The number of the operator that made it; 0 for one from outside.
+        outside: Whether its contents come from outside: tensors in it are kept, not brought back.
+        blank: Whether nobody has written to it since it was made.
+        written: Whether an operator on the tape wrote to it.
+        members: The tensors of this storage that the tape has seen.
+        pins: The handles of tensors in it, or None if there were none.
+        held: Its values of which the tensor is kept, or None.
+        reason: Why its contents come from outside; not set where they do not.
+    """
+
+    __slots__ = ("__weakref__", "address", "birth", "blank", "held", "members", "outside", "pins", "reason", "written")
+
+    address: int
+    birth: int
+    outside: bool
+    blank: bool
+    written: bool
+    members: list[weakref.ref[torch.Tensor]]
+    pins: list[weakref.ref[Any]] | None
+    held: list[weakref.ref[Value]] | None
+    reason: str
+
+    def is_alive(self) -> bool:
+        """Whether a tensor that the tape knows of is still in the storage, so that its address is not somebody else's."""
+        if any(member() is not None for member in self.members):
+            return True
+        for reference in self.held or ():
+            value = reference()
+            if value is not None and value.saved is not None and value.saved.tensor is not None:
+                return True
+        return False
+
+
+class Op:
+    """An operator that ran.
+
+    Attributes:
+        number: Its place on the tape, and the number of its first result.
+        facts: What is known of it.
+        args: Its positional arguments, with values in place of tensors.
+        kwargs: Its keyword arguments, likewise.
+        present: Which of its positional arguments are values.
+        draw: The state of the generator that it drew from, or None.
+        around: What it ran under.
+    """
+
+    __slots__ = ("args", "around", "draw", "facts", "kwargs", "number", "present")
+
+    number: int
+    facts: OpFacts
+    args: list[Any]
+    kwargs: dict[str, Any]
+    present: tuple[int, ...]
+    draw: torch.Tensor | None
+    around: Any
+
+
+class Value:
+    """A tensor at a moment.
+
+    There are three kinds. A result is an output of an operator (``op``, ``index``). A value after a write is what another one
+    (``before``) has become by an operator (``op``). An input has neither; it is kept.
+
+    Attributes:
+        number: Larger than that of any value that existed when this one came to be.
+        op: What made it; None for an input.
+        index: Which of the outputs.
+        before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
+        store: The storage that it is in.
+        group: The same for all tensors that have a version in common.
+        saved: The tensor, where it is kept.
+        tensor: The tensor that it belongs to, as long as that is alive.
+    """
+
+    __slots__ = ("__weakref__", "before", "group", "index", "number", "op", "saved", "store", "tensor")
+
+    number: int
+    op: Op | None
+    index: int
+    before: Value | None
+    store: Store
+    group: object
+    saved: Kept | None
+    tensor: weakref.ref[torch.Tensor]
+
+
+def cut(op: Op, made: list[Value]) -> None:
+    """Has an operator let go of what it read, if all that it made is kept: nobody will run it again."""
+    if all(value.saved is not None for value in made):
+        op.args, op.kwargs, op.present, op.draw = [], {}, (), None
+
+
+def flatten(outputs: Any) -> list[Any]:
+    """Returns the outputs of an operator in one list, in order: tensors and others."""
+    if isinstance(outputs, (list, tuple)):
+        return list(itertools.chain.from_iterable(map(flatten, outputs)))
+    return [outputs]
+
+
+def values_of(argument: Any) -> list[Value]:
+    """Returns the values in an argument of an :class:`Op`."""
+    if type(argument) is Value:
+        return [argument]
+    if type(argument) is list:
+        return [value for value in argument if type(value) is Value]
+    return []
+
+
+def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """Returns an argument of an :class:`Op` with tensors in place of values."""
+    if type(argument) is Value:
+        return tensors[argument.number]
+    if type(argument) is list:
+        return [tensors[value.number] if type(value) is Value else value for value in argument]
+    return argument

@@ -1,0 +1,293 @@
+"""Operators that write to their arguments, as a tape sees them.
+
+Torch counts writes only when an operator has returned through autograd, so the tape follows writes by itself: each is an operator
+of its own, after which every tensor in the storage is another value. What is about to be overwritten and has been kept for
+somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write finds
+them kept.
+
+What autograd saved before a write is worthless to it afterwards if the two share a version, as plain autograd finds out in
+backward: the handle raises then. If they do not, plain autograd hands out what was written, and so does the handle (Rule 15).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_hooks._dispatch import count_writes
+from ckpt_hooks._operators import Kind
+from ckpt_hooks._torch import counted_detach, set_versions
+
+from .deciding import RECOMPUTE
+from .facts import OpFacts, Written, facts_of
+from .kept import Overwritten
+from .values import Op, Store, Value, cut, flatten
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["alias_of", "make_outside", "run_inplace_view", "run_opaque", "run_writing"]
+
+_Tensor = torch.Tensor
+_AS_STRIDED = torch.ops.aten.as_strided.default
+
+
+def _holders(reference: weakref.ref[Any]) -> int:
+    held = reference()
+    return sys.getrefcount(held)
+
+
+_probe = Value()
+# How many holders ``_holders`` counts of a value that has one.
+_ONE_HOLDER = _holders(weakref.ref(_probe))
+
+
+def _targets(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
+    """Returns the tensors that a call writes to."""
+    found = []
+    for written in facts.written:
+        argument = args[written.position] if written.position < len(args) else kwargs.get(written.name)
+        found += [(tensor, written) for tensor in flatten(argument) if isinstance(tensor, _Tensor)]
+    return found
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all there is in its storage."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs and records an operator that writes to tensors it is given."""
+    targets = _targets(facts, args, kwargs)
+    if not targets and not facts.has_fresh:
+        return facts.call(*args, **kwargs)
+    if facts.replaces_storage or any(type(tensor) not in (_Tensor, torch.nn.Parameter) for tensor, _ in targets):
+        return run_opaque(tape, func, facts, args, kwargs)
+    overwritten = set()
+    inside: dict[int, Store] = {}
+    outside: dict[int, Store] = {}
+    for tensor, written in targets:
+        store = tape.store_of(tensor)
+        if not store.outside and id(tensor) not in tape.known and id(tensor) not in tape.blank:
+            tape.value_of(tensor, None)  # another face of it, which came to be unseen
+        if store.blank:
+            if written.overwritten and _covers(tensor):
+                overwritten.add(id(tensor))
+            else:
+                make_outside(tape, store)
+                store.reason = "memory that was written to in part"
+        (outside if store.outside else inside)[id(store)] = store
+    if not inside and not facts.has_fresh:
+        _before(tape, outside.values())
+        out = facts.call(*args, **kwargs)
+        count_writes(func, args)
+        _after_outside(tape, facts, targets, outside.values())
+        return out
+    op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
+    _before(tape, [*outside.values(), *inside.values()])
+    out = tape.run(op, func, facts, args, kwargs)
+    count_writes(func, args)
+    decision = tape.decide(func, args, kwargs, out)
+    made = tape.note(op, values, out if facts.has_fresh else None, decision)
+    bumped = _groups(tape, targets)
+    for store in inside.values():
+        made += _after_inside(tape, op, store, bumped, decision)
+    if decision != RECOMPUTE:
+        cut(op, made)
+    _after_outside(tape, facts, targets, outside.values())
+    return out
+
+
+def _before(tape: Recorder, stores: Iterable[Store]) -> None:
+    """Copies what was kept in storages that are about to be written to, where somebody needs it."""
+    for store in stores:
+        if store.blank:  # there is nothing to copy yet
+            continue
+        held, store.held = store.held, None
+        for reference in held or ():
+            value = reference()
+            if value is None or value.saved is None:
+                continue
+            tensor, saved = value.tensor(), value.saved
+            in_table = tensor is not None and tape.known.get(id(tensor)) is value
+            del value
+            if _holders(reference) > _ONE_HOLDER - (not in_table):
+                saved.copy()
+
+
+def _groups(tape: Recorder, targets: list[tuple[torch.Tensor, Written]]) -> list[object]:
+    """Returns which versions a call counts up."""
+    groups: list[object] = []
+    for tensor, written in targets:
+        if written.counted:
+            value = tape.known.get(id(tensor)) or tape.blank.get(id(tensor))
+            groups.append(tape.store_of(tensor) if value is None else value.group)
+    return groups
+
+
+def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
+    """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
+    facts, made = op.facts, []
+    pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
+    quiet = [pin for pin in pins if not _is_in(pin.value.group, bumped)]
+    for pin in pins:
+        if _is_in(pin.value.group, bumped):
+            pin.value = _overwritten(pin.value, facts, pin.frame.path)
+    tables = tape.blank if store.blank else tape.known
+    store.blank = False
+    store.written = True
+    members = list(tape.live_members(store))
+    store.members = []
+    for tensor in members:
+        before = tables.pop(id(tensor), None)
+        if before is None:
+            continue
+        value = _after(tape, op, before)
+        tape.register(tensor, value)
+        made.append(value)
+        if decision != RECOMPUTE:
+            tape.keep(value, tensor, decision, f"kept by the policy, as written by {facts.operator}")
+    # What autograd saved without a version in common is what was written, now.
+    store.pins = None
+    for pin in quiet:
+        tensor = pin.value.tensor()
+        value = None if tensor is None else tape.known.get(id(tensor))
+        if value is None:
+            value = _after(tape, op, pin.value)
+            made.append(value)
+        pin.value = value
+        store.pins = [*(store.pins or ()), weakref.ref(pin)]
+    return made
+
+
+def _after(tape: Recorder, op: Op, before: Value) -> Value:
+    tape.number = number = tape.number + 1
+    value = Value()
+    value.number, value.op, value.index, value.before = number, op, 0, before
+    value.store, value.group, value.saved, value.tensor = before.store, before.group, None, before.tensor
+    return value
+
+
+def _is_in(group: object, groups: list[object]) -> bool:
+    return any(group is other for other in groups)
+
+
+def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
+    changed = Value()
+    changed.number, changed.op, changed.index, changed.before = value.number, None, 0, None
+    changed.store, changed.group, changed.tensor = value.store, value.group, value.tensor
+    changed.saved = Overwritten(str(facts.operator), path)
+    return changed
+
+
+def _after_outside(
+    tape: Recorder, facts: OpFacts, targets: list[tuple[torch.Tensor, Written]], stores: Iterable[Store]
+) -> None:
+    """Forgets what was known of tensors in storages from outside that were written to."""
+    counted = {id(tape.store_of(tensor)) for tensor, written in targets if written.counted}
+    for store in stores:
+        store.written = True
+        _forget_members(tape, store)
+        pins, store.pins = store.pins, None
+        for reference in pins or ():
+            pin = reference()
+            if pin is None:
+                continue
+            tensor = pin.value.tensor()
+            if id(store) in counted or tensor is None:
+                pin.value = _overwritten(pin.value, facts, pin.frame.path)
+            else:
+                pin.value = tape.input_of(tensor, store)
+                store.pins = [*(store.pins or ()), reference]
+
+
+def _forget_members(tape: Recorder, store: Store) -> None:
+    for tensor in tape.live_members(store):
+        key = id(tensor)
+        tape.known.pop(key, None)
+        tape.blank.pop(key, None)
+        tape.inputs.pop(key, None)
+
+
+def make_outside(tape: Recorder, store: Store) -> None:
+    """Makes a storage one that comes from outside: from now on its tensors are kept, where they are needed."""
+    if not store.outside:
+        store.outside = True
+        store.blank = False
+        _forget_members(tape, store)
+
+
+def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
+    tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
+    stores = {id(store): store for store in map(tape.store_of, tensors)}
+    writes = facts.kind is not Kind.SAVEABLE
+    if writes:
+        # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
+        _before(tape, stores.values())
+    out = facts.call(*args, **kwargs)
+    if writes:
+        for store in stores.values():
+            make_outside(tape, store)
+            store.reason = f"handed to {func}"
+        _after_outside(tape, facts, [], stores.values())
+    for tensor in flatten(out):
+        if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
+            tape.note_outside(tensor, f"returned by {func}")
+    return out
+
+
+def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs and records an operator that makes a tensor another view of the same memory."""
+    target: torch.Tensor = args[0]
+    store = tape.store_of(target)
+    before = op.args[0]
+    if before.saved is not None and before.saved.tensor is target:
+        before.saved.tensor = counted_detach(target)
+    out = facts.call(*args, **kwargs)
+    for reference in store.pins or ():
+        pin = reference()
+        if pin is not None and pin.value.group is before.group:
+            pin.value = _overwritten(pin.value, facts, pin.frame.path)
+    tape.number = op.number = tape.number + 1
+    value = Value()
+    value.number, value.op, value.index, value.before = op.number, op, 0, None
+    value.store, value.group, value.saved = store, before.group, None
+    tape.inputs.pop(id(target), None)
+    tape.register(target, value)
+    return out
+
+
+def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether to write to one tensor counts as a write to the other."""
+    before, version = one._version, other._version
+    if before != version:
+        return False
+    torch.autograd.graph.increment_version(one)
+    shared = other._version != version
+    set_versions((one,), (before,))
+    return shared
+
+
+def alias_of(tape: Recorder, store: Store, tensor: torch.Tensor) -> Value | None:
+    """Returns the value of a tensor in a storage of the tape that came to be unseen, as ``.data`` makes them; None if unclear."""
+    if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
+        return None
+    for member in tape.live_members(store):
+        value = tape.known.get(id(member))
+        if value is None or member.dtype is not tensor.dtype or member.is_conj() or member.is_neg() or member.is_inference():
+            continue
+        op = Op()
+        tape.number = op.number = tape.number + 1
+        op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, tape.around
+        op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
+        alias = Value()
+        alias.number, alias.op, alias.index, alias.before, alias.saved = op.number, op, 0, None, None
+        alias.store, alias.group = store, value.group if _share_versions(member, tensor) else object()
+        tape.register(tensor, alias)
+        return alias
+    return None

@@ -1,0 +1,174 @@
+"""``checkpoint_region``: checkpointing as a ``with`` block, by recording what runs in it."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from typing_extensions import ParamSpec, Self
+
+from ._policy import Policy, policy_from
+from ._runtime.stack import stack
+from ._tape.frame import RecordedFrame
+from ._torch import innermost_transform
+from ._transforms import warn_of_transform
+
+__all__ = ["KeptTensor", "checkpoint_name", "checkpoint_region"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class KeptTensor(NamedTuple):
+    """A tensor that a region keeps.
+
+    Attributes:
+        description: What it is, as in ``"float32[4, 8]"``.
+        reason: Why it is kept.
+    """
+
+    description: str
+    reason: str
+
+
+class _Entered(threading.local):
+    """The regions of a thread that were entered and not left yet; None for those that run plainly."""
+
+    def __init__(self) -> None:
+        self.frames: list[RecordedFrame | None] = []
+
+
+_entered = _Entered()
+
+
+class checkpoint_region:  # noqa: N801 -- used like a function
+    """Runs a block without keeping its activations; backward replays the operators that made what it needs.
+
+    ::
+
+        with checkpoint_region():               # around any lines of code
+            h = block(x)
+
+        @checkpoint_region(policy=dots_saveable)  # or around a function
+        def forward(self, x): ...
+
+    The block runs once. What it does is recorded below autograd, operator by operator, and in backward those operators run again
+    that saved tensors depend on, no others; Python code does not. So there is nothing that a recompute could do twice or
+    otherwise: counters, log lines, running statistics, Python's random numbers, globals that changed. It costs a few microseconds
+    an operator in forward, where :func:`ckpt_hooks.checkpoint` costs them in backward.
+
+    Kept until the graph lets go: tensors from outside that the operators which may run again read (parameters and other leaves
+    as they are, others by way of the saved-tensor hooks around the region); what the policy says; the state of a random generator
+    for each operator that drew; and what cannot be brought back: memory that something else than operators wrote to, results
+    of operators of operators, of compiled code and of collectives. :meth:`kept` lists it.
+
+    Regions nest. A region inside another one is brought back by itself, from what the outer one brings back, and its policy
+    is the one that counts for its lines. An object may be entered again, also within itself and by several threads.
+
+    Args:
+        policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
+        name: The region's name in errors.
+        respect_saved_tensors_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the region.
+
+    Raises:
+        TypeError: If the policy is none.
+        ValueError: If something in a list of operators is none.
+        RuntimeError: On entering, where saved-tensor hooks are disabled.
+        MutationError: In backward, where a tensor that is needed was modified in place since.
+
+    Note:
+        What is *replayed* must find its inputs as they were: a tensor from outside that is modified after the region, and that
+        autograd did not save, raises where plain autograd would not. Have what was computed from it kept. Writes that no
+        operator does (through NumPy, or by a kernel of one's own) to memory that operators wrote to are not seen.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_region
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with checkpoint_region():
+        ...     y = x.sin().cos()
+        >>> y.sum().backward()
+    """
+
+    def __init__(
+        self, *, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True
+    ) -> None:
+        self._policy: Policy | None = None if policy is None else policy_from(policy)
+        self._name = name or "region"
+        self._respect_hooks = bool(respect_saved_tensors_hooks)
+        self._latest: weakref.ref[RecordedFrame] | None = None
+
+    def __enter__(self) -> Self:
+        if torch.compiler.is_dynamo_compiling():
+            return self
+        frame = None
+        if torch.is_grad_enabled():
+            if innermost_transform() is None:
+                frame = RecordedFrame(self._name, self._policy, respect_hooks=self._respect_hooks)
+                frame.__enter__()
+                self._latest = weakref.ref(frame)
+            else:
+                warn_of_transform()
+        _entered.frames.append(frame)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            return
+        frame = _entered.frames.pop()
+        if frame is not None:
+            frame.__exit__(kind, error, traceback)
+
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+        """Returns a function whose calls are regions."""
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return function(*args, **kwargs)
+
+        return run
+
+    def kept(self) -> list[KeptTensor]:
+        """Returns what the region keeps, as of the last time that it was entered, and regions around it with it, and why.
+
+        Empty when backward has been through it. Parameters and what is in a region within it are not among them.
+        """
+        frame = None if self._latest is None else self._latest()
+        return [] if frame is None else [KeptTensor(*kept) for kept in frame.kept()]
+
+
+def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Gives a tensor a name, by which a policy of the region that it is made in may keep it.
+
+    Args:
+        tensor: A tensor.
+        name: A name for policies such as :func:`ckpt_hooks.policies.save_only_these_names`.
+
+    Returns:
+        The tensor itself. Outside of recorded regions, and in those whose policy knows no names, nothing happens.
+
+    Raises:
+        TypeError: If one is not a tensor, or the other not a string.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_name, checkpoint_region
+        >>> from ckpt_hooks.policies import save_only_these_names
+        >>> x = torch.ones(2, 2, requires_grad=True)
+        >>> with checkpoint_region(policy=save_only_these_names("product")):
+        ...     y = checkpoint_name(x @ x, "product").sin()
+    """
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"checkpoint_name takes a tensor, but got {tensor!r} of type {type(tensor).__name__}.")
+    if not isinstance(name, str):
+        raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}.")
+    if not torch.compiler.is_dynamo_compiling():
+        frame = stack.innermost
+        if type(frame) is RecordedFrame:
+            frame.name_tensor(tensor, name)
+    return tensor
