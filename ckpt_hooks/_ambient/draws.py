@@ -28,6 +28,7 @@ __all__ = [
     "ReplayDraws",
     "draw_again",
     "draw_noting",
+    "drops_nothing",
     "num_draw_modes",
     "skip_draw",
     "watch_draw",
@@ -248,7 +249,7 @@ def num_draw_modes() -> int:
 _dropout_at: dict[int, int] = {}
 
 
-def _drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether an operator, attention for one, could draw for dropout and has none to do."""
     position = _dropout_at.get(id(operator))
     if position is None:
@@ -271,7 +272,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     Returns:
         Says, when it has run, what it drew; None where it did not. None itself where it will not.
     """
-    if _drops_nothing(operator, args, kwargs):
+    if drops_nothing(operator, args, kwargs):
         return None
     generator = _given_generator(operator, args, kwargs)
     if generator is None and _handlers.active and _form_of(operator) is not _NO_DRAW:
@@ -331,10 +332,10 @@ def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *,
     Returns:
         What the operator returned, and the state of the generator that it drew from; None where it did not draw.
     """
-    generator = None if _drops_nothing(operator, args, kwargs) else _given_generator(operator, args, kwargs)
+    generator = None if drops_nothing(operator, args, kwargs) else _given_generator(operator, args, kwargs)
     if generator is None:
         device = _device_of(args, kwargs)
-        if _drops_nothing(operator, args, kwargs) or device.type == "meta":
+        if drops_nothing(operator, args, kwargs) or device.type == "meta":
             return operator(*args, **kwargs), None
         form, position = _form_of(operator)
         if shared and not _handlers.active and form is not None:

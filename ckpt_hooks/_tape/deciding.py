@@ -33,28 +33,30 @@ class Deciding:
 
     Attributes:
         asks: What decides on operators that have to be asked for each time.
+        known: What :meth:`of` has answered, by the identity of the operator, with the operator.
+        policy: The policy.
+        seen: Operators that ran, where the policy expects some.
     """
 
-    __slots__ = ("_known", "asks", "policy", "seen")
+    __slots__ = ("asks", "known", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.asks: Callable[..., Any] = policy.start()
-        self._known: dict[int, tuple[Any, int]] = policy.tape_plan
-        #: Operators that ran, where the policy expects some.
         self.seen: set[Any] | None = set() if policy.expects else None
+        self.known: dict[int, tuple[Any, int]] = policy.tape_plan if self.seen is None else {}
 
     def of(self, operator: Any) -> int:
         """Returns what becomes of an operator: ``RECOMPUTE``, ``SAVE``, ``OFFLOAD``, or ``ASK``."""
-        known = self._known.get(id(operator))
-        if self.seen is not None:
-            self.seen.add(operator)
+        known = self.known.get(id(operator))
         if known is None or known[0] is not operator:
             decision = CheckpointPolicy.PREFER_RECOMPUTE if operator in SAC_IGNORED_OPS else self.policy.for_op(operator)
             meaning = ASK if decision is None else _MEANING[decision_of(decision, operator)]
             if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts_of(operator).is_collective:
                 meaning = SAVE  # to run one again, all have to, at the same time
-            known = self._known[id(operator)] = operator, meaning
+            known = self.known[id(operator)] = operator, meaning
+            if self.seen is not None:
+                self.seen.add(operator)
         return known[1]
 
     def ask(self, operator: Any, args: Any, kwargs: Any, output: Any) -> int:

@@ -5,12 +5,12 @@ A schema says most of it. What schemas leave out or get wrong is in the lists of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._operators import Kind, call_of, kind_of
+from ckpt_hooks._operators import Kind, kind_of
+from ckpt_hooks._operators import facts_of as plain_facts_of
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
 
@@ -97,6 +97,7 @@ class OpFacts:
     Attributes:
         operator: The operator.
         call: What runs it.
+        short_cut: What does so in a shorter way on tensors that are no subclass, if anything.
         name: Without library and overload.
         kind: What kind it is.
         tensors: For each number of positional arguments, which of them are tensors.
@@ -108,6 +109,7 @@ class OpFacts:
         is_fast: Whether it does nothing but take tensors by position and return tensors.
         is_view: Whether its output is another face of its input, by which versions of the two are one.
         is_random: Whether it draws random numbers, or may.
+        may_drop_out: Whether it draws where it was told to drop out, and else not.
         is_blank: Whether it returns memory that nobody has written to.
         is_like: Whether it looks at the shape of its first argument alone.
         is_inplace_view: Whether it turns a tensor into a view of itself.
@@ -134,9 +136,11 @@ class OpFacts:
         "kind",
         "lists",
         "looks_at_switches",
+        "may_drop_out",
         "name",
         "operator",
         "replaces_storage",
+        "short_cut",
         "single",
         "tensors",
         "written",
@@ -144,7 +148,7 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
-        self.call: Callable[..., Any] = call_of(operator)
+        _, _, self.call, self.short_cut = plain_facts_of(operator)
         self.kind = kind = kind_of(operator)
         schema = getattr(operator, "_schema", None)
         self.is_opaque = schema is None or (kind is Kind.REWRITES and schema.name.partition("::")[2] not in _WRITES_UNSAID)
@@ -172,6 +176,9 @@ class OpFacts:
         aten = namespace == "aten"
         self.is_blank = aten and self.name in _BLANK
         self.is_like = aten and self.name in _LIKE
+        self.may_drop_out = self.is_random and "dropout_p" in {
+            argument.name for argument in arguments
+        }
         self.is_collective = kind is Kind.COLLECTIVE
         self.is_trusted = namespace in _TRUSTED
         self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)

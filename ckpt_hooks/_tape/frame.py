@@ -217,7 +217,8 @@ class RecordedFrame(Frame):
             if value.op is not None:
                 for argument in (*value.op.args, *value.op.kwargs.values()):
                     todo += values_of(argument)
-        return [(kept.description, kept.reason) for _, kept in sorted(seen.items()) if kept.description]
+        described = [(kept.describe(), kept.reason) for _, kept in sorted(seen.items(), key=lambda item: item[0])]
+        return [kept for kept in described if kept[0]]
 
     def _living_children(self) -> list[RecordedFrame]:
         return [child for reference in self._children if (child := reference()) is not None]
@@ -303,7 +304,14 @@ def unpack(packed: Any) -> torch.Tensor:
         tensor = saved.get()
     else:
         with frame._lock:
-            tensor = frame.bring_back(pin)
+            replay = frame.passes.get(graph_task_id())
+            number = pin.value.number
+            if replay is not None and not replay.held and number in replay.tensors:
+                left = replay.readers[number] - 1
+                replay.readers[number] = left
+                tensor = replay.tensors[number] if left else replay.tensors.pop(number)
+            else:
+                tensor = frame.bring_back(pin)
     if frame.observer is not None:
         frame.observer.unpacked(frame, pin.index, tensor)
     return tensor

@@ -27,83 +27,57 @@ class Kept:
 
     Attributes:
         tensor: The tensor; None where it was given to somebody's hooks, or moved to the host.
+        version: Its version when the outermost region ended; None before, and where nobody counts.
         reason: Why it is kept, in words.
         path: The region that it is kept for.
         is_fickle: Whether it is likely to be written to after the region, as what the region wrote to itself.
+        by_policy: Whether a policy said so.
     """
 
-    __slots__ = (
-        "_moved",
-        "_saved",
-        "_storage",
-        "_strides",
-        "_version",
-        "_witness",
-        "_shape",
-        "is_fickle",
-        "path",
-        "reason",
-        "tensor",
-    )
+    __slots__ = ("by_policy", "is_fickle", "path", "reason", "tensor", "version")
 
-    def __init__(self, tensor: torch.Tensor, reason: str, path: RegionPath) -> None:
-        self.tensor: torch.Tensor | None = tensor
-        self.reason = reason
-        self.path = path
-        self.is_fickle = False
-        self._shape = None if tensor.is_leaf and tensor.requires_grad else (tensor.dtype, tensor.shape)
-        self._witness: torch.Tensor | None = None
-        self._version = -1  # not known yet
-        self._saved: SavedTensor | None = None
-        self._moved: Offloaded | None = None
-        self._storage: int | None = None
-        self._strides: tuple[int, ...] | None = None
+    tensor: torch.Tensor | None
+    version: int | None
+    reason: str
+    path: RegionPath
+    is_fickle: bool
+    by_policy: bool
 
-    def move(self, batch: Batch, transfers: Transfers) -> None:
-        """Sends the tensor to the host, and lets go of it."""
+    def describe(self) -> str:
+        """Returns what it is, in words; nothing for parameters and the like, which are there in any case."""
         tensor = self.tensor
-        assert tensor is not None
-        self._witness = version_witness(tensor)
-        self._moved = batch.send(tensor, transfers)
-        self.tensor = None
+        return "" if tensor is None or (tensor.is_leaf and tensor.requires_grad) else describe_tensor(tensor)
 
     def copy(self) -> None:
         """Keeps a copy instead, since the tensor is about to be written to."""
-        if self._moved is not None:
-            self._moved.finish_sending()
-            self._witness = None
-            return
-        assert self.tensor is not None
-        plain = type(self.tensor) in (torch.Tensor, torch.nn.Parameter) and self.tensor.layout is torch.strided
-        self.tensor = copy_of(self.tensor) if plain else self.tensor.detach().clone()
+        tensor = self.tensor
+        assert tensor is not None
+        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+        self.version = None
+        self.tensor = copy_of(tensor) if plain else tensor.detach().clone()
 
-    @property
-    def description(self) -> str:
-        """What it is, in words; empty for parameters and the like, which are there in any case."""
-        if self._shape is None:
-            return ""
-        dtype, shape = self._shape
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+    def sealed(self, *, with_hooks: bool) -> Kept:
+        """Returns what keeps the tensor from now on, when the outermost region ends.
 
-    def seal(self, *, with_hooks: bool) -> None:
-        """Hands the tensor to the hooks that are active, now that the outermost region ends; notes its version."""
-        tensor = self._witness if self.tensor is None else self.tensor
-        if tensor is None or self._version >= 0 or tensor.is_inference():
-            return
-        if self.is_fickle:
-            self.copy()
-            return
-        self._version = tensor._version
-        if self.tensor is None:
-            return
-        if with_hooks and not (tensor.is_leaf and tensor.requires_grad):
-            self._storage = storage_of(tensor)
-            self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
-            self._saved = save_tensor(tensor)
-            self.tensor = None
-        elif not tensor.is_leaf:
-            # What is kept is part of the graph; the tensor itself, should it be written to later on, would own that graph.
-            self.tensor = counted_detach(tensor)
+        Args:
+            with_hooks: Whether to hand it to the saved-tensor hooks that are active.
+        """
+        tensor = self.tensor
+        assert tensor is not None
+        if tensor.is_inference():
+            return self
+        if tensor.is_leaf:
+            if self.is_fickle:
+                self.copy()
+                return self
+            self.version = tensor._version
+            return Packed(self) if with_hooks and not tensor.requires_grad else self
+        self.version = tensor._version
+        if with_hooks:
+            return Packed(self)
+        # The tensor itself, should it be written to later on, would own the graph that this is part of.
+        self.tensor = counted_detach(tensor)
+        return self
 
     def get(self) -> torch.Tensor:
         """Returns the tensor.
@@ -113,43 +87,113 @@ class Kept:
             CheckpointError: If its memory was freed.
         """
         tensor = self.tensor
-        if tensor is not None:
-            if self._version >= 0 and tensor._version != self._version:
-                self._raise_modified(tensor)
-        elif self._moved is not None:
-            if self._witness is not None and 0 <= self._version != self._witness._version:
-                self._raise_modified(self._witness)
-            self._moved.batch.fetch_with_next()
-            return self._moved.get()
-        else:
-            assert self._saved is not None
-            unpacked = self._saved.unpack()
-            if unpacked._version > self._version and storage_of(unpacked) == self._storage:
-                self._raise_modified(unpacked)
-            tensor = unpacked.detach()
-            if self._strides is not None and tensor.stride() != self._strides:
-                tensor = copy_of(tensor, self._strides)
+        assert tensor is not None
+        if self.version is not None and tensor._version != self.version:
+            raise self._modified(tensor)
         if is_freed(tensor):
+            region = format_path(self.path)
             raise CheckpointError(
-                f"the memory of a {describe_tensor(tensor)} tensor that region {'/'.join(format_path(self.path))!r} needs was "
-                "freed after forward and not filled again. A framework that gathers parameters does so for each of its units: "
-                "make each unit a region of its own.",
-                region=format_path(self.path),
+                f"the memory of a {describe_tensor(tensor)} tensor that region {'/'.join(region)!r} needs was freed after "
+                "forward and not filled again. A framework that gathers parameters does so for each of its units: make each "
+                "unit a region of its own.",
+                region=region,
             )
         return tensor
 
-    def _raise_modified(self, tensor: torch.Tensor) -> None:
-        region = format_path(self.path)
-        raise MutationError(
+    def _modified(self, tensor: torch.Tensor) -> MutationError:
+        region, version = format_path(self.path), self.version or 0
+        return MutationError(
             f"a {describe_tensor(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by an "
-            f"inplace operation: it is at version {tensor._version}; expected version {self._version} instead. A replay of the "
+            f"inplace operation: it is at version {tensor._version}; expected version {version} instead. A replay of the "
             "region needs the values that it saw: modify a clone, or have what was computed from the tensor kept, by a policy "
             "or by leaving it out of the region.",
             region=region,
             tensor=describe_tensor(tensor),
-            expected=self._version,
+            expected=version,
             found=tensor._version,
         )
+
+
+def _take_over(new: Kept, old: Kept) -> torch.Tensor:
+    """Makes one what keeps a tensor instead of another; returns the tensor."""
+    tensor = old.tensor
+    assert tensor is not None
+    new.tensor, new.version, new.reason, new.path = None, old.version, old.reason, old.path
+    new.is_fickle, new.by_policy = old.is_fickle, old.by_policy
+    return tensor
+
+
+class Packed(Kept):
+    """A tensor that was given to somebody's saved-tensor hooks."""
+
+    __slots__ = ("_description", "_saved", "_storage", "_strides")
+
+    def __init__(self, kept: Kept) -> None:
+        tensor = _take_over(self, kept)
+        self._description = describe_tensor(tensor)
+        self._storage = storage_of(tensor)
+        self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
+        self._saved: SavedTensor = save_tensor(tensor)
+
+    def describe(self) -> str:
+        """Returns what it is, in words."""
+        return self._description
+
+    def sealed(self, *, with_hooks: bool) -> Kept:
+        """Returns itself."""
+        return self
+
+    def get(self) -> torch.Tensor:
+        """Returns what the hooks bring back.
+
+        Raises:
+            MutationError: If that is the tensor itself, modified since.
+        """
+        unpacked = self._saved.unpack()
+        if unpacked._version > (self.version or 0) and storage_of(unpacked) == self._storage:
+            raise self._modified(unpacked)
+        tensor = unpacked.detach()
+        if self._strides is not None and tensor.stride() != self._strides:
+            tensor = copy_of(tensor, self._strides)
+        return tensor
+
+
+class Moved(Kept):
+    """A tensor that is on the host."""
+
+    __slots__ = ("_description", "_moved", "_witness")
+
+    def __init__(self, kept: Kept, batch: Batch, transfers: Transfers) -> None:
+        tensor = _take_over(self, kept)
+        self._description = describe_tensor(tensor)
+        self._witness: torch.Tensor | None = version_witness(tensor)
+        self._moved = batch.send(tensor, transfers)
+
+    def describe(self) -> str:
+        """Returns what it is, in words."""
+        return f"{self._description} on the host"
+
+    def copy(self) -> None:
+        """Has the write wait until the copy on the host is complete."""
+        self._moved.finish_sending()
+        self._witness = None
+
+    def sealed(self, *, with_hooks: bool) -> Kept:
+        """Notes the version."""
+        if self._witness is not None:
+            self.version = self._witness._version
+        return self
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor on its device.
+
+        Raises:
+            MutationError: If it was modified since, maybe while it was copied.
+        """
+        if self._witness is not None and self.version is not None and self._witness._version != self.version:
+            raise self._modified(self._witness)
+        self._moved.batch.fetch_with_next()
+        return self._moved.get()
 
 
 class Overwritten(Kept):
@@ -158,10 +202,16 @@ class Overwritten(Kept):
     __slots__ = ("_name",)
 
     def __init__(self, name: str, path: RegionPath) -> None:
-        self.tensor, self.reason, self.path, self._name, self._shape = None, "", path, name, None
+        self.tensor, self.version, self.reason, self.path, self._name = None, None, "", path, name
+        self.is_fickle = self.by_policy = False
 
-    def seal(self, *, with_hooks: bool) -> None:
-        """There is nothing to seal."""
+    def describe(self) -> str:
+        """Returns nothing: nothing is kept."""
+        return ""
+
+    def sealed(self, *, with_hooks: bool) -> Kept:
+        """Returns itself."""
+        return self
 
     def get(self) -> torch.Tensor:
         """Raises.

@@ -18,19 +18,20 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.draws import draw_noting
+from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
 from ckpt_hooks._ambient.flags import read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
+from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.frame import RegionPath
 from ckpt_hooks._runtime.stack import Presence
-from ckpt_hooks._torch import counted_detach, is_compiled_code_running, storage_address
+from ckpt_hooks._torch import counted_detach, is_compiled_code_running, num_function_modes, storage_address
 from ckpt_hooks.offload import Batch, transfers_for
 
 from . import writes
 from .around import Around, look_around
 from .deciding import ASK, OFFLOAD, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
-from .kept import Kept
+from .kept import Kept, Moved
 from .values import Op, Store, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -39,6 +40,8 @@ _Tensor = torch.Tensor
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
+_FRESH = frozenset({Kind.SAVEABLE, Kind.RANDOM})
+_STRIDED = torch.strided
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _FROM_OUTSIDE = "from outside of the region"
 
@@ -76,10 +79,10 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self.stores: dict[int, Store] = {}
         self.path: RegionPath = ("", None)
         self.deciding: Deciding | None = None
+        self._forget = self.known.pop
         self.lock = threading.RLock()
         self._held: list[weakref.ref[Value]] = []
         self._batch: Batch | None = None
-        self._forget = self.known.pop
         self._seen: list[Around] = []
         self._look()
 
@@ -116,22 +119,34 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if not self._check():
             self._look()
         if (
-            not facts.is_fast
+            not (facts.is_fast or (facts.may_drop_out and drops_nothing(func, args, kwargs or _NO_KWARGS)))
             or self._without_grad
             or (kwargs and not facts.keywords.isdisjoint(kwargs))
-            or (self.deciding is not None and self.deciding.of(func) != RECOMPUTE)
         ):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
+        deciding = self.deciding
+        if deciding is not None:
+            known = deciding.known.get(id(func))
+            decision = known[1] if known is not None and known[0] is func else deciding.of(func)
+            if decision != RECOMPUTE:
+                if decision == SAVE and facts.kind in _FRESH:
+                    return self._save(func, facts, args, kwargs or _NO_KWARGS)
+                return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
             self._look_closely()
-        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
-        known = self.known
+        if kwargs:
+            out = facts.call(*args, **kwargs)
+        elif facts.short_cut is not None and type(args[0]) is _Tensor and not num_function_modes():
+            out = facts.short_cut(*args)
+        else:
+            out = facts.call(*args)
+        get = self.known.get
         recorded = list(args)
         present = facts.tensors[len(recorded)]
         values = []
         for position in present:
             tensor = recorded[position]
-            value = known.get(id(tensor))
+            value = get(id(tensor))
             if value is None:
                 if not isinstance(tensor, _Tensor):
                     present = tuple(other for other in present if other != position)
@@ -139,54 +154,118 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 value = self.value_of(tensor, facts)
             recorded[position] = value
             values.append(value)
-        op = Op()
+        op = Op()  # attributes one by one, here and below: half the cost of an ``__init__``
         op.facts = facts
         op.args = recorded
         op.kwargs = kwargs or _NO_KWARGS
         op.present = present
         op.draw = None
         op.around = self.around
-        if not facts.single or type(out) is not _Tensor:
+        op.is_plain = True
+        if not facts.single or type(out) is not _Tensor or out.layout is not _STRIDED:
             self.note(op, values, out)
             return out
-        try:
-            address = storage_address(out)
-        except NotImplementedError:
-            self.note(op, values, out)
-            return out
-        for other in values:
-            store = other.store
-            if store.address == address:
-                if store.blank or out is other.tensor():
-                    self.note(op, values, out)
-                    return out
-                group = other.group if facts.is_view else object()
-                birth = False
-                break
-        else:
-            group = store = Store()
-            birth = True
-        op.number = self.number = number = self.number + 1
+        # As ``_put`` does it.
+        address = storage_address(out)
+        self.number = op.number = number = self.number + 1
         value = Value()
         value.number = number
         value.op = op
         value.index = 0
         value.before = value.saved = None
-        value.store = store
-        value.group = group
         key = id(out)
-        value.tensor = reference = _weakref(out, partial(self._forget, key))
-        if birth:
+        for other in values:
+            store = other.store
+            if store.address == address:
+                if store.blank or out is other.tensor():
+                    self._put(op, 0, values, out)
+                    return out
+                value.group = other.group if facts.is_view else object()
+                value.tensor = reference = _weakref(out, partial(self._forget, key))
+                store.members.append(reference)
+                break
+        else:
+            value.tensor = reference = _weakref(out, partial(self._forget, key))
+            value.group = store = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False
             store.members = [reference]
             store.pins = store.held = None
             self.stores[address] = store
-        else:
-            store.members.append(reference)
-        known[key] = value
+        value.store = store
+        self.known[key] = value
         return out
+
+    def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Runs an operator that is not a view, and keeps what it returns: nobody needs to know what it read."""
+        out = facts.call(*args, **kwargs)
+        for tensor in (out,) if facts.single else flatten(out):
+            if type(tensor) is not _Tensor or tensor.layout is not _STRIDED:
+                continue
+            address = storage_address(tensor)
+            if self._is_taken(address):  # which its schema denies
+                writes.make_outside(self, self.stores[address])
+                self.stores[address].reason = f"returned by {func}"
+                continue
+            self.number = number = self.number + 1
+            value = Value()
+            value.number, value.index = number, 0
+            value.op = value.before = None
+            value.store = value.group = store = self.stores[address] = _new_store(address, number)
+            key = id(tensor)
+            value.tensor = reference = _weakref(tensor, partial(self._forget, key))
+            store.members.append(reference)
+            self.known[key] = value
+            self.keep(value, tensor, SAVE, "kept by the policy")
+        return out
+
+    def _put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
+        """Puts an output of an operator that has a number on the tape; returns its value, if there is one.
+
+        Args:
+            op: The operator.
+            index: Which of the outputs.
+            values: What the operator read.
+            tensor: The output.
+        """
+        facts = op.facts
+        try:
+            address = storage_address(tensor)
+        except NotImplementedError:
+            return None
+        key, table = id(tensor), self.known
+        value = Value()
+        value.number = number = op.number + index
+        value.op = op
+        value.index = index
+        value.before = value.saved = None
+        for other in values:
+            store = other.store
+            if store.address == address:
+                if tensor is other.tensor():  # an argument
+                    return None
+                value.store = store
+                value.group = other.group if facts.is_view else object()
+                if store.blank:
+                    table = self.blank
+                value.tensor = reference = _weakref(tensor, partial(table.pop, key))
+                store.members.append(reference)
+                break
+        else:
+            if not facts.is_trusted and self._is_taken(address):
+                self.note_outside(tensor, f"returned by {facts.operator}")
+                return None
+            value.tensor = reference = _weakref(tensor, partial(table.pop, key))
+            value.store = value.group = store = Store()
+            store.address = address
+            store.birth = number
+            store.outside = store.blank = store.written = False
+            store.members = [reference]
+            store.pins = store.held = None
+            self.stores[address] = store
+        table[key] = value
+        return value
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Runs and records an operator of any kind."""
@@ -260,6 +339,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         op.kwargs = {name: recorded(argument) for name, argument in kwargs.items()} if kwargs else kwargs
         op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
         op.draw = None
+        op.is_plain = False
         op.around = self.around
         return op, values
 
@@ -284,41 +364,20 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             out: What it returned.
             decision: What becomes of it.
         """
-        outputs = flatten(out)
+        outputs = out if type(out) is tuple else flatten(out)
         op.number = self.number + 1
         self.number += max(1, len(outputs))
         made = []
         for index, tensor in enumerate(outputs):
-            if isinstance(tensor, _Tensor):
-                value = self._note_one(op, index, values, tensor, decision)
+            if type(tensor) in _PLAIN:
+                value = self._put(op, index, values, tensor)
                 if value is not None:
                     made.append(value)
+                    if decision != RECOMPUTE and value.store.birth == value.number:
+                        self.keep(value, tensor, decision, f"kept by the policy, as a result of {op.facts.operator}")
+            elif isinstance(tensor, (list, tuple)):
+                return self.note(op, values, flatten(out), decision)
         return made
-
-    def _note_one(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor, decision: int) -> Value | None:
-        facts = op.facts
-        address = _address_of(tensor)
-        aliased = None if address is None else next((value for value in values if value.store.address == address), None)
-        if aliased is not None and any(tensor is value.tensor() for value in values):
-            return None  # an argument
-        if (
-            address is None
-            or (aliased is None and not facts.is_trusted and self._is_taken(address))
-        ):
-            self.note_outside(tensor, f"returned by {facts.operator}")
-            return None
-        value = Value()
-        value.number, value.op, value.index = op.number + index, op, index
-        value.before = value.saved = None
-        if aliased is None:
-            value.store = value.group = self._enter_store(address, value.number)
-        else:
-            value.store = aliased.store
-            value.group = aliased.group if facts.is_view else object()
-        self.register(tensor, value)
-        if decision != RECOMPUTE and aliased is None:
-            self.keep(value, tensor, decision, f"kept by the policy, as a result of {facts.operator}")
-        return value
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
         """Makes a value that of a tensor, from now on."""
@@ -330,12 +389,13 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def keep(self, value: Value, tensor: torch.Tensor, decision: int, reason: str) -> None:
         """Keeps the tensor of a value, or sends it to the host; what it was made of is not needed any more then."""
-        kept = Kept(counted_detach(tensor), reason, self.path)
-        if decision == OFFLOAD:
-            transfers = transfers_for(tensor)
-            if transfers is not None:
-                self._batch = self._batch or Batch()
-                kept.move(self._batch, transfers)
+        kept = Kept()
+        kept.tensor, kept.version, kept.reason, kept.path = counted_detach(tensor), None, reason, self.path
+        kept.is_fickle, kept.by_policy = False, True
+        transfers = transfers_for(tensor) if decision == OFFLOAD else None
+        if transfers is not None:
+            self._batch = self._batch or Batch()
+            kept = Moved(kept, self._batch, transfers)
         self._hold(value, kept)
         value.op = value.before = None
 
@@ -353,17 +413,13 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         store = self.stores.get(address)
         return store is not None and store.is_alive()
 
-    def _enter_store(self, address: int, birth: int) -> Store:
-        store = self.stores[address] = _new_store(address, birth)
-        return store
-
     def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
         """Makes a storage one that comes from outside, since what made it cannot be replayed."""
         address = _address_of(tensor)
         if address is not None:
             store = self.stores.get(address)
             if store is None or not store.is_alive():
-                store = self._enter_store(address, 0)
+                store = self._store_outside(address)
             writes.make_outside(self, store)
             store.reason = reason
             store.members.append(_weakref(tensor))
@@ -376,7 +432,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         value = Value()
         value.op = _blank_like(tensor, number, self.around)
         value.number, value.index, value.before, value.saved = number, 0, None, None
-        value.store = value.group = store = self._enter_store(address, number)
+        value.store = value.group = store = self.stores[address] = _new_store(address, number)
         store.blank = True
         self.register(tensor, value)
 
@@ -385,20 +441,12 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         value = self.known.get(id(tensor)) or self.blank.get(id(tensor))
         if value is not None:
             return value.store
-        reference = self.inputs.get(id(tensor))
-        found = None if reference is None else reference()
-        if found is not None and found.saved is not None and found.saved.tensor is tensor:
+        found = self._input(tensor)
+        if found is not None:
             return found.store
         address = _address_of(tensor)
-        if address is None:
-            store = _new_store(0, 0)
-            store.outside = True
-            return store
-        known = self.stores.get(address)
-        if known is None or not known.is_alive():
-            known = self._enter_store(address, 0)
-            known.outside = True
-        return known
+        store = None if address is None else self.stores.get(address)
+        return self._store_outside(address) if store is None or not store.is_alive() else store
 
     def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
         """Returns the value of a tensor that is not in the table.
@@ -408,18 +456,31 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 to be unseen.
             facts: The operator that reads it, if any.
         """
-        blank = self.blank.get(id(tensor))
-        if blank is not None:
+        key = id(tensor)
+        if self.blank and (blank := self.blank.get(key)) is not None:
             if facts is not None and facts.is_view:
                 return blank
             writes.make_outside(self, blank.store)
             blank.store.reason = "memory that was not written to as a whole"
-        reference = self.inputs.get(id(tensor))
-        found = None if reference is None else reference()
-        if found is not None and found.saved is not None and found.saved.tensor is tensor:
-            return found
-        store = self.store_of(tensor)
-        if not store.outside:
+        reference = self.inputs.get(key)
+        if reference is not None:
+            found = reference()
+            if found is not None and found.saved is not None and found.saved.tensor is tensor:
+                return found
+        address = storage_address(tensor) if type(tensor) in _PLAIN and tensor.layout is _STRIDED else None
+        store = None if address is None else self.stores.get(address)
+        if store is None or not store.is_alive():
+            store = Store()
+            store.address = address or 0
+            store.birth = 0
+            store.reason = _FROM_OUTSIDE
+            store.outside = True
+            store.blank = store.written = False
+            store.members = []
+            store.pins = store.held = None
+            if address is not None:
+                self.stores[address] = store
+        elif not store.outside:
             value = writes.alias_of(self, store, tensor)
             if value is not None:
                 return value
@@ -427,18 +488,47 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             store.reason = "written or seen by other ways than operators"
         return self.input_of(tensor, store)
 
+    def _input(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value that keeps a tensor as it is now, if there is one."""
+        reference = self.inputs.get(id(tensor))
+        value = None if reference is None else reference()
+        return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
+
+    def _store_outside(self, address: int | None) -> Store:
+        store = _new_store(address or 0, 0)
+        store.outside = True
+        if address is not None:
+            self.stores[address] = store
+        return store
+
     def input_of(self, tensor: torch.Tensor, store: Store) -> Value:
         """Returns a value that keeps a tensor as it is."""
         self.number = number = self.number + 1
         value = Value()
-        value.number, value.op, value.index, value.before = number, None, 0, None
-        value.store, value.group = store, store
+        value.number = number
+        value.index = 0
+        value.op = value.before = None
+        value.store = value.group = store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
-        kept = Kept(tensor, store.reason, self.path)
-        kept.is_fickle = store.written and not tensor.requires_grad
-        self._hold(value, kept)
-        self.inputs[id(tensor)] = _weakref(value)
+        kept = Kept()
+        kept.tensor = tensor
+        kept.reason = store.reason
+        kept.path = self.path
+        kept.by_policy = False
+        value.saved = kept
+        self.inputs[id(tensor)] = reference = _weakref(value)
+        if store.held is None:
+            store.held = [reference]
+        else:
+            store.held.append(reference)
+        if tensor.requires_grad and tensor.is_leaf:
+            kept.version = tensor._version
+            kept.is_fickle = False
+        else:
+            kept.version = None
+            kept.is_fickle = store.written and not tensor.requires_grad
+            self._held.append(reference)
         return value
 
     def live_members(self, store: Store) -> Iterator[torch.Tensor]:
@@ -458,8 +548,8 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         for reference in held:
             value = reference()
             if value is not None and value.saved is not None:
-                by_policy = value.store.birth > 0 and not value.store.outside
-                value.saved.seal(with_hooks=self.with_hooks and (self.respect_hooks or not by_policy))
+                saved = value.saved
+                value.saved = saved.sealed(with_hooks=self.with_hooks and (self.respect_hooks or not saved.by_policy))
 
 
 def _new_store(address: int, birth: int) -> Store:
@@ -485,6 +575,7 @@ def _blank_like(tensor: torch.Tensor, number: int, around: Around) -> Op:
     """Returns an operator that makes memory like that of a tensor."""
     op = Op()
     op.number, op.facts, op.present, op.draw, op.around = number, facts_of(_EMPTY_STRIDED), (), None, around
+    op.is_plain = True
     op.args = [tuple(tensor.shape), tensor.stride()]
     op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
     return op

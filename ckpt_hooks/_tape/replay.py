@@ -39,12 +39,14 @@ class Replay:
     Attributes:
         frame: The frame.
         crossing: What it reads of the frame around, as long as that is there.
+        held: What was asked for and has been overwritten since, likewise.
         key: Of the scope that it is for, None for none.
+        readers: How often each value will be read yet.
         taken: In a group of backwards, the handles that were asked for.
         tensors: What is there, by the number of the value.
     """
 
-    __slots__ = ("_cloned", "_held", "_plan", "_ran", "_whole", "crossing", "frame", "key", "taken", "tensors")
+    __slots__ = ("_cloned", "_plan", "_ran", "_whole", "crossing", "frame", "held", "key", "readers", "taken", "tensors")
 
     def __init__(self, frame: RecordedFrame, roots: Iterable[Value], key: int | None) -> None:
         """Makes a plan.
@@ -59,20 +61,20 @@ class Replay:
         self.taken: set[int] = set()
         self.tensors: dict[int, torch.Tensor] = {}
         self._plan, work = plan_for(roots, frame.start)
+        self.readers = self._plan.readers
         self.crossing = [weakref.ref(value) for value in work.crossing]
         self._whole: Work | None = work if self._plan.in_order or frame.bytes <= AT_ONCE else None
         self._ran: set[int] = set()
-        # What was asked for and has been overwritten since.
-        self._held: dict[int, torch.Tensor] = {}
+        self.held: dict[int, torch.Tensor] = {}
         self._cloned: dict[int, torch.UntypedStorage] = {}
 
     def has(self, value: Value) -> bool:
         """Whether a value is there."""
-        return value.number in self.tensors or value.number in self._held
+        return value.number in self.tensors or value.number in self.held
 
     def expects(self, value: Value) -> bool:
         """Whether a value is there, or will be."""
-        return self._plan.readers.get(value.number, 0) > 0
+        return self.readers.get(value.number, 0) > 0
 
     def work(self, value: Value) -> Work:
         """Returns what has to be done to have a value, by way of :meth:`run`."""
@@ -81,16 +83,16 @@ class Replay:
 
     def take(self, value: Value) -> torch.Tensor:
         """Returns a value that is there, and lets go of it if nobody else reads it."""
-        number, readers = value.number, self._plan.readers
-        tensor = self._held.get(number) if self._held else None
+        number, readers = value.number, self.readers
+        tensor = self.held.get(number) if self.held else None
         if tensor is None:
             tensor = self.tensors[number]
         left = readers[number] - 1
         readers[number] = left
         if not left:
             self.tensors.pop(number, None)
-            if self._held:
-                self._held.pop(number, None)
+            if self.held:
+                self.held.pop(number, None)
         return tensor
 
     def put(self, value: Value, tensor: torch.Tensor) -> None:
@@ -113,19 +115,27 @@ class Replay:
 
     def run(self, work: Work) -> None:
         """Does some work, for which the values of the frame around are there."""
+        written = self._plan.written
         for value in work.leaves:
             if value.number not in self.tensors:
                 assert value.saved is not None
-                self.put(value, value.saved.get())
+                tensor = value.saved.get()
+                if written:
+                    self.put(value, tensor)
+                else:
+                    self.tensors[value.number] = tensor
         work.leaves.clear()
         steps = work.steps
         if not steps:
             return
         around: Around | None = None
-        tensors, readers, ran = self.tensors, self._plan.readers, self._ran
+        tensors, readers = self.tensors, self.readers
+        self._ran.update(steps)
+        todo = [steps[number] for number in sorted(steps, reverse=True)]
+        steps.clear()
         with Below() as below:
-            for number in sorted(steps):
-                op = steps.pop(number)
+            while todo:
+                op = todo.pop()
                 if type(op) is Value:
                     self._after(op)
                     continue
@@ -134,38 +144,40 @@ class Replay:
                     around = op.around
                     below.under(around)
                 facts = op.facts
-                if not facts.is_fast or op.kwargs:
+                if not op.is_plain:
                     self._run_any(op)
                     continue
-                ran.add(number)
                 args = op.args.copy()
-                read = []
                 for position in op.present:
-                    value = args[position].number
-                    read.append(value)
-                    args[position] = tensors[value]
-                out = facts.call(*args)
-                del args
-                for value in read:
-                    left = readers[value] - 1
-                    readers[value] = left
-                    if not left:
-                        del tensors[value]
+                    number = args[position].number
+                    readers[number] = left = readers[number] - 1
+                    args[position] = tensors[number] if left else tensors.pop(number)
+                if op.kwargs:
+                    out = facts.call(*args, **op.kwargs)
+                elif facts.short_cut is not None and type(args[0]) is torch.Tensor:
+                    out = facts.short_cut(*args)
+                else:
+                    out = facts.call(*args)
+                number = op.number
                 if facts.single:
                     if number in readers:
                         tensors[number] = out
                 else:
-                    self._keep(number, out)
-                out = None
+                    for tensor in out if type(out) is tuple else flatten(out):
+                        if number in readers:
+                            tensors[number] = tensor
+                        number += 1
+                    tensor = None
+                out = args = op = None
 
     def _keep(self, number: int, out: Any) -> None:
-        readers, tensors = self._plan.readers, self.tensors
+        readers, tensors = self.readers, self.tensors
         for index, tensor in enumerate(flatten(out)):
             if number + index in readers:
                 tensors[number + index] = tensor
 
     def _let_go(self, values: Iterable[Value]) -> None:
-        readers, tensors = self._plan.readers, self.tensors
+        readers, tensors = self.readers, self.tensors
         for value in values:
             number = value.number
             left = readers[number] - 1
@@ -207,8 +219,8 @@ class Replay:
         addresses = set(map(storage_address, targets))
         for number in self._plan.asked:
             tensor = self.tensors.get(number)
-            if tensor is not None and number not in self._held and storage_address(tensor) in addresses:
-                self._held[number] = copy_of(tensor)
+            if tensor is not None and number not in self.held and storage_address(tensor) in addresses:
+                self.held[number] = copy_of(tensor)
 
 
 def bring_back(replay: Replay, value: Value) -> None:

@@ -72,9 +72,10 @@ class Op:
         present: Which of its positional arguments are values.
         draw: The state of the generator that it drew from, or None.
         around: What it ran under.
+        is_plain: Whether there is nothing to it but to call it: all of its tensors are in ``present``.
     """
 
-    __slots__ = ("args", "around", "draw", "facts", "kwargs", "number", "present")
+    __slots__ = ("args", "around", "draw", "facts", "is_plain", "kwargs", "number", "present")
 
     number: int
     facts: OpFacts
@@ -83,6 +84,7 @@ class Op:
     present: tuple[int, ...]
     draw: torch.Tensor | None
     around: Any
+    is_plain: bool
 
 
 class Value:

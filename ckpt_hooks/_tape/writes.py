@@ -284,6 +284,7 @@ def alias_of(tape: Recorder, store: Store, tensor: torch.Tensor) -> Value | None
         op = Op()
         tape.number = op.number = tape.number + 1
         op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, tape.around
+        op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
         alias = Value()
         alias.number, alias.op, alias.index, alias.before, alias.saved = op.number, op, 0, None, None
