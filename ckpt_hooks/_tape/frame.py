@@ -88,8 +88,7 @@ class RecordedFrame(Frame):
         outer, tape = self.outer, self.tape
         if outer is None or tape is None:
             is_crowded()
-            tape = self.tape = Recorder(with_hooks=top_saved_tensors_hooks(False) is not None)
-            tape.respect_hooks = self._respect_hooks
+            tape = self.tape = Recorder(top_saved_tensors_hooks(False), respect_hooks=self._respect_hooks)
             tape.__enter__()
         else:
             outer._children.append(weakref.ref(self))
@@ -171,7 +170,7 @@ class RecordedFrame(Frame):
             store = tape.store_of(tensor)
             if store.blank:
                 value = tape.input_of(tensor, store)  # what it is when it has been written to
-            elif store.outside and not tape.with_hooks:
+            elif store.outside and tape.hooks is None:
                 return [tensor if tensor.is_leaf else counted_detach(tensor), tensor._version, self.path]
             else:
                 value = tape.value_of(tensor, None)
@@ -300,7 +299,7 @@ def unpack(packed: Any) -> torch.Tensor:
         return leaf
     pin: Pin = packed
     frame, saved = pin.frame, pin.value.saved
-    if saved is not None:
+    if saved is not None and not saved.is_packed:
         tensor = saved.get()
     else:
         with frame._lock:

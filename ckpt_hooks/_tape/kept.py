@@ -6,20 +6,44 @@ that versions tell of writes, as they do for what autograd itself keeps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ckpt_hooks._refit import copy_of
 from ckpt_hooks._runtime.frame import RegionPath, format_path
-from ckpt_hooks._torch import SavedTensor, counted_detach, is_freed, save_tensor, storage_of, version_witness
+from ckpt_hooks._runtime.hooks import are_of_frame
+from ckpt_hooks._torch import call_counted, counted_detach, is_freed, storage_address, storage_of, version_witness
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Offloaded, Transfers
 
-__all__ = ["Kept", "Overwritten", "describe_tensor"]
+__all__ = ["Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor"]
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Returns a tensor in words, as in ``"float32[4, 8]"``."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def copy_in(tensor: torch.Tensor, clones: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+    """Returns a copy of a tensor, with the same strides.
+
+    Args:
+        tensor: The tensor.
+        clones: Copies of storages, by the address of the original: tensors that share memory do so in the copy as well.
+    """
+    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return tensor.detach().clone()
+    address = storage_address(tensor)
+    storage = clones.get(address)
+    if storage is None:
+        storage = clones[address] = tensor.untyped_storage().clone()
+    with torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
 
 
 class Kept:
@@ -32,8 +56,10 @@ class Kept:
         path: The region that it is kept for.
         is_fickle: Whether it is likely to be written to after the region, as what the region wrote to itself.
         by_policy: Whether a policy said so.
+        is_packed: Whether somebody's hooks have it, who may have to do a lot to bring it back.
     """
 
+    is_packed = False
     __slots__ = ("by_policy", "is_fickle", "path", "reason", "tensor", "version")
 
     tensor: torch.Tensor | None
@@ -48,19 +74,20 @@ class Kept:
         tensor = self.tensor
         return "" if tensor is None or (tensor.is_leaf and tensor.requires_grad) else describe_tensor(tensor)
 
-    def copy(self) -> None:
-        """Keeps a copy instead, since the tensor is about to be written to."""
-        tensor = self.tensor
-        assert tensor is not None
-        plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-        self.version = None
-        self.tensor = copy_of(tensor) if plain else tensor.detach().clone()
+    def copy(self, clones: dict[int, torch.UntypedStorage]) -> Kept | None:
+        """Returns what keeps a copy instead, since the tensor is about to be written to; see :func:`copy_in`.
 
-    def sealed(self, *, with_hooks: bool) -> Kept:
+        None where the tensor is to be brought back as if it had not been kept.
+        """
+        assert self.tensor is not None
+        self.tensor, self.version = copy_in(self.tensor, clones), None
+        return self
+
+    def sealed(self, hooks: Hooks | None) -> Kept:
         """Returns what keeps the tensor from now on, when the outermost region ends.
 
         Args:
-            with_hooks: Whether to hand it to the saved-tensor hooks that are active.
+            hooks: What to hand it to, if anything.
         """
         tensor = self.tensor
         assert tensor is not None
@@ -68,13 +95,12 @@ class Kept:
             return self
         if tensor.is_leaf:
             if self.is_fickle:
-                self.copy()
-                return self
+                return self.copy({}) or self
             self.version = tensor._version
-            return Packed(self) if with_hooks and not tensor.requires_grad else self
+            return Packed(self, hooks) if hooks is not None and not tensor.requires_grad else self
         self.version = tensor._version
-        if with_hooks:
-            return Packed(self)
+        if hooks is not None:
+            return Packed(self, hooks)
         # The tensor itself, should it be written to later on, would own the graph that this is part of.
         self.tensor = counted_detach(tensor)
         return self
@@ -126,31 +152,48 @@ def _take_over(new: Kept, old: Kept) -> torch.Tensor:
 class Packed(Kept):
     """A tensor that was given to somebody's saved-tensor hooks."""
 
-    __slots__ = ("_description", "_saved", "_storage", "_strides")
+    is_packed = True
+    __slots__ = ("_description", "_of_frame", "_packed", "_storage", "_strides", "_unpack")
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, kept: Kept, hooks: Hooks) -> None:
         tensor = _take_over(self, kept)
+        if self.version is None:
+            self.version = tensor._version
         self._description = describe_tensor(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
-        self._saved: SavedTensor = save_tensor(tensor)
+        pack, self._unpack = hooks
+        self._of_frame = are_of_frame(hooks)  # which looks at versions by itself
+        self._packed = call_counted(pack, tensor)
 
     def describe(self) -> str:
         """Returns what it is, in words."""
         return self._description
 
-    def sealed(self, *, with_hooks: bool) -> Kept:
-        """Returns itself."""
+    def copy(self, clones: dict[int, torch.UntypedStorage]) -> Kept | None:
+        """Keeps a copy of an input past the hooks, which would find it written to."""
+        if self.tensor is None:
+            return None
+        copy = Kept()
+        _take_over(copy, self)
+        copy.tensor, copy.version = copy_in(self.tensor, clones), None
+        return copy
+
+    def sealed(self, hooks: Hooks | None) -> Kept:
+        """Lets go of the tensor."""
+        self.tensor = None
         return self
 
     def get(self) -> torch.Tensor:
-        """Returns what the hooks bring back.
+        """Returns what the hooks bring back, or the tensor where that is at hand still.
 
         Raises:
-            MutationError: If that is the tensor itself, modified since.
+            MutationError: If the hooks bring back the tensor itself, modified since.
         """
-        unpacked = self._saved.unpack()
-        if unpacked._version > (self.version or 0) and storage_of(unpacked) == self._storage:
+        if self.tensor is not None:
+            return self.tensor
+        unpacked: torch.Tensor = self._unpack(self._packed)
+        if not self._of_frame and unpacked._version > (self.version or 0) and storage_of(unpacked) == self._storage:
             raise self._modified(unpacked)
         tensor = unpacked.detach()
         if self._strides is not None and tensor.stride() != self._strides:
@@ -173,12 +216,13 @@ class Moved(Kept):
         """Returns what it is, in words."""
         return f"{self._description} on the host"
 
-    def copy(self) -> None:
+    def copy(self, clones: dict[int, torch.UntypedStorage]) -> Kept | None:
         """Has the write wait until the copy on the host is complete."""
         self._moved.finish_sending()
         self._witness = None
+        return self
 
-    def sealed(self, *, with_hooks: bool) -> Kept:
+    def sealed(self, hooks: Hooks | None) -> Kept:
         """Notes the version."""
         if self._witness is not None:
             self.version = self._witness._version
@@ -209,7 +253,7 @@ class Overwritten(Kept):
         """Returns nothing: nothing is kept."""
         return ""
 
-    def sealed(self, *, with_hooks: bool) -> Kept:
+    def sealed(self, hooks: Hooks | None) -> Kept:
         """Returns itself."""
         return self
 

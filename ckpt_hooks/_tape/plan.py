@@ -6,7 +6,7 @@ one, as backward comes past them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from .values import Op, Value, values_of
 
@@ -57,12 +57,13 @@ def _more(op: Op) -> list[Value]:
     return [value for argument in arguments for value in values_of(argument)]
 
 
-def plan_for(roots: Iterable[Value], start: int) -> tuple[Plan, Work]:
+def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
     """Returns the plan for some values, and all the work that it takes.
 
     Args:
         roots: The values, as often as they are wanted.
         start: Where the frame begins; what was there before belongs to the frame around.
+        nested: Whether there is one. What hooks have to bring back it asks for then, so that they are asked once.
     """
     plan, work = Plan(), Work()
     steps, readers = work.steps, plan.readers
@@ -78,8 +79,9 @@ def plan_for(roots: Iterable[Value], start: int) -> tuple[Plan, Work]:
             stack.append(value)
     while stack:
         value = stack.pop()
-        if value.saved is not None:
-            work.leaves.append(value)
+        saved = value.saved
+        if saved is not None:
+            (work.crossing if nested and saved.is_packed else work.leaves).append(value)
             continue
         op, before = value.op, value.before
         assert op is not None
@@ -126,7 +128,7 @@ def plan_for(roots: Iterable[Value], start: int) -> tuple[Plan, Work]:
     return plan, work
 
 
-def work_for(value: Value, start: int, tensors: dict[int, object], ran: set[int]) -> Work:
+def work_for(value: Value, start: int, tensors: Mapping[int, object], ran: set[int], *, nested: bool) -> Work:
     """Returns the work that it takes to have one value of a frame more.
 
     Args:
@@ -134,14 +136,16 @@ def work_for(value: Value, start: int, tensors: dict[int, object], ran: set[int]
         start: Where the frame begins.
         tensors: What is there, by number.
         ran: Operators that ran.
+        nested: Whether there is a frame around.
     """
     work = Work()
     steps = work.steps
     stack, seen = [value], {value.number}
     while stack:
         value = stack.pop()
-        if value.saved is not None:
-            work.leaves.append(value)
+        saved = value.saved
+        if saved is not None:
+            (work.crossing if nested and saved.is_packed else work.leaves).append(value)
             continue
         op, before = value.op, value.before
         assert op is not None

@@ -23,6 +23,7 @@ from ckpt_hooks._ambient.flags import read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.frame import RegionPath
+from ckpt_hooks._runtime.hooks import are_of_frame
 from ckpt_hooks._runtime.stack import Presence
 from ckpt_hooks._torch import counted_detach, is_compiled_code_running, num_function_modes, storage_address
 from ckpt_hooks.offload import Batch, transfers_for
@@ -31,7 +32,7 @@ from . import writes
 from .around import Around, look_around
 from .deciding import ASK, OFFLOAD, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
-from .kept import Kept, Moved
+from .kept import Hooks, Kept, Moved, Packed
 from .values import Op, Store, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -58,20 +59,26 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         path: The innermost region.
         deciding: What that region's policy says; None where it has none.
         around: What operators run under now.
-        with_hooks: Whether saved-tensor hooks are active around the outermost region.
+        hooks: The saved-tensor hooks around the outermost region.
         respect_hooks: Whether what a policy keeps goes through those.
+        is_in_frame: Whether they are those of a function frame.
         lock: Held by whoever replays this tape.
     """
 
-    def __init__(self, *, with_hooks: bool) -> None:
+    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
         """Starts a tape.
 
         Args:
-            with_hooks: Whether saved-tensor hooks are active around the outermost region.
+            hooks: The saved-tensor hooks that are active around the outermost region, if any.
+            respect_hooks: Whether what a policy keeps goes through those.
         """
         super().__init__()
-        self.with_hooks = with_hooks
-        self.respect_hooks = True
+        self.hooks = hooks
+        self.respect_hooks = respect_hooks
+        self.is_in_frame = hooks is not None and are_of_frame(hooks)
+        # What the rerun of a frame around hands to that frame has to be the same as in forward, and in the same order. Which
+        # values are alive is not, where the garbage collector has a say.
+        self._inputs_of_frame: list[Value] = []
         self.number = 0
         self.known: dict[int, Value] = {}
         self.blank: dict[int, Value] = {}
@@ -129,7 +136,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             known = deciding.known.get(id(func))
             decision = known[1] if known is not None and known[0] is func else deciding.of(func)
             if decision != RECOMPUTE:
-                if decision == SAVE and facts.kind in _FRESH:
+                if decision == SAVE and facts.kind in _FRESH and not self.is_in_frame:
                     return self._save(func, facts, args, kwargs or _NO_KWARGS)
                 return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
@@ -287,7 +294,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         out = self.run(op, func, facts, args, kwargs)
         decision = RECOMPUTE if facts.is_view else self.decide(func, args, kwargs, out)
         made = self.note(op, values, out, decision)
-        if decision != RECOMPUTE:
+        if decision != RECOMPUTE and not self.is_in_frame:
             cut(op, made)
         return out
 
@@ -392,12 +399,16 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         kept = Kept()
         kept.tensor, kept.version, kept.reason, kept.path = counted_detach(tensor), None, reason, self.path
         kept.is_fickle, kept.by_policy = False, True
-        transfers = transfers_for(tensor) if decision == OFFLOAD else None
+        transfers = transfers_for(tensor) if decision == OFFLOAD and not self.is_in_frame else None
         if transfers is not None:
             self._batch = self._batch or Batch()
             kept = Moved(kept, self._batch, transfers)
+        elif self.is_in_frame:
+            assert self.hooks is not None
+            kept = Packed(kept, self.hooks)
         self._hold(value, kept)
-        value.op = value.before = None
+        if not self.is_in_frame:
+            value.op = value.before = None
 
     def _hold(self, value: Value, kept: Kept) -> None:
         value.saved = kept
@@ -525,6 +536,12 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.requires_grad and tensor.is_leaf:
             kept.version = tensor._version
             kept.is_fickle = False
+        elif self.is_in_frame and not tensor.is_inference():
+            assert self.hooks is not None
+            kept.version, kept.is_fickle = tensor._version, False
+            value.saved = packed = Packed(kept, self.hooks)
+            packed.tensor = tensor
+            self._inputs_of_frame.append(value)
         else:
             kept.version = None
             kept.is_fickle = store.written and not tensor.requires_grad
@@ -544,12 +561,16 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs.clear()
         self.stores.clear()
         self.deciding = None
+        for value in self._inputs_of_frame:
+            assert value.saved is not None
+            value.saved.sealed(None)
+        self._inputs_of_frame.clear()
         held, self._held = self._held, []
         for reference in held:
             value = reference()
             if value is not None and value.saved is not None:
                 saved = value.saved
-                value.saved = saved.sealed(with_hooks=self.with_hooks and (self.respect_hooks or not saved.by_policy))
+                value.saved = saved.sealed(None if saved.by_policy and not self.respect_hooks else self.hooks)
 
 
 def _new_store(address: int, birth: int) -> Store:

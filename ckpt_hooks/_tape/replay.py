@@ -21,6 +21,7 @@ from ckpt_hooks._refit import copy_of
 from ckpt_hooks._torch import storage_address
 
 from .around import Around, Below
+from .kept import copy_in
 from .plan import Plan, Work, plan_for, work_for
 from .values import Op, Value, flatten, rebuild, values_of
 
@@ -60,7 +61,7 @@ class Replay:
         self.key = key
         self.taken: set[int] = set()
         self.tensors: dict[int, torch.Tensor] = {}
-        self._plan, work = plan_for(roots, frame.start)
+        self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
         self.readers = self._plan.readers
         self.crossing = [weakref.ref(value) for value in work.crossing]
         self._whole: Work | None = work if self._plan.in_order or frame.bytes <= AT_ONCE else None
@@ -79,7 +80,10 @@ class Replay:
     def work(self, value: Value) -> Work:
         """Returns what has to be done to have a value, by way of :meth:`run`."""
         whole, self._whole = self._whole, None
-        return work_for(value, self.frame.start, self.tensors, self._ran) if whole is None else whole
+        if whole is not None:
+            return whole
+        frame = self.frame
+        return work_for(value, frame.start, self.tensors, self._ran, nested=frame.outer is not None)
 
     def take(self, value: Value) -> torch.Tensor:
         """Returns a value that is there, and lets go of it if nobody else reads it."""
@@ -98,20 +102,8 @@ class Replay:
     def put(self, value: Value, tensor: torch.Tensor) -> None:
         """Takes in a value that comes from elsewhere; a copy of it, where an operator will write to it."""
         if id(value.store) in self._plan.written:
-            tensor = self._private(tensor)
+            tensor = copy_in(tensor, self._cloned)
         self.tensors[value.number] = tensor
-
-    def _private(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Tensors that share memory have to do so in the copy as well.
-        if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-            return tensor.detach().clone()
-        address = storage_address(tensor)
-        storage = self._cloned.get(address)
-        if storage is None:
-            storage = self._cloned[address] = tensor.untyped_storage().clone()
-        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        with torch.no_grad():
-            return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
 
     def run(self, work: Work) -> None:
         """Does some work, for which the values of the frame around are there."""

@@ -22,7 +22,7 @@ from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._torch import counted_detach, set_versions
 
-from .deciding import RECOMPUTE
+from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written, facts_of
 from .kept import Overwritten
 from .values import Op, Store, Value, cut, flatten
@@ -88,10 +88,14 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         _after_outside(tape, facts, targets, outside.values())
         return out
     op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
-    _before(tape, [*outside.values(), *inside.values()])
+    keeps = tape.deciding is not None and not tape.is_in_frame and tape.deciding.of(func) in (SAVE, OFFLOAD)
+    _before(tape, outside.values())
+    _before(tape, inside.values(), keeps=keeps)
     out = tape.run(op, func, facts, args, kwargs)
     count_writes(func, args)
     decision = tape.decide(func, args, kwargs, out)
+    if tape.is_in_frame:  # which would have to bring back what has no version of its own yet
+        decision = RECOMPUTE
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     bumped = _groups(tape, targets)
     for store in inside.values():
@@ -102,12 +106,19 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     return out
 
 
-def _before(tape: Recorder, stores: Iterable[Store]) -> None:
-    """Copies what was kept in storages that are about to be written to, where somebody needs it."""
+def _before(tape: Recorder, stores: Iterable[Store], *, keeps: bool = False) -> None:
+    """Copies what was kept in storages that are about to be written to, where somebody needs it.
+
+    Args:
+        tape: The tape.
+        stores: The storages.
+        keeps: Whether what will be in them is kept, so that nobody needs what it is made of.
+    """
     for store in stores:
         if store.blank:  # there is nothing to copy yet
             continue
         held, store.held = store.held, None
+        clones: dict[int, torch.UntypedStorage] = {}
         for reference in held or ():
             value = reference()
             if value is None or value.saved is None:
@@ -115,8 +126,11 @@ def _before(tape: Recorder, stores: Iterable[Store]) -> None:
             tensor, saved = value.tensor(), value.saved
             in_table = tensor is not None and tape.known.get(id(tensor)) is value
             del value
-            if _holders(reference) > _ONE_HOLDER - (not in_table):
-                saved.copy()
+            if (in_table and not keeps) or _holders(reference) > _ONE_HOLDER - (not in_table):
+                copy = saved.copy(clones)
+                value = reference()
+                assert value is not None
+                value.saved = copy
 
 
 def _groups(tape: Recorder, targets: list[tuple[torch.Tensor, Written]]) -> list[object]:
