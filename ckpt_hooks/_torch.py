@@ -99,16 +99,6 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_COUNTING, excluded)
 
 
-def call_counted(function: Callable[[Any], Any], argument: Any) -> Any:
-    """Calls a function as from outside of a dispatch mode, where a ``detach`` shares its version counter."""
-    excluded = _is_excluded(_COUNTING)
-    _exclude(_COUNTING, False)
-    try:
-        return function(argument)
-    finally:
-        _exclude(_COUNTING, excluded)
-
-
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor that shares the version counter of another one, and keeps nothing of it alive.
 

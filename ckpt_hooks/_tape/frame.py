@@ -88,7 +88,9 @@ class RecordedFrame(Frame):
         outer, tape = self.outer, self.tape
         if outer is None or tape is None:
             is_crowded()
-            tape = self.tape = Recorder(top_saved_tensors_hooks(False), respect_hooks=self._respect_hooks)
+            tape = self.tape = Recorder(
+                top_saved_tensors_hooks(False), respect_hooks=self._respect_hooks, is_in_frame=self.parent is not None
+            )
             tape.__enter__()
         else:
             outer._children.append(weakref.ref(self))

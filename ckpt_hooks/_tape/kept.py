@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._dispatch import unseen
 from ckpt_hooks._refit import copy_of
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
-from ckpt_hooks._torch import call_counted, counted_detach, is_freed, storage_address, storage_of, version_witness
+from ckpt_hooks._torch import counted_detach, is_freed, storage_address, storage_of, version_witness
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Offloaded, Transfers
 
@@ -28,6 +29,7 @@ def describe_tensor(tensor: torch.Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
+@unseen
 def copy_in(tensor: torch.Tensor, clones: dict[int, torch.UntypedStorage]) -> torch.Tensor:
     """Returns a copy of a tensor, with the same strides.
 
@@ -74,14 +76,10 @@ class Kept:
         tensor = self.tensor
         return "" if tensor is None or (tensor.is_leaf and tensor.requires_grad) else describe_tensor(tensor)
 
-    def copy(self, clones: dict[int, torch.UntypedStorage]) -> Kept | None:
-        """Returns what keeps a copy instead, since the tensor is about to be written to; see :func:`copy_in`.
-
-        None where the tensor is to be brought back as if it had not been kept.
-        """
+    def copy(self, clones: dict[int, torch.UntypedStorage]) -> None:
+        """Keeps a copy instead, since the tensor is about to be written to; see :func:`copy_in`."""
         assert self.tensor is not None
         self.tensor, self.version = copy_in(self.tensor, clones), None
-        return self
 
     def sealed(self, hooks: Hooks | None) -> Kept:
         """Returns what keeps the tensor from now on, when the outermost region ends.
@@ -95,7 +93,8 @@ class Kept:
             return self
         if tensor.is_leaf:
             if self.is_fickle:
-                return self.copy({}) or self
+                self.copy({})
+                return self
             self.version = tensor._version
             return Packed(self, hooks) if hooks is not None and not tensor.requires_grad else self
         self.version = tensor._version
@@ -164,34 +163,22 @@ class Packed(Kept):
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
         pack, self._unpack = hooks
         self._of_frame = are_of_frame(hooks)  # which looks at versions by itself
-        self._packed = call_counted(pack, tensor)
+        self._packed: Any = pack(tensor)
 
     def describe(self) -> str:
         """Returns what it is, in words."""
         return self._description
 
-    def copy(self, clones: dict[int, torch.UntypedStorage]) -> Kept | None:
-        """Keeps a copy of an input past the hooks, which would find it written to."""
-        if self.tensor is None:
-            return None
-        copy = Kept()
-        _take_over(copy, self)
-        copy.tensor, copy.version = copy_in(self.tensor, clones), None
-        return copy
-
     def sealed(self, hooks: Hooks | None) -> Kept:
-        """Lets go of the tensor."""
-        self.tensor = None
+        """Returns itself."""
         return self
 
     def get(self) -> torch.Tensor:
-        """Returns what the hooks bring back, or the tensor where that is at hand still.
+        """Returns what the hooks bring back.
 
         Raises:
             MutationError: If the hooks bring back the tensor itself, modified since.
         """
-        if self.tensor is not None:
-            return self.tensor
         unpacked: torch.Tensor = self._unpack(self._packed)
         if not self._of_frame and unpacked._version > (self.version or 0) and storage_of(unpacked) == self._storage:
             raise self._modified(unpacked)
@@ -216,11 +203,10 @@ class Moved(Kept):
         """Returns what it is, in words."""
         return f"{self._description} on the host"
 
-    def copy(self, clones: dict[int, torch.UntypedStorage]) -> Kept | None:
+    def copy(self, clones: dict[int, torch.UntypedStorage]) -> None:
         """Has the write wait until the copy on the host is complete."""
         self._moved.finish_sending()
         self._witness = None
-        return self
 
     def sealed(self, hooks: Hooks | None) -> Kept:
         """Notes the version."""

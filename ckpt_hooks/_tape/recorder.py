@@ -23,16 +23,21 @@ from ckpt_hooks._ambient.flags import read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.frame import RegionPath
-from ckpt_hooks._runtime.hooks import are_of_frame
 from ckpt_hooks._runtime.stack import Presence
-from ckpt_hooks._torch import counted_detach, is_compiled_code_running, num_function_modes, storage_address
+from ckpt_hooks._torch import (
+    counted_detach,
+    graph_task_id,
+    is_compiled_code_running,
+    num_function_modes,
+    storage_address,
+)
 from ckpt_hooks.offload import Batch, transfers_for
 
 from . import writes
 from .around import Around, look_around
 from .deciding import ASK, OFFLOAD, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
-from .kept import Hooks, Kept, Moved, Packed
+from .kept import Hooks, Kept, Moved
 from .values import Op, Store, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -61,24 +66,25 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         around: What operators run under now.
         hooks: The saved-tensor hooks around the outermost region.
         respect_hooks: Whether what a policy keeps goes through those.
-        is_in_frame: Whether they are those of a function frame.
+        is_in_frame: Whether a function frame is around that region.
         lock: Held by whoever replays this tape.
     """
 
-    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
+    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
         """Starts a tape.
 
         Args:
             hooks: The saved-tensor hooks that are active around the outermost region, if any.
             respect_hooks: Whether what a policy keeps goes through those.
+            is_in_frame: Whether a function frame is around.
         """
         super().__init__()
         self.hooks = hooks
         self.respect_hooks = respect_hooks
-        self.is_in_frame = hooks is not None and are_of_frame(hooks)
-        # What the rerun of a frame around hands to that frame has to be the same as in forward, and in the same order. Which
-        # values are alive is not, where the garbage collector has a say.
-        self._inputs_of_frame: list[Value] = []
+        self.is_in_frame = is_in_frame
+        # What is handed to hooks has to be the same in forward and in the rerun of a frame around. Which values are alive is not,
+        # where the garbage collector has a say, so all of them are held up to the end of the region.
+        self._held_for_frame: list[Value] = []
         self.number = 0
         self.known: dict[int, Value] = {}
         self.blank: dict[int, Value] = {}
@@ -86,6 +92,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self.stores: dict[int, Store] = {}
         self.path: RegionPath = ("", None)
         self.deciding: Deciding | None = None
+        self._task = graph_task_id()
         self._forget = self.known.pop
         self.lock = threading.RLock()
         self._held: list[weakref.ref[Value]] = []
@@ -132,11 +139,13 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         ):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
         deciding = self.deciding
+        if (deciding is not None or self.is_in_frame) and graph_task_id() != self._task:
+            return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if deciding is not None:
             known = deciding.known.get(id(func))
             decision = known[1] if known is not None and known[0] is func else deciding.of(func)
             if decision != RECOMPUTE:
-                if decision == SAVE and facts.kind in _FRESH and not self.is_in_frame:
+                if decision == SAVE and facts.kind in _FRESH:
                     return self._save(func, facts, args, kwargs or _NO_KWARGS)
                 return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
@@ -278,6 +287,10 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Runs and records an operator of any kind."""
         if self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
+        if self.is_in_frame and not facts.written and graph_task_id() != self._task:
+            # A backward in the middle of forward. It adds to gradients that it finds there, in the rerun of the frame around
+            # maybe and in forward not, so what it reads must not be handed to that frame.
+            return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely()
         if facts.is_opaque:
@@ -294,7 +307,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         out = self.run(op, func, facts, args, kwargs)
         decision = RECOMPUTE if facts.is_view else self.decide(func, args, kwargs, out)
         made = self.note(op, values, out, decision)
-        if decision != RECOMPUTE and not self.is_in_frame:
+        if decision != RECOMPUTE:
             cut(op, made)
         return out
 
@@ -308,7 +321,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def decide(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
         """Returns what the policy says of an operator that has run."""
         deciding = self.deciding
-        if deciding is None:
+        if deciding is None or graph_task_id() != self._task:
             return SAVE if facts_of(func).is_collective else RECOMPUTE
         decision = deciding.of(func)
         return deciding.ask(func, args, kwargs, out) if decision == ASK else decision
@@ -403,17 +416,15 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if transfers is not None:
             self._batch = self._batch or Batch()
             kept = Moved(kept, self._batch, transfers)
-        elif self.is_in_frame:
-            assert self.hooks is not None
-            kept = Packed(kept, self.hooks)
         self._hold(value, kept)
-        if not self.is_in_frame:
-            value.op = value.before = None
+        value.op = value.before = None
 
     def _hold(self, value: Value, kept: Kept) -> None:
         value.saved = kept
         reference = _weakref(value)
         self._held.append(reference)
+        if self.is_in_frame:
+            self._held_for_frame.append(value)
         held = value.store.held
         if held is None:
             value.store.held = [reference]
@@ -536,16 +547,12 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if tensor.requires_grad and tensor.is_leaf:
             kept.version = tensor._version
             kept.is_fickle = False
-        elif self.is_in_frame and not tensor.is_inference():
-            assert self.hooks is not None
-            kept.version, kept.is_fickle = tensor._version, False
-            value.saved = packed = Packed(kept, self.hooks)
-            packed.tensor = tensor
-            self._inputs_of_frame.append(value)
         else:
             kept.version = None
             kept.is_fickle = store.written and not tensor.requires_grad
             self._held.append(reference)
+            if self.is_in_frame:
+                self._held_for_frame.append(value)
         return value
 
     def live_members(self, store: Store) -> Iterator[torch.Tensor]:
@@ -561,16 +568,13 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self.inputs.clear()
         self.stores.clear()
         self.deciding = None
-        for value in self._inputs_of_frame:
-            assert value.saved is not None
-            value.saved.sealed(None)
-        self._inputs_of_frame.clear()
         held, self._held = self._held, []
         for reference in held:
             value = reference()
             if value is not None and value.saved is not None:
                 saved = value.saved
                 value.saved = saved.sealed(None if saved.by_policy and not self.respect_hooks else self.hooks)
+        self._held_for_frame.clear()
 
 
 def _new_store(address: int, birth: int) -> Store:

@@ -88,14 +88,12 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         _after_outside(tape, facts, targets, outside.values())
         return out
     op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
-    keeps = tape.deciding is not None and not tape.is_in_frame and tape.deciding.of(func) in (SAVE, OFFLOAD)
+    keeps = tape.deciding is not None and tape.deciding.of(func) in (SAVE, OFFLOAD)
     _before(tape, outside.values())
     _before(tape, inside.values(), keeps=keeps)
     out = tape.run(op, func, facts, args, kwargs)
     count_writes(func, args)
     decision = tape.decide(func, args, kwargs, out)
-    if tape.is_in_frame:  # which would have to bring back what has no version of its own yet
-        decision = RECOMPUTE
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     bumped = _groups(tape, targets)
     for store in inside.values():
@@ -127,10 +125,7 @@ def _before(tape: Recorder, stores: Iterable[Store], *, keeps: bool = False) -> 
             in_table = tensor is not None and tape.known.get(id(tensor)) is value
             del value
             if (in_table and not keeps) or _holders(reference) > _ONE_HOLDER - (not in_table):
-                copy = saved.copy(clones)
-                value = reference()
-                assert value is not None
-                value.saved = copy
+                saved.copy(clones)
 
 
 def _groups(tape: Recorder, targets: list[tuple[torch.Tensor, Written]]) -> list[object]:
