@@ -47,6 +47,7 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
 _FRESH = frozenset({Kind.SAVEABLE, Kind.RANDOM})
+_CAST = Kind.CAST
 _STRIDED = torch.strided
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 _FROM_OUTSIDE = "from outside of the region"
@@ -139,7 +140,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         ):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
         deciding = self.deciding
-        if (deciding is not None or self.is_in_frame) and graph_task_id() != self._task:
+        if (deciding is not None or self.is_in_frame) and (facts.kind is _CAST or graph_task_id() != self._task):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if deciding is not None:
             known = deciding.known.get(id(func))
@@ -290,6 +291,9 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if self.is_in_frame and not facts.written and graph_task_id() != self._task:
             # A backward in the middle of forward. It adds to gradients that it finds there, in the rerun of the frame around
             # maybe and in forward not, so what it reads must not be handed to that frame.
+            return facts.call(*args, **kwargs)
+        if self.is_in_frame and facts.kind is _CAST and args[0].is_leaf and args[0].requires_grad:
+            # Autocast makes this one once and keeps it for a while, so a rerun may find it there already.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely()
@@ -488,7 +492,9 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if reference is not None:
             found = reference()
             if found is not None and found.saved is not None and found.saved.tensor is tensor:
-                return found
+                # Where the forward of a frame around meets one tensor twice, its rerun may meet two.
+                if not self.is_in_frame or (tensor.is_leaf and tensor.requires_grad):
+                    return found
         address = storage_address(tensor) if type(tensor) in _PLAIN and tensor.layout is _STRIDED else None
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
