@@ -26,8 +26,7 @@ from ._dispatch import unseen
 from ._operators import Kind
 from ._refit import refit
 from ._runtime.frame import RegionPath, format_path
-from ._runtime.hooks import are_of_frame
-from ._runtime.hooks import unpack as unpack_handle
+from ._runtime.hooks import UNPACKS, are_of_frame
 from ._runtime.passes import MISSING
 from ._torch import counted_detach, is_compiled_code_running, is_freed, storage_of, version_witness
 from .errors import DeterminismError, MutationError
@@ -73,9 +72,9 @@ class _Packed:
 
     def prepare(self) -> None:
         """Brings the tensor back if a frame has it, whose recompute cannot run from within an operator."""
-        if self._unpack is unpack_handle and self._packed is not None:
+        if self._unpack in UNPACKS and self._packed is not None:
             try:
-                self._value = unpack_handle(self._packed)
+                self._value = self._unpack(self._packed)
             except MutationError:  # something around the region wrote to it
                 self._packed = None
 
@@ -84,7 +83,7 @@ class _Packed:
         """Returns the tensor, or :data:`MISSING` if the hooks have handed on one that was modified."""
         value, self._value = self._value, MISSING
         if value is MISSING:
-            if self._unpack is unpack_handle:
+            if self._unpack in UNPACKS:
                 return MISSING  # type: ignore[no-any-return]
             value = self._unpack(self._packed)
             if is_freed(value) or (storage_of(value) == self._storage and value._version > self._version):
@@ -293,7 +292,7 @@ class Selection:
             has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
         """
         self.last, self.has_stopped = last, has_stopped
-        if self._hooks is not None and self._hooks[1] is unpack_handle:
+        if self._hooks is not None and self._hooks[1] in UNPACKS:
             for entry in self.entries.values():
                 for saved in _packed_in(entry.value):
                     saved.prepare()

@@ -23,7 +23,7 @@ from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
 from .stack import stack
 
-__all__ = ["are_of_frame", "close_frame", "hand_back", "open_frame", "unpack"]
+__all__ = ["UNPACKS", "are_of_frame", "close_frame", "hand_back", "open_frame", "unpack"]
 
 
 def unpack(packed: Any) -> torch.Tensor:
@@ -63,9 +63,13 @@ def hand_back(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+#: The unpack hooks of all kinds of frames.
+UNPACKS: list[Callable[[Any], torch.Tensor]] = [unpack]
+
+
 def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bool:
     """Whether a pair of hooks is that of a frame, in forward or in a rerun, and not somebody else's."""
-    return hooks[1] is unpack or hooks[1] is hand_back
+    return hooks[1] in UNPACKS or hooks[1] is hand_back
 
 
 def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:

@@ -12,6 +12,7 @@ from ckpt_hooks._policy import Policy
 from ckpt_hooks._runtime.frame import Frame, mutated_leaf, overlap_error
 from ckpt_hooks._runtime.frame import Kept as KeptLeaf
 from ckpt_hooks._runtime.groups import group_scope
+from ckpt_hooks._runtime.hooks import UNPACKS
 from ckpt_hooks._runtime.passes import MISSING, NO_PASSES, graph_task_scope
 from ckpt_hooks._runtime.settings import current_settings
 from ckpt_hooks._runtime.stack import is_crowded, stack
@@ -25,7 +26,7 @@ from ckpt_hooks._torch import (
 )
 
 from .deciding import RECOMPUTE, Deciding
-from .kept import Kept
+from .kept import Kept, Overwritten
 from .recorder import Recorder
 from .replay import Replay, bring_back
 from .values import Value, values_of
@@ -238,7 +239,9 @@ class RecordedFrame(Frame):
                 order.append(frame)
                 todo += frame._living_children()
         for frame in reversed(order):
-            roots = [pin.value for reference in frame.pins if (pin := reference()) is not None]
+            roots = [
+                pin.value for reference in frame.pins if (pin := reference()) is not None and type(pin.value.saved) is not Overwritten
+            ]
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
             replay = Replay(frame, roots, key)
@@ -316,3 +319,6 @@ def unpack(packed: Any) -> torch.Tensor:
     if frame.observer is not None:
         frame.observer.unpacked(frame, pin.index, tensor)
     return tensor
+
+
+UNPACKS.append(unpack)

@@ -19,6 +19,7 @@ import torch
 from ckpt_hooks._ambient.draws import draw_again
 from ckpt_hooks._refit import copy_of
 from ckpt_hooks._torch import storage_address
+from ckpt_hooks.errors import CheckpointError
 
 from .around import Around, Below
 from .kept import copy_in
@@ -81,7 +82,13 @@ class Replay:
         """Returns what has to be done to have a value, by way of :meth:`run`."""
         whole, self._whole = self._whole, None
         if whole is not None:
-            return whole
+            try:
+                self._fetch(whole)
+            except CheckpointError:  # something is not to be had any more, which need not be what is asked for
+                if self._plan.in_order:
+                    raise
+            else:
+                return whole
         frame = self.frame
         return work_for(value, frame.start, self.tensors, self._ran, nested=frame.outer is not None)
 
@@ -105,8 +112,8 @@ class Replay:
             tensor = copy_in(tensor, self._cloned)
         self.tensors[value.number] = tensor
 
-    def run(self, work: Work) -> None:
-        """Does some work, for which the values of the frame around are there."""
+    def _fetch(self, work: Work) -> None:
+        """Gets the values that are kept."""
         written = self._plan.written
         for value in work.leaves:
             if value.number not in self.tensors:
@@ -117,6 +124,10 @@ class Replay:
                 else:
                     self.tensors[value.number] = tensor
         work.leaves.clear()
+
+    def run(self, work: Work) -> None:
+        """Does some work, for which the values of the frame around are there."""
+        self._fetch(work)
         steps = work.steps
         if not steps:
             return
