@@ -87,6 +87,9 @@ class Policy(abc.ABC):
     #: Operators that its user named and that no region has been looked through for: one that never comes is a mistake mostly.
     expects: frozenset[Any] = frozenset()
 
+    #: Whether it decides by the names that ``checkpoint_name`` gives, which recorded regions know and others do not.
+    knows_names: bool = False
+
     @functools.cached_property
     def plan(self) -> dict[int, Any]:
         """What is known of operators under this policy: for whoever asks it."""

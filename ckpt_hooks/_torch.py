@@ -16,7 +16,8 @@ from torch._C._dynamo.guards import GlobalStateGuard
 
 Hook = Callable[[Any], Any]
 
-_autograd: Any = torch._C._autograd
+_c: Any = torch._C
+_autograd: Any = _c._autograd
 
 # Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
 # object and enters it, and does nothing else. 2.11 to 2.15.
@@ -54,7 +55,7 @@ pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
-storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address
+storage_address: Callable[[torch.Tensor], int] = _c._storage_address
 
 # Contexts: operators go past autograd, and past the counting of versions and the tracking of views; and past function modes.
 # 2.11 to 2.15.
@@ -142,8 +143,6 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Sets the version counters of tensors, which count modifications in place. Only for tensors of the package's own making, or
 # back to what they were. 2.11 to 2.15.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
-
-_c: Any = torch._C
 
 
 def _flag(name: str, setter: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:

@@ -9,12 +9,17 @@ Those below are small objects that can be called like that, with names that the 
 no state: one that counts gets a new count for each region (:meth:`Policy.start`). Those that look at the operator alone say so
 (:meth:`Policy.for_op`), and are then asked once an operator in the whole program.
 
-Sources: ``jax.checkpoint_policies`` for ``everything_saveable`` to ``save_from_both_policies``; torchtitan's
-``activation_checkpoint.py`` for ``save_compute_and_communication`` and for saving every second matrix product.
+Policies of names keep what :func:`ckpt_hooks.checkpoint_name` has named. They are for recorded regions
+(:func:`ckpt_hooks.checkpoint_region`).
+
+Sources: ``jax.checkpoint_policies`` for ``everything_saveable`` to ``save_from_both_policies`` and
+for those of names; torchtitan's ``activation_checkpoint.py`` for
+``save_compute_and_communication`` and for saving every second matrix product.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
@@ -44,9 +49,12 @@ __all__ = [
     "everything_saveable",
     "nothing_saveable",
     "offload_ops",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
     "save_compute_and_communication",
     "save_every",
     "save_from_both_policies",
+    "save_only_these_names",
     "save_ops",
 ]
 
@@ -227,10 +235,15 @@ class _Both(Policy):
 
     def __init__(self, one: Policy, other: Policy) -> None:
         self._one, self._other = one, other
+        self.knows_names = one.knows_names or other.knows_names
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         first, second = self._one.for_op(op), self._other.for_op(op)
         return None if first is None or second is None else _stronger(first, second)
+
+    def for_name(self, name: str) -> CheckpointPolicy | None:
+        decisions = [decision for policy in (self._one, self._other) if (decision := policy.for_name(name)) is not None]
+        return functools.reduce(_stronger, decisions) if decisions else None
 
     def start(self) -> PolicyFn:
         one, other = self._one.start(), self._other.start()
@@ -260,3 +273,91 @@ def save_from_both_policies(one: Any, other: Any) -> Policy:
         TypeError: If one of them is not a policy.
     """
     return _Both(policy_from(one, "one"), policy_from(other, "other"))
+
+
+class _Names(Policy):
+    """Decides by names, and recomputes what has none."""
+
+    knows_names = True
+
+    def __init__(
+        self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str
+    ) -> None:
+        self._title, self._decisions, self._others, self._meaning = title, decisions, others, meaning
+
+    def for_op(self, op: Any) -> CheckpointPolicy:
+        return _RECOMPUTE
+
+    def for_name(self, name: str) -> CheckpointPolicy | None:
+        return self._decisions.get(name, self._others)
+
+    def __repr__(self) -> str:
+        return f"<{self._title}: {self._meaning}>"
+
+
+def _checked_names(names: Iterable[str], argument: str) -> list[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{argument} should be names, but got one string, {names!r}: pass [{names!r}].")
+    names = list(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"{argument} should be strings, but got {name!r} of type {type(name).__name__}.")
+    return names
+
+
+def save_only_these_names(*names: str) -> Policy:
+    """Returns a policy that keeps the tensors of some names, and nothing else.
+
+    Args:
+        *names: Names, as given to :func:`ckpt_hooks.checkpoint_name`.
+
+    Raises:
+        TypeError: If one is not a string.
+
+    Example:
+        >>> from ckpt_hooks.policies import save_only_these_names
+        >>> save_only_these_names("attention")
+        <save_only_these_names: keeps what is named 'attention'>
+    """
+    checked = _checked_names(names, "names")
+    meaning = f"keeps what is named {', '.join(map(repr, checked)) or 'nothing'}"
+    return _Names("save_only_these_names", dict.fromkeys(checked, _SAVE), None, meaning)
+
+
+def save_any_names_but_these(*names: str) -> Policy:
+    """Returns a policy that keeps every tensor that has a name, but for some names.
+
+    Args:
+        *names: Those that are not kept.
+
+    Raises:
+        TypeError: If one is not a string.
+    """
+    checked = _checked_names(names, "names")
+    meaning = f"keeps what has a name other than {', '.join(map(repr, checked)) or 'none'}"
+    return _Names("save_any_names_but_these", dict.fromkeys(checked, _RECOMPUTE), _SAVE, meaning)
+
+
+def save_and_offload_only_these_names(
+    *, names_which_can_be_saved: Iterable[str], names_which_can_be_offloaded: Iterable[str]
+) -> Policy:
+    """Returns a policy that keeps the tensors of some names on their device, and those of others on the host.
+
+    Args:
+        names_which_can_be_saved: Names of tensors to keep.
+        names_which_can_be_offloaded: Names of tensors to move to the host until backward; those that are there are kept.
+
+    Raises:
+        TypeError: If one is not a string.
+        ValueError: If a name is in both.
+    """
+    saved = _checked_names(names_which_can_be_saved, "names_which_can_be_saved")
+    offloaded = _checked_names(names_which_can_be_offloaded, "names_which_can_be_offloaded")
+    both = sorted(set(saved) & set(offloaded))
+    if both:
+        raise ValueError(
+            f"names_which_can_be_saved and names_which_can_be_offloaded should have no name in common, but both have {both}."
+        )
+    decisions = {**dict.fromkeys(saved, _SAVE), **dict.fromkeys(offloaded, _OFFLOAD)}
+    meaning = f"keeps what is named {', '.join(map(repr, saved))}, and on the host {', '.join(map(repr, offloaded))}"
+    return _Names("save_and_offload_only_these_names", decisions, None, meaning)

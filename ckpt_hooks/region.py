@@ -56,15 +56,15 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         @checkpoint_region(policy=dots_saveable)  # or around a function
         def forward(self, x): ...
 
-    The block runs once. What it does is recorded below autograd, operator by operator, and in backward those operators run again
-    that saved tensors depend on, no others; Python code does not. So there is nothing that a recompute could do twice or
-    otherwise: counters, log lines, running statistics, Python's random numbers, globals that changed. It costs a few microseconds
-    an operator in forward, where :func:`ckpt_hooks.checkpoint` costs them in backward.
+    The block runs once. What it does is recorded below autograd, operator by operator, and in backward those operators run
+    again that saved tensors depend on, no others; Python code does not. So there is nothing that a recompute could do twice or
+    otherwise: counters, log lines, running statistics, Python's random numbers, globals that changed. It costs a few
+    microseconds an operator in forward, where :func:`ckpt_hooks.checkpoint` costs them in backward.
 
     Kept until the graph lets go: tensors from outside that the operators which may run again read (parameters and other leaves
-    as they are, others by way of the saved-tensor hooks around the region); what the policy says; the state of a random generator
-    for each operator that drew; and what cannot be brought back: memory that something else than operators wrote to, results
-    of operators of operators, of compiled code and of collectives. :meth:`kept` lists it.
+    as they are, others by way of the saved-tensor hooks around the region); what the policy says; the state of a random
+    generator for each operator that drew; and what cannot be brought back: memory that something else than operators wrote to,
+    results of operators of operators, of compiled code and of collectives. :meth:`kept` lists it.
 
     Regions nest. A region inside another one is brought back by itself, from what the outer one brings back, and its policy
     is the one that counts for its lines. An object may be entered again, also within itself and by several threads.
@@ -94,9 +94,7 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         >>> y.sum().backward()
     """
 
-    def __init__(
-        self, *, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True
-    ) -> None:
+    def __init__(self, *, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True) -> None:
         self._policy: Policy | None = None if policy is None else policy_from(policy)
         self._name = name or "region"
         self._respect_hooks = bool(respect_saved_tensors_hooks)

@@ -251,7 +251,7 @@ def create_selective_checkpoint_contexts(
 
     Raises:
         TypeError: If the policy is neither a function nor a list; in forward, if it returns no ``CheckpointPolicy``.
-        ValueError: If something in the list is not an operator.
+        ValueError: If something in the list is not an operator, or the policy is one of names, for recorded regions.
 
     Example:
         >>> import functools, torch
@@ -261,5 +261,10 @@ def create_selective_checkpoint_contexts(
         >>> y = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4), context_fn=save_products)
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list")
+    if policy.knows_names:
+        raise ValueError(
+            f"{policy!r} decides by names, which only recorded regions know: use `with checkpoint_region(policy=...):`, or a "
+            "policy of operators here."
+        )
     selection = Selection()
     return _Record(selection, policy), _Recompute(selection)

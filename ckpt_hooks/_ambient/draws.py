@@ -320,7 +320,9 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
         _default_generator(device).set_state(drawn.after)
 
 
-def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, shared: bool) -> tuple[Any, torch.Tensor | None]:
+def draw_noting(
+    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, shared: bool
+) -> tuple[Any, torch.Tensor | None]:
     """Runs an operator that may draw, and notes what :func:`draw_again` needs.
 
     Args:

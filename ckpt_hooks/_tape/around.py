@@ -75,9 +75,7 @@ class Below:
         """Makes what operators run under the same as at forward; undone in the end."""
         set_grad_enabled(around.grad)
         undo = flags.enter(around.switches)
-        if self._undo is None:
-            self._undo = undo
-        elif undo[1] is not None and self._undo[1] is None:
+        if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 
     def __exit__(self, *exc_info: object) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+from torch.utils.checkpoint import CheckpointPolicy
+
 from ckpt_hooks._operators import SAC_IGNORED_OPS
-from ckpt_hooks._policy import CheckpointPolicy, Policy, SelectiveCheckpointContext, decision_of, warn_of_unseen
+from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of, warn_of_unseen
 
 from .facts import facts_of
 

@@ -15,9 +15,7 @@ from ckpt_hooks._operators import facts_of as plain_facts_of
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
 
 #: Return memory that nobody has written to yet.
-_BLANK = frozenset(
-    {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
-)
+_BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 #: Look at what shape their first argument has, and not at what is in it.
 _LIKE = frozenset(
@@ -55,9 +53,8 @@ _OVERWRITE = frozenset(
 _REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
 
 #: Write to arguments that their schemas have as inputs, and no version tells: by name of operator, names of the arguments.
-_WRITES_UNSAID = {
-    name: ("running_mean", "running_var")
-    for name in (
+_WRITES_UNSAID = dict.fromkeys(
+    (
         "batch_norm",
         "batch_norm_gather_stats",
         "batch_norm_gather_stats_with_counts",
@@ -65,8 +62,9 @@ _WRITES_UNSAID = {
         "cudnn_batch_norm",
         "miopen_batch_norm",
         "native_batch_norm",
-    )
-}
+    ),
+    ("running_mean", "running_var"),
+)
 
 #: Choose among kernels by switches of the process that only a full look at them tells of.
 _LOOKS_AT_SWITCHES = ("conv", "mm", "addmv", "mv", "dot", "attention", "rnn", "lstm", "gru", "linear", "linalg", "baddbmm")
@@ -176,9 +174,7 @@ class OpFacts:
         aten = namespace == "aten"
         self.is_blank = aten and self.name in _BLANK
         self.is_like = aten and self.name in _LIKE
-        self.may_drop_out = self.is_random and "dropout_p" in {
-            argument.name for argument in arguments
-        }
+        self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
         self.is_trusted = namespace in _TRUSTED
         self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
@@ -190,23 +186,18 @@ class OpFacts:
             or self.is_blank
             or self.is_like
             or self.is_inplace_view
-            or self.looks_at_switches and not aten
+            or (self.looks_at_switches and not aten)
         )
-
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
     unsaid = _WRITES_UNSAID.get(name, ())
-    returned = {
-        alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set
-    }
+    returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
     found = []
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
-            counted = bool(returned & set(info.before_set)) or (
-                not schema.returns and position == 0 and name.endswith("_")
-            )
+            counted = bool(returned & set(info.before_set)) or (not schema.returns and position == 0 and name.endswith("_"))
             overwritten = name in _OVERWRITE or argument.is_out or name.startswith("rrelu_with_noise")
             found.append(Written(position, argument.name, counted, overwritten))
         elif argument.name in unsaid:

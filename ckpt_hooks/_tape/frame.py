@@ -121,6 +121,7 @@ class RecordedFrame(Frame):
         if outer is None:
             tape.__exit__()
             tape.close()
+            tape.deciding = None
         else:
             tape.path, tape.deciding = outer.path, outer._deciding
         if self.observer is not None:
@@ -240,7 +241,9 @@ class RecordedFrame(Frame):
                 todo += frame._living_children()
         for frame in reversed(order):
             roots = [
-                pin.value for reference in frame.pins if (pin := reference()) is not None and type(pin.value.saved) is not Overwritten
+                pin.value
+                for reference in frame.pins
+                if (pin := reference()) is not None and type(pin.value.saved) is not Overwritten
             ]
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]

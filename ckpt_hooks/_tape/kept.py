@@ -17,7 +17,7 @@ from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
 from ckpt_hooks._torch import counted_detach, is_freed, storage_address, storage_of, version_witness
 from ckpt_hooks.errors import CheckpointError, MutationError
-from ckpt_hooks.offload import Batch, Offloaded, Transfers
+from ckpt_hooks.offload import Batch, Transfers
 
 __all__ = ["Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor"]
 
@@ -38,14 +38,15 @@ def copy_in(tensor: torch.Tensor, clones: dict[int, torch.UntypedStorage]) -> to
         clones: Copies of storages, by the address of the original: tensors that share memory do so in the copy as well.
     """
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return tensor.detach().clone()
+        copy: torch.Tensor = tensor.detach().clone()
+        return copy
     address = storage_address(tensor)
     storage = clones.get(address)
     if storage is None:
-        storage = clones[address] = tensor.untyped_storage().clone()
+        storage = clones[address] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload, no-any-return]
+        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 class Kept:
@@ -128,8 +129,8 @@ class Kept:
     def _modified(self, tensor: torch.Tensor) -> MutationError:
         region, version = format_path(self.path), self.version or 0
         return MutationError(
-            f"a {describe_tensor(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by an "
-            f"inplace operation: it is at version {tensor._version}; expected version {version} instead. A replay of the "
+            f"a {describe_tensor(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by "
+            f"an inplace operation: it is at version {tensor._version}; expected version {version} instead. A replay of the "
             "region needs the values that it saw: modify a clone, or have what was computed from the tensor kept, by a policy "
             "or by leaving it out of the region.",
             region=region,
@@ -251,8 +252,8 @@ class Overwritten(Kept):
         """
         region = format_path(self.path)
         raise MutationError(
-            f"a tensor that region {'/'.join(region)!r} saved has been modified by an inplace operation ({self._name}) later in "
-            "the region, so it is at another version than expected. Backward needs the values from before: modify a clone, or "
+            f"a tensor that region {'/'.join(region)!r} saved has been modified by an inplace operation ({self._name}) later "
+            "in the region, so it is at another version than expected. Backward needs the values from before: modify a clone, or "
             "use the out-of-place form.",
             region=region,
             tensor="a saved tensor",

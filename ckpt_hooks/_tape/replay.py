@@ -23,7 +23,7 @@ from ckpt_hooks.errors import CheckpointError
 
 from .around import Around, Below
 from .kept import copy_in
-from .plan import Plan, Work, plan_for, work_for
+from .plan import Work, plan_for, work_for
 from .values import Op, Value, flatten, rebuild, values_of
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ class Replay:
                             tensors[number] = tensor
                         number += 1
                     tensor = None
-                out = args = op = None
+                del op, args, out  # which may be large
 
     def _keep(self, number: int, out: Any) -> None:
         readers, tensors = self.readers, self.tensors
@@ -202,10 +202,8 @@ class Replay:
             args[0] = args[0].detach()
         elif facts.written and self._plan.in_order:
             self._hold(facts, args, kwargs)
-        if op.draw is not None:
-            out = draw_again(facts.operator, args, kwargs, op.draw)
-        else:
-            out = facts.call(*args, **kwargs)
+        draw = op.draw
+        out = facts.call(*args, **kwargs) if draw is None else draw_again(facts.operator, args, kwargs, draw)
         del args, kwargs
         self._ran.add(op.number)
         self._let_go(values)

@@ -1,8 +1,8 @@
 """What a tape is made of: operators that ran, values that they made, and the storages that values are in.
 
 Nobody owns a tape. A handle in autograd's graph owns the value that it stands for, a value the operator that made it, an
-operator the values that it read. So what no live handle depends on is gone, by reference counting alone (Rule 17), and there is
-no list to prune. While a region is open, a value is also owned by the tensor that it belongs to, by way of the recorder's table.
+operator the values that it read. So what no live handle depends on is gone, by reference counting alone (Rule 17), and there
+is no list to prune. While a region is open, a value is also owned by the tensor that it belongs to, by way of a table.
 
 A storage is where writes meet: to write through one view changes them all. So a write makes a new value of every tensor that is
 alive and in the storage: the one it was, after that operator. A value is thus a tensor at a moment, and what is read at that

@@ -1,8 +1,8 @@
 """Operators that write to their arguments, as a tape sees them.
 
-Torch counts writes only when an operator has returned through autograd, so the tape follows writes by itself: each is an operator
-of its own, after which every tensor in the storage is another value. What is about to be overwritten and has been kept for
-somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write finds
+Torch counts writes only when an operator has returned through autograd, so the tape follows writes by itself: each is an
+operator of its own, after which every tensor in the storage is another value. What is about to be overwritten and has been kept
+for somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write finds
 them kept.
 
 What autograd saved before a write is worthless to it afterwards if the two share a version, as plain autograd finds out in
@@ -20,20 +20,19 @@ import torch
 
 from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._torch import counted_detach, set_versions
+from ckpt_hooks._torch import counted_detach
 
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
-from .facts import OpFacts, Written, facts_of
+from .facts import OpFacts, Written
 from .kept import Overwritten
 from .values import Op, Store, Value, cut, flatten
 
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["alias_of", "make_outside", "run_inplace_view", "run_opaque", "run_writing"]
+__all__ = ["run_inplace_view", "run_opaque", "run_writing"]
 
 _Tensor = torch.Tensor
-_AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 def _holders(reference: weakref.ref[Any]) -> int:
@@ -78,8 +77,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
             if written.overwritten and _covers(tensor):
                 overwritten.add(id(tensor))
             else:
-                make_outside(tape, store)
-                store.reason = "memory that was written to in part"
+                tape.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
     if not inside and not facts.has_fresh:
         _before(tape, outside.values())
@@ -164,11 +162,11 @@ def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], de
     store.pins = None
     for pin in quiet:
         tensor = pin.value.tensor()
-        value = None if tensor is None else tape.known.get(id(tensor))
-        if value is None:
-            value = _after(tape, op, pin.value)
-            made.append(value)
-        pin.value = value
+        now = None if tensor is None else tape.known.get(id(tensor))
+        if now is None:
+            now = _after(tape, op, pin.value)
+            made.append(now)
+        pin.value = now
         store.pins = [*(store.pins or ()), weakref.ref(pin)]
     return made
 
@@ -200,7 +198,7 @@ def _after_outside(
     counted = {id(tape.store_of(tensor)) for tensor, written in targets if written.counted}
     for store in stores:
         store.written = True
-        _forget_members(tape, store)
+        tape.forget_members(store)
         pins, store.pins = store.pins, None
         for reference in pins or ():
             pin = reference()
@@ -214,22 +212,6 @@ def _after_outside(
                 store.pins = [*(store.pins or ()), reference]
 
 
-def _forget_members(tape: Recorder, store: Store) -> None:
-    for tensor in tape.live_members(store):
-        key = id(tensor)
-        tape.known.pop(key, None)
-        tape.blank.pop(key, None)
-        tape.inputs.pop(key, None)
-
-
-def make_outside(tape: Recorder, store: Store) -> None:
-    """Makes a storage one that comes from outside: from now on its tensors are kept, where they are needed."""
-    if not store.outside:
-        store.outside = True
-        store.blank = False
-        _forget_members(tape, store)
-
-
 def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
     tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
@@ -241,8 +223,7 @@ def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any
     out = facts.call(*args, **kwargs)
     if writes:
         for store in stores.values():
-            make_outside(tape, store)
-            store.reason = f"handed to {func}"
+            tape.make_outside(store, f"handed to {func}")
         _after_outside(tape, facts, [], stores.values())
     for tensor in flatten(out):
         if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
@@ -269,35 +250,3 @@ def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: 
     tape.inputs.pop(id(target), None)
     tape.register(target, value)
     return out
-
-
-def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether to write to one tensor counts as a write to the other."""
-    before, version = one._version, other._version
-    if before != version:
-        return False
-    torch.autograd.graph.increment_version(one)
-    shared = other._version != version
-    set_versions((one,), (before,))
-    return shared
-
-
-def alias_of(tape: Recorder, store: Store, tensor: torch.Tensor) -> Value | None:
-    """Returns the value of a tensor in a storage of the tape that came to be unseen, as ``.data`` makes them; None if unclear."""
-    if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
-        return None
-    for member in tape.live_members(store):
-        value = tape.known.get(id(member))
-        if value is None or member.dtype is not tensor.dtype or member.is_conj() or member.is_neg() or member.is_inference():
-            continue
-        op = Op()
-        tape.number = op.number = tape.number + 1
-        op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, tape.around
-        op.is_plain = True
-        op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
-        alias = Value()
-        alias.number, alias.op, alias.index, alias.before, alias.saved = op.number, op, 0, None, None
-        alias.store, alias.group = store, value.group if _share_versions(member, tensor) else object()
-        tape.register(tensor, alias)
-        return alias
-    return None
