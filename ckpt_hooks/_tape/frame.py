@@ -26,7 +26,7 @@ from ckpt_hooks._torch import (
 )
 
 from .deciding import RECOMPUTE, Deciding
-from .kept import Kept, Overwritten
+from .kept import Kept
 from .recorder import Recorder
 from .replay import Replay, bring_back
 from .values import Value, values_of
@@ -240,11 +240,9 @@ class RecordedFrame(Frame):
                 order.append(frame)
                 todo += frame._living_children()
         for frame in reversed(order):
-            roots = [
-                pin.value
-                for reference in frame.pins
-                if (pin := reference()) is not None and type(pin.value.saved) is not Overwritten
-            ]
+            # What is kept is handed out without a replay, which would hold it as long as somebody is to ask for it.
+            pins = [pin for reference in frame.pins if (pin := reference()) is not None]
+            roots = [pin.value for pin in pins if pin.value.saved is None or pin.value.saved.is_packed]
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
             replay = Replay(frame, roots, key)

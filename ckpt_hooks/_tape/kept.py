@@ -253,8 +253,8 @@ class Overwritten(Kept):
         region = format_path(self.path)
         raise MutationError(
             f"a tensor that region {'/'.join(region)!r} saved has been modified by an inplace operation ({self._name}) later "
-            "in the region, so it is at another version than expected. Backward needs the values from before: modify a clone, or "
-            "use the out-of-place form.",
+            "in the region, so it is at another version than expected. Backward needs the values from before: modify a clone, "
+            "or use the out-of-place form.",
             region=region,
             tensor="a saved tensor",
             expected=0,

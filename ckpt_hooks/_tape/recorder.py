@@ -247,27 +247,29 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             overwritten: Identities of tensors of which it does not matter what they are.
         """
         values: list[Value] = []
-
-        def recorded(argument: Any) -> Any:
-            if isinstance(argument, _Tensor):
-                value = self.blank.get(id(argument)) if id(argument) in overwritten else None
-                if value is None:
-                    value = self.known.get(id(argument)) or self.value_of(argument, facts)
-                values.append(value)
-                return value
-            if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
-                return [recorded(one) for one in argument]
-            return argument
-
+        record = partial(self._recorded, facts, overwritten, values)
         op = Op()
         op.facts = facts
         if facts.is_like:
-            op.args = [self.shape_of(args[0]), *map(recorded, args[1:])]
+            op.args = [self.shape_of(args[0]), *map(record, args[1:])]
         else:
-            op.args = [recorded(argument) for argument in args]
-        op.kwargs = {name: recorded(argument) for name, argument in kwargs.items()} if kwargs else kwargs
+            op.args = list(map(record, args))
+        op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
         op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
         op.draw = None
         op.is_plain = False
         op.around = self.around
         return op, values
+
+    def _recorded(self, facts: OpFacts, overwritten: frozenset[int], values: list[Value], argument: Any) -> Any:
+        """Returns an argument with values in place of tensors, which it adds to ``values``."""
+        if isinstance(argument, _Tensor):
+            key = id(argument)
+            value = self.blank.get(key) if key in overwritten else None
+            if value is None:
+                value = self.known.get(key) or self.value_of(argument, facts)
+            values.append(value)
+            return value
+        if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
+            return [self._recorded(facts, overwritten, values, one) for one in argument]
+        return argument

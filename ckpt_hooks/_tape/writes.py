@@ -2,8 +2,8 @@
 
 Torch counts writes only when an operator has returned through autograd, so the tape follows writes by itself: each is an
 operator of its own, after which every tensor in the storage is another value. What is about to be overwritten and has been kept
-for somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write finds
-them kept.
+for somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write
+finds them kept.
 
 What autograd saved before a write is worthless to it afterwards if the two share a version, as plain autograd finds out in
 backward: the handle raises then. If they do not, plain autograd hands out what was written, and so does the handle (Rule 15).
@@ -85,10 +85,15 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         count_writes(func, args)
         _after_outside(tape, facts, targets, outside.values())
         return out
-    op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
+    # Where all is kept that it writes, what was there before is of no use to anybody but those who read it already.
     keeps = tape.deciding is not None and tape.deciding.of(func) in (SAVE, OFFLOAD)
+    keeps = keeps and not any(store.pins for store in inside.values())
+    if keeps:
+        _before(tape, inside.values(), keeps=True)
+    op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
     _before(tape, outside.values())
-    _before(tape, inside.values(), keeps=keeps)
+    if not keeps:
+        _before(tape, inside.values())
     out = tape.run(op, func, facts, args, kwargs)
     count_writes(func, args)
     decision = tape.decide(func, args, kwargs, out)
