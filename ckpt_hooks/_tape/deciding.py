@@ -53,10 +53,7 @@ class Deciding:
         known = self.known.get(id(operator))
         if known is None or known[0] is not operator:
             decision = CheckpointPolicy.PREFER_RECOMPUTE if operator in SAC_IGNORED_OPS else self.policy.for_op(operator)
-            meaning = ASK if decision is None else _MEANING[decision_of(decision, operator)]
-            if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts_of(operator).is_collective:
-                meaning = SAVE  # to run one again, all have to, at the same time
-            known = self.known[id(operator)] = operator, meaning
+            known = self.known[id(operator)] = operator, ASK if decision is None else _meaning_of(decision, operator)
             if self.seen is not None:
                 self.seen.add(operator)
         return known[1]
@@ -64,7 +61,7 @@ class Deciding:
     def ask(self, operator: Any, args: Any, kwargs: Any, output: Any) -> int:
         """Asks about one run of an operator."""
         context = SelectiveCheckpointContext(op_output=output)
-        return _MEANING[decision_of(self.asks(context, operator, *args, **kwargs), operator)]
+        return _meaning_of(self.asks(context, operator, *args, **kwargs), operator)
 
     def of_name(self, name: str) -> int:
         """Returns what becomes of a tensor that was given a name."""
@@ -75,3 +72,10 @@ class Deciding:
         """Ends a region; warns of operators that the policy names and that have not come."""
         if self.seen is not None:
             warn_of_unseen(self.policy, self.seen)
+
+
+def _meaning_of(answer: Any, operator: Any) -> int:
+    decision = decision_of(answer, operator)
+    if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts_of(operator).is_collective:
+        return SAVE  # to run one again, all have to, at the same time
+    return _MEANING[decision]
