@@ -1,0 +1,385 @@
+"""``checkpoint_region`` and ``checkpoint_name`` as their callers meet them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch.autograd import grad
+from torch.autograd.graph import disable_saved_tensors_hooks
+
+from ckpt_hooks import _transforms, checkpoint_name, checkpoint_region, is_recomputing, policies
+from ckpt_hooks._runtime.stack import stack
+from tests.measure import CountOps, leaf
+from tests.regions import assert_as_eager, assert_same, plain, replayed
+from tests.test_threads import in_threads
+
+aten = torch.ops.aten
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind():
+    """After each test no region is open, whatever way it was left."""
+    yield
+    assert stack.innermost is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+
+
+def block(x):
+    return x.sin().exp().cos()
+
+
+# Ways to write a region
+
+
+def test_a_with_block_is_transparent():
+    """Its variables are there afterwards, and what was made before it may be used in it."""
+    x = leaf(3)
+    h = x * 2
+    with checkpoint_region() as region:
+        inside = h.sin()
+        y = inside.exp()
+    assert isinstance(region, checkpoint_region)
+    (found,) = grad((y * inside).sum(), x)
+    assert torch.equal(found, grad(((x * 2).sin().exp() * (x * 2).sin()).sum(), x)[0])
+
+
+def test_a_decorator_makes_each_call_a_region():
+    """On functions and on methods, whose names and signatures stay."""
+    x = leaf(3)
+
+    class Layer:
+        scale = 2.0
+
+        @checkpoint_region(policy=policies.nothing_saveable)
+        def forward(self, x, *, power=1):
+            """Computes."""
+            return (x.sin() * self.scale).exp() ** power
+
+    assert Layer.forward.__name__ == "forward"
+    assert Layer.forward.__doc__ == "Computes."
+    y = Layer().forward(Layer().forward(x), power=2).sum()
+    with CountOps() as ops:
+        found = grad(y, x)
+    inside = (x.sin() * 2.0).exp()
+    expected = grad(((inside.sin() * 2.0).exp() ** 2).sum(), x)
+    assert_same(list(found), list(expected))
+    assert ops.counts["exp"] == 2
+
+
+def test_an_object_may_be_entered_again():
+    """One after the other, and within itself."""
+    region, x = checkpoint_region(), leaf(3)
+
+    def program(how):
+        y = x
+        for _ in range(3):
+            with how():
+                y = y.sin().exp()
+                with how():
+                    y = y.cos().tanh()
+        return y
+
+    assert_as_eager(program, x, region=lambda: region)
+
+
+def test_a_recursive_function():
+    """Each call within itself is a region in that of its caller."""
+
+    @checkpoint_region()
+    def down(x, levels):
+        return x.exp() if levels == 0 else down(x.sin(), levels - 1).cos()
+
+    def eager(x, levels):
+        return x.exp() if levels == 0 else eager(x.sin(), levels - 1).cos()
+
+    x = leaf(3)
+    assert_same([*grad(down(x, 20).sum(), x)], [*grad(eager(x, 20).sum(), x)])
+
+
+def test_options_are_keyword_only():
+    with pytest.raises(TypeError, match="positional"):
+        checkpoint_region(policies.dots_saveable)
+
+
+# Ways to leave it
+
+
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt, GeneratorExit])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_exception_leaves_the_block(kind, depth):
+    """What was computed before is as good as any."""
+    x, kept = leaf(3), []
+
+    def down(levels):
+        with checkpoint_region():
+            kept.append(x.sin().exp())
+            if levels == 1:
+                raise kind
+            down(levels - 1)
+
+    with pytest.raises(kind):
+        down(depth)
+    assert len(kept) == depth
+    assert_same([*grad(sum(kept).sum(), x)], [*grad(sum(x.sin().exp() for _ in kept).sum(), x)])
+
+
+def test_an_exception_caught_within_a_block():
+    """The outer region goes on."""
+    x = leaf(3)
+
+    def program(region):
+        with region():
+            h = x.sin()
+            try:
+                with region():
+                    h = h.exp()
+                    raise KeyError
+            except KeyError:
+                h = h.cos()
+            return h.tanh()
+
+    assert_as_eager(program, x)
+
+
+def test_break_continue_and_return():
+    x = leaf(3)
+
+    def returning(region):
+        y = x
+        for step in range(4):
+            with region():
+                y = y.sin()
+                if step == 1:
+                    continue
+                y = y.exp()
+                if step == 2:
+                    break
+        with region():
+            return y.cos().tanh()
+
+    assert_as_eager(returning, x)
+
+
+def test_a_generator_with_a_region_in_it():
+    """What its caller does between two steps is in the region; one that is closed early leaves it."""
+    x = leaf(3)
+
+    def steps():
+        with checkpoint_region():
+            h = x.sin()
+            yield h.exp()
+            yield h.cos()
+
+    first, second = steps()
+    generator = steps()
+    third = next(generator).tanh()
+    assert stack.innermost is not None
+    generator.close()
+    assert stack.innermost is None
+    found = grad((first * second * third).sum(), x)
+    expected = grad((x.sin().exp() * x.sin().cos() * x.sin().exp().tanh()).sum(), x)
+    assert torch.allclose(found[0], expected[0])
+
+
+# Where regions run plainly
+
+
+def test_without_grad_nothing_is_recorded():
+    """No dispatch mode, no frame; gradients switched on within are not the region's."""
+    x = leaf(3)
+    with torch.no_grad(), checkpoint_region() as region:
+        assert stack.innermost is None
+        assert torch._C._len_torch_dispatch_stack() == 0
+        y = block(x)
+        with torch.enable_grad():
+            z = x.sin()
+    assert not y.requires_grad
+    assert z.grad_fn._saved_self is x
+    assert region.kept() == []
+
+
+def test_no_grad_within_a_region():
+    """What was computed without gradients can be brought back like the rest."""
+    x = leaf(3)
+
+    def program(region):
+        with region():
+            with torch.no_grad():
+                scale = x.sin().exp()
+            return (x * scale).cos()
+
+    assert_as_eager(program, x)
+    assert replayed(program, x) == {"sin": 1, "exp": 1, "mul": 1}
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vjp"])
+def test_torch_func_transforms_warn_once(transform, monkeypatch):
+    """Saved-tensor hooks are not for them: the region runs plainly, with one warning in a process."""
+    monkeypatch.setattr(_transforms, "_warned", False)
+    x = torch.randn(3)
+
+    def function(x):
+        with checkpoint_region():
+            return block(x).sum()
+
+    def run():
+        if transform == "grad":
+            return torch.func.grad(function)(x)
+        if transform == "vmap":
+            return torch.func.vmap(function)(x[None])[0]
+        return torch.func.vjp(function, x)[1](torch.tensor(1.0))[0]
+
+    with pytest.warns(UserWarning, match=r"torch\.func transform"):
+        found = run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(run(), found)
+    leaf = x.clone().requires_grad_()
+    expected = block(leaf).sum() if transform == "vmap" else grad(block(leaf).sum(), leaf)[0]
+    assert torch.equal(found, expected)
+
+
+def test_a_map_over_a_batch_within_a_region():
+    """A transform that needs no hooks may be inside."""
+    x = leaf(3, 3)
+
+    def program(region):
+        with region():
+            return torch.func.vmap(lambda row: row.sin() * row.sum())(x.exp()).cos()
+
+    assert_as_eager(program, x)
+
+
+def test_hooks_that_are_disabled():
+    """An error on entering, and nothing is left of the region."""
+    x = leaf(3)
+    with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"), checkpoint_region():
+        raise AssertionError
+    assert stack.innermost is None
+    assert torch._C._len_torch_dispatch_stack() == 0
+    with checkpoint_region():
+        h = x.sin()
+        with pytest.raises(RuntimeError, match="nor here"), disable_saved_tensors_hooks("nor here"):  # as with any hooks
+            raise AssertionError
+        y = h.exp().cos()
+    assert_same([*grad(y.sum(), x)], [*grad(block(x).sum(), x)])
+
+
+def test_under_torch_compile_a_region_is_transparent():
+    """In one graph, for the compiler to decide what to keep."""
+    torch._dynamo.reset()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def function(x, w):
+        with checkpoint_region(policy=policies.dots_saveable):
+            return checkpoint_name((x @ w).sin(), "h").exp()
+
+    x, w = leaf(3, 3), leaf(3, 3)
+    assert_same([*grad(function(x, w).sum(), (x, w))], [*grad((x @ w).sin().exp().sum(), (x, w))])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks for it
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_functions_within_a_region(backend):
+    """Operators that a compiler leaves to torch are recorded like others."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: (x @ w).sin().cos() * 2, backend=backend)
+    x, w = leaf(3, 3), leaf(3, 3)
+
+    def program(region):
+        with region():
+            return compiled(x.exp(), w).tanh().cos()
+
+    assert_as_eager(program, x, w)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")
+@pytest.mark.filterwarnings("ignore")  # of what torch's compiler imports
+def test_kernels_of_a_compiler_within_a_region():
+    """Nobody can run a part of them: what they saved is kept (Rule 16), and what is around them replayed."""
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, w: (x.sin() * w).cos() * 2)
+    x, w = leaf(3, 3), leaf(3, 3)
+
+    def program(region):
+        with region():
+            return compiled(x.exp(), w).tanh().cos()
+
+    assert_as_eager(program, x, w)
+    assert replayed(program, x, w) == {"exp": 1, "tanh": 1}
+
+
+# Threads
+
+
+def test_threads_have_regions_of_their_own():
+    """Eight at once, each with nested regions, random numbers of a generator of its own, and one shared object."""
+    region, found = checkpoint_region(), {}
+
+    def work(index, how):
+        generator = torch.Generator().manual_seed(index)
+        x = torch.randn(8, 8, generator=generator, requires_grad=True)
+        y = x
+        for _ in range(10):
+            with how():
+                y = torch.bernoulli(torch.full((8, 8), 0.5), generator=generator) * y.sin()
+                with how():
+                    y = (y @ x).tanh().exp()
+        found[index, how is plain] = grad(y.sum(), x)[0]
+
+    in_threads(*(lambda index=index: work(index, lambda: region) for index in range(8)))
+    for index in range(8):
+        work(index, plain)
+    assert all(torch.equal(found[index, False], found[index, True]) for index in range(8))
+
+
+def test_a_graph_made_on_one_thread_goes_backward_on_others():
+    """At once, over the same frames, under ``retain_graph`` (Rule 11)."""
+    x, found = leaf(20), [None] * 4
+    with checkpoint_region():
+        y = x.sin().exp()
+        with checkpoint_region():
+            y = y.cos().tanh()
+    y = y.sum()
+
+    def backward(index):
+        found[index] = grad(y, x, retain_graph=True)[0]
+
+    for _ in range(10):
+        in_threads(*(lambda index=index: backward(index) for index in range(4)))
+        assert all(torch.equal(gradient, found[0]) for gradient in found)
+    assert torch.equal(found[0], grad(x.sin().exp().cos().tanh().sum(), x)[0])
+
+
+def test_a_region_is_not_recomputing():
+    """Its body runs once."""
+    x, told = leaf(3), []
+    with checkpoint_region():
+        told.append(is_recomputing())
+        y = x.sin().exp()
+    y.sum().backward()
+    assert told == [False]
+
+
+# What is loaded
+
+
+def test_regions_do_not_load_the_compiler():
+    """Neither importing nor using them, with policies, names, and nesting; it takes seconds."""
+    program = """
+import sys, torch
+from ckpt_hooks import checkpoint_name, checkpoint_region, policies
+x = torch.randn(4, 4, requires_grad=True)
+with checkpoint_region(policy=policies.dots_saveable):
+    h = torch.nn.functional.dropout(x @ x, 0.5).relu_()
+    with checkpoint_region(policy=policies.save_only_these_names("h")):
+        y = checkpoint_name(h.sin(), "h").exp()
+y.sum().backward()
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)

@@ -1,0 +1,328 @@
+"""Policies and names in recorded regions: what is kept, why, and what then runs no more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import grad
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks.region import KeptTensor
+from tests.measure import leaf
+from tests.regions import assert_as_eager, replayed
+
+aten = torch.ops.aten
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def mixed(x, w, region, **options):
+    """A product, a random operator, an operator that writes, a view, two outputs."""
+    with region(**options):
+        h = (x @ w).sin()
+        h = F.dropout(h, 0.5).mul_(2).t()
+        best, _ = h.max(1)
+        return (h @ w).exp() * best.cos()
+
+
+def inputs():
+    return leaf(4, 4), leaf(4, 4)
+
+
+EVERYTHING = {"mm": 2, "sin": 1, "native_dropout": 1, "mul_": 1, "t": 1, "max": 1, "exp": 1, "cos": 1}
+
+
+# What runs
+
+
+def test_without_a_policy_everything_runs_that_is_needed():
+    x, w = inputs()
+    ran = replayed(lambda region: mixed(x, w, region), x, w)
+    assert ran == replayed(lambda region: mixed(x, w, region, policy=policies.nothing_saveable), x, w)
+    assert (ran["mm"], ran["sin"], ran["exp"]) == (2, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "spared"),
+    [
+        (policies.dots_saveable, {"mm": 2}),
+        (policies.save_compute_and_communication, {"mm": 2}),
+        ([aten.mm.default, aten.exp.default], {"mm": 2, "exp": 1}),
+        (policies.save_ops(aten.sin.default), {"sin": 1}),  # its derivative needs what it read
+        (policies.save_every(aten.mm.default, 2), {"mm": 1}),
+        (policies.save_from_both_policies([aten.exp.default], policies.dots_saveable), {"mm": 2, "exp": 1}),
+        (lambda ctx, op, *args, **kwargs: op is aten.mm.default, {"mm": 2}),
+        (policies.offload_ops(aten.mm.default), {"mm": 2}),  # on the host it is
+    ],
+    ids=str,
+)
+def test_what_is_kept_does_not_run(policy, spared):
+    x, w = inputs()
+    ran = replayed(lambda region: mixed(x, w, region), x, w)
+    left = replayed(lambda region: mixed(x, w, region, policy=policy), x, w)
+    assert {name: count - left.get(name, 0) for name, count in ran.items() if count != left.get(name, 0)} == spared
+
+
+def test_everything_kept_leaves_views():
+    """Views cost nothing."""
+    x, w = inputs()
+    assert replayed(lambda region: mixed(x, w, region, policy=policies.everything_saveable), x, w).keys() <= {"t"}
+
+
+def test_a_function_is_asked_in_forward_once_an_operator():
+    """With the output; views and whatever else has to run again are not its business."""
+    asked, x = [], leaf(3)
+
+    def policy(ctx, op, *args, **kwargs):
+        asked.append((op, ctx.is_recompute, type(ctx.op_output)))
+        return RECOMPUTE
+
+    with checkpoint_region(policy=policy):
+        y = x.sin().view(3, 1).max(0).values.exp()
+    y.sum().backward()
+    assert [op for op, _, _ in asked] == [aten.sin.default, aten.max.dim, aten.exp.default]
+    assert {recompute for _, recompute, _ in asked} == {False}
+    assert [kind for *_, kind in asked] == [torch.Tensor, tuple, torch.Tensor]
+
+
+def test_a_nested_region_has_a_policy_of_its_own():
+    """Where everything is kept in a region within one that keeps nothing, its operators do not run again.
+
+    What the inner region keeps nothing of runs once for its own handles and once for the outer one's, which ``cos`` saved.
+    """
+    x = leaf(3)
+
+    def program(region, outer, inner):
+        with region(policy=outer):
+            h = x.sin()
+            with region(policy=inner):
+                h = h.exp().tanh()
+            return h.cos().sinh()
+
+    keep = policies.everything_saveable
+    ran = {
+        (outer is not None, inner is not None): replayed(
+            lambda region, outer=outer, inner=inner: program(region, outer, inner), x
+        )
+        for outer in (None, keep)
+        for inner in (None, keep)
+    }
+    assert ran == {
+        (False, False): {"sin": 1, "exp": 2, "tanh": 2, "cos": 1},
+        (False, True): {"cos": 1},
+        (True, False): {"exp": 2, "tanh": 2},
+        (True, True): {},
+    }
+
+
+# What is given for a policy
+
+
+@pytest.mark.parametrize(
+    ("policy", "kind", "message"),
+    [
+        (3, TypeError, "policy must be either a function or a list of ops"),
+        ("dots_saveable", TypeError, "policy must be either a function or a list of ops"),
+        ([aten.mm], ValueError, r"torch\.ops\.aten\.mm\.default"),
+        ([torch.mm], ValueError, "to be an OpOverload"),
+    ],
+    ids=str,
+)
+def test_what_is_no_policy(policy, kind, message):
+    """Before anything runs."""
+    with pytest.raises(kind, match=message):
+        checkpoint_region(policy=policy)
+
+
+@pytest.mark.parametrize("answer", [None, 1, "save"])
+def test_a_policy_that_answers_something_else(answer):
+    """An error in forward, that names the operator."""
+    x = leaf(3)
+    with pytest.raises(TypeError, match=r"aten\.sin\.default"), checkpoint_region(policy=lambda *args, **kwargs: answer):
+        x.sin()
+
+
+def test_an_error_in_a_policy():
+    """Reaches the caller, and the region is left."""
+    x = leaf(3)
+
+    def policy(ctx, op, *args, **kwargs):
+        raise KeyError(str(op))
+
+    with pytest.raises(KeyError, match="sin"), checkpoint_region(policy=policy):
+        x.sin()
+    with checkpoint_region():
+        y = x.sin().cos()
+    y.sum().backward()
+
+
+def test_operators_that_never_come_are_warned_of_once():
+    x = leaf(3)
+    policy = policies.save_ops(aten.mm.default, aten.sin.default)
+
+    def run():
+        with checkpoint_region(policy=policy):
+            return x.sin().cos()
+
+    with pytest.warns(UserWarning, match=r"aten\.mm\.default"):
+        run()
+    run()
+
+
+# What is kept, and why
+
+
+def test_what_a_region_keeps_and_why():
+    """Inputs from outside but for parameters, what the policy says, by operator and by name."""
+    x, w, other = leaf(4, 4), leaf(4, 4), torch.ones(4)
+    region = checkpoint_region(policy=policies.save_from_both_policies([aten.mm.default], policies.save_only_these_names("e")))
+    hidden = x * 2
+    with region:
+        y = checkpoint_name((hidden @ w + other).sin().exp(), "e").cos()
+    assert region.kept() == [
+        KeptTensor("float64[4, 4]", "kept by the policy"),
+        KeptTensor("float32[4]", "from outside of the region"),
+        KeptTensor("float64[4, 4]", "kept by the policy, by the name of 'e'"),
+    ]
+    del y
+    with region:
+        y = (hidden.sin() @ w).mul(other).cos()
+    assert region.kept() == [
+        KeptTensor("float64[4, 4]", "from outside of the region"),
+        KeptTensor("float64[4, 4]", "kept by the policy"),
+        KeptTensor("float32[4]", "from outside of the region"),
+    ]
+    y.sum().backward()
+    assert region.kept() == []
+
+
+def test_what_cannot_be_brought_back_is_kept():
+    """Memory that was written to in part, and what is written to by other ways than operators (Rule 16)."""
+    x = leaf(4)
+    with checkpoint_region() as region:
+        table = torch.empty(4, dtype=torch.float64)
+        table[:2] = 1
+        table[2:] = 2
+        y = (x.sin() * table).exp()
+    (found,) = grad(y.sum(), x)
+    assert torch.equal(found, grad((x.sin() * torch.tensor([1, 1, 2, 2])).exp().sum(), x)[0])
+    with checkpoint_region() as region:
+        table = torch.empty(4, dtype=torch.float64)
+        table[:2] = 1
+        table[2:] = 2
+        y = (x.sin() * table).exp()
+    assert region.kept() == [KeptTensor("float64[4]", "memory that was written to in part")]
+    del y
+
+
+def test_a_region_that_was_never_entered_keeps_nothing():
+    assert checkpoint_region().kept() == []
+
+
+@pytest.mark.parametrize("respect", [True, False])
+def test_saved_tensor_hooks_around_see_what_is_kept(respect):
+    """Inputs from outside always (Rule 2), what the policy keeps unless it is told otherwise."""
+    x, w, packed = leaf(4, 4), leaf(4, 4), []
+
+    def pack(tensor):
+        packed.append(tensor.sum().item())
+        return tensor
+
+    hidden = x * 2
+    region = checkpoint_region(policy=policies.dots_saveable, respect_saved_tensors_hooks=respect)
+    with saved_tensors_hooks(pack, lambda tensor: tensor), region:
+        product = hidden.sin() @ w
+        y = product.cos()
+    assert packed == [hidden.sum().item()] + [product.sum().item()] * respect
+    (found,) = grad(y.sum(), x)
+    assert torch.equal(found, grad(((x * 2).sin() @ w).cos().sum(), x)[0])
+
+
+def test_what_is_kept_goes_to_the_host_by_save_on_cpu():
+    x, w = inputs()
+
+    def program(region):
+        with save_on_cpu():
+            return mixed(x * 1, w, region, policy=policies.dots_saveable)
+
+    assert_as_eager(program, x, w)
+
+
+# Names
+
+
+def test_names_say_what_is_kept():
+    x, w = inputs()
+
+    def program(region, policy):
+        with region(policy=policy):
+            h = checkpoint_name((x @ w).sin(), "first")
+            h = checkpoint_name((h @ w).exp(), "second")
+            return (h @ w).cos()
+
+    def left(policy):
+        ran = replayed(lambda region: program(region, policy), x, w)
+        return [ran.get(name, 0) for name in ("mm", "sin", "exp")]
+
+    assert left(None) == left(policies.save_only_these_names()) == [3, 1, 1]
+    assert left(policies.save_only_these_names("first")) == [3, 0, 1]  # the derivative of ``sin`` needs what it read
+    assert left(policies.save_only_these_names("second")) == [2, 1, 0]
+    assert left(policies.save_only_these_names("first", "second")) == [2, 0, 0]
+    assert left(policies.save_any_names_but_these("second")) == [3, 0, 1]
+    assert left(policies.save_any_names_but_these()) == [2, 0, 0]
+    offloading = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["first"], names_which_can_be_offloaded=["second"]
+    )
+    assert left(offloading) == [2, 0, 0]
+
+
+def test_a_name_is_of_the_innermost_region():
+    """The policies of those around it do not know what is made in it."""
+    x = leaf(3)
+
+    def program(region):
+        with region(policy=policies.save_only_these_names("h")), region():
+            h = checkpoint_name(x.sin(), "h")
+            return h.exp().cos()
+
+    assert replayed(program, x)["sin"] == 1
+
+
+def test_a_name_of_a_written_tensor():
+    """It is what the tensor was when it was named."""
+    x, w = inputs()
+
+    def program(region, after):
+        with region(policy=policies.save_only_these_names("h")):
+            h = checkpoint_name((x @ w).neg_(), "h")
+            if after:
+                h.mul_(2)
+            return h.sin()
+
+    assert replayed(lambda region: program(region, False), x, w).get("mm", 0) == 0
+    assert_as_eager(lambda region: program(region, True), x, w)
+
+
+def test_a_name_returns_the_tensor():
+    """And does nothing outside of regions, under other policies, or to a tensor from outside."""
+    x = leaf(3)
+    assert checkpoint_name(x, "x") is x
+    for policy in (None, policies.dots_saveable, policies.save_only_these_names("x")):
+        with checkpoint_region(policy=policy) as region:
+            assert checkpoint_name(x, "x") is x
+            y = x.sin()
+        assert region.kept() == []
+        del y
+
+
+@pytest.mark.parametrize(("tensor", "name"), [(1.0, "h"), (None, "h"), ([torch.ones(1)], "h"), (torch.ones(1), 3)])
+def test_what_is_no_name(tensor, name):
+    with pytest.raises(TypeError, match=r"takes a tensor|should be a string"):
+        checkpoint_name(tensor, name)
+
+
+def test_function_frames_know_no_names():
+    """A policy of names has no meaning there."""
+    with pytest.raises(ValueError, match="checkpoint_region"):
+        checkpoint(policy=policies.save_only_these_names("h"))(torch.sin)(leaf(3))
