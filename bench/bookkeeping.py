@@ -1,9 +1,10 @@
-"""Counting the Python memory that an implementation keeps for each saved tensor, from forward to backward."""
+"""Counting the Python memory that an implementation keeps from forward to backward, for each saved tensor or operator."""
 
 from __future__ import annotations
 
 import gc
 import tracemalloc
+from collections.abc import Callable
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,7 +27,23 @@ def saved_tensors(program: Program) -> int:
 
 
 def python_bytes(program: Program, implementation: str) -> float:
-    """Measures the Python objects alive after forward and not before, in bytes a saved tensor.
+    """Measures the Python objects alive after forward and not before, in bytes a saved tensor."""
+    return all_python_bytes(program, implementation) / saved_tensors(program)
+
+
+def python_bytes_an_operator(chain: Callable[[int], Program], implementation: str) -> float:
+    """Measures the same in bytes an operator of a chain, without what a region takes however long it is.
+
+    Args:
+        chain: Makes a program of one region of so many operators.
+        implementation: What runs the region.
+    """
+    short, long = (all_python_bytes(chain(ops), implementation) for ops in (100, 300))
+    return (long - short) / 200
+
+
+def all_python_bytes(program: Program, implementation: str) -> int:
+    """Measures the Python objects alive after forward and not before, in bytes.
 
     Memory of tensors' elements and of torch's C++ objects is not Python's and not in the figure.
     """
@@ -44,4 +61,4 @@ def python_bytes(program: Program, implementation: str) -> float:
         del output
     finally:
         tracemalloc.stop()
-    return (after - before) / saved_tensors(program)
+    return after - before

@@ -25,8 +25,15 @@ def plain(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return function(x)
 
 
+def recorded(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Runs a region as a block of code that is recorded, and whose operators are replayed."""
+    with ckpt_hooks.checkpoint_region():
+        return function(x)
+
+
 REGIONS: dict[str, Region] = {
     "ours": ckpt_hooks.checkpoint,
+    "region": recorded,
     "torch": partial(torch_checkpoint, use_reentrant=False),
     "torch_reentrant": partial(torch_checkpoint, use_reentrant=True),
     "none": plain,
@@ -56,22 +63,27 @@ class Program:
                 self.forward(plain).sum().backward()  # type: ignore[no-untyped-call]
 
             return floor
-        region = REGIONS[implementation]
+        return self.step_in(REGIONS[implementation])
+
+    def step_in(self, region: Region) -> Callable[[], None]:
+        """Makes a step in which that is the way to run a region."""
 
         def step() -> None:
             self.forward(region).sum().backward()  # type: ignore[no-untyped-call]
 
         return step
 
-    def gradients(self, implementation: str) -> list[Tensor]:
-        """Runs one step and returns the gradients it gives."""
+    def gradients(self, step: Callable[[], None]) -> list[Tensor]:
+        """Runs a step of this program and returns the gradients it gives."""
         for leaf in self.leaves:
             leaf.grad = None
-        self.step(implementation)()
+        step()
         return [leaf.grad.clone() for leaf in self.leaves if leaf.grad is not None]
 
 
-def _in_a_row(ops: int) -> Callable[[Tensor], Tensor]:
+def in_a_row(ops: int) -> Callable[[Tensor], Tensor]:
+    """Makes a function of so many sines and cosines in turn."""
+
     def run(x: Tensor) -> Tensor:
         for i in range(ops):
             x = x.cos() if i % 2 else x.sin()
@@ -83,7 +95,19 @@ def _in_a_row(ops: int) -> Callable[[Tensor], Tensor]:
 def chain(ops: int) -> Program:
     """One region of sines and cosines in turn on a 4 by 4 tensor: all that is measured is what is around the ops."""
     x = torch.randn(4, 4, requires_grad=True)
-    run = _in_a_row(ops)
+    run = in_a_row(ops)
+    return Program(lambda region: region(run, x), (x,))
+
+
+def chain_saving_one(ops: int) -> Program:
+    """The same of operators of which backward needs no tensor, and one sine that it does need the input of."""
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        for _ in range(ops):
+            x = x.neg()
+        return x.sin()
+
     return Program(lambda region: region(run, x), (x,))
 
 

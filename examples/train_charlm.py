@@ -3,6 +3,7 @@
     python examples/train_charlm.py
     python examples/train_charlm.py --mode none,checkpoint,sequential --layers 16 --steps 50
     python examples/train_charlm.py --mode checkpoint,selective --policy dots_saveable
+    python examples/train_charlm.py --mode none,region,region:dots_saveable
     python examples/train_charlm.py --mode checkpoint --json > run.json
 
 The text is the source of Python's own standard library, which is on every machine. A mode says how the stack of blocks
@@ -94,6 +95,14 @@ def run_torch_selective(policy: str, blocks: Sequence[nn.Module], x: Tensor) -> 
     return x
 
 
+def run_region(blocks: Sequence[nn.Module], x: Tensor, *, policy: policies.Policy | None = None) -> Tensor:
+    """Records what each block does: backward replays those operators that it needs, and runs no Python code again."""
+    for block in blocks:
+        with ckpt_hooks.checkpoint_region(policy=policy):
+            x = block(x)
+    return x
+
+
 MODES: dict[str, Callable[..., Tensor]] = {
     "none": run_plain,
     "torch": run_torch,
@@ -101,6 +110,8 @@ MODES: dict[str, Callable[..., Tensor]] = {
     "sequential": run_sequential,
     "selective": run_selective,
     "torch_selective": run_torch_selective,
+    "region": run_region,
+    **{f"region:{name}": functools.partial(run_region, policy=policy) for name, policy in POLICIES.items()},
 }
 
 
@@ -311,10 +322,11 @@ def show_progress(line: str, step: int, steps: int) -> None:
 
 def format_table(rows: Sequence[Row]) -> str:
     """Lays out one row a mode; with several modes, the last line says whether their losses agree bit by bit."""
-    lines = [f"{'mode':<16} {'final loss':>12} {'peak activations':>18} {'seconds/step':>14}"]
+    width = max(16, *(len(row.mode) for row in rows))
+    lines = [f"{'mode':<{width}} {'final loss':>12} {'peak activations':>18} {'seconds/step':>14}"]
     for row in rows:
         peak = f"{row.peak_bytes / 2**20:.2f} MiB"
-        lines.append(f"{row.mode:<16} {row.losses[-1]:>12.6f} {peak:>18} {row.seconds_per_step:>14.4f}")
+        lines.append(f"{row.mode:<{width}} {row.losses[-1]:>12.6f} {peak:>18} {row.seconds_per_step:>14.4f}")
     if len(rows) > 1:
         equal = all(row.losses == rows[0].losses for row in rows)
         lines.append(f"losses of all modes bitwise equal: {'yes' if equal else 'NO'}")
@@ -355,7 +367,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     accelerator = next((name for name in ("cuda", "xpu") if getattr(torch, name).is_available()), "cpu")
     add = parser.add_argument
-    add("--mode", type=mode_list, default="none,torch,checkpoint", help=f"one or more of {names}")
+    short = ",".join([*(mode for mode in MODES if ":" not in mode), "region:POLICY"])
+    add("--mode", type=mode_list, default="none,torch,checkpoint", help=f"one or more of {short}; the policies are below")
     add("--steps", type=count, default=30, help="steps of training for each mode")
     add("--layers", type=count, default=8, help="number of transformer blocks")
     add("--width", type=count, default=128, help="width of the residual stream, a multiple of --heads")

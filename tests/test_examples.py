@@ -31,10 +31,11 @@ def run_charlm(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_charlm_trains_alike_in_every_mode():
     """Losses are bitwise equal with dropout, memory is no more than torch's, JSON has what it says."""
-    result = run_charlm("--mode", "none,torch,checkpoint,sequential,selective", *TINY, "--json")
+    modes = ["none", "torch", "checkpoint", "sequential", "selective", "region"]
+    result = run_charlm("--mode", ",".join(modes), *TINY, "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
-    assert list(rows) == ["none", "torch", "checkpoint", "sequential", "selective"]
+    assert list(rows) == modes
     assert all(row["losses"] == rows["none"]["losses"] for row in rows.values())
     assert len(rows["none"]["losses"]) == 3
     assert rows["checkpoint"]["peak_bytes"] <= rows["torch"]["peak_bytes"] < rows["none"]["peak_bytes"]
@@ -45,25 +46,34 @@ def test_charlm_trains_alike_in_every_mode():
 def test_charlm_trains_alike_under_every_policy(policy):
     """And keeps no more than torch does under the same, where torch gets through: not if dropout writes to what is kept."""
     compared = policy != "everything_saveable"
-    modes = "none,torch_selective,selective" if compared else "none,selective"
-    result = run_charlm("--mode", modes, "--policy", policy, *TINY, "--json")
+    modes = ["none", *(["torch_selective"] if compared else []), "selective", f"region:{policy}"]
+    result = run_charlm("--mode", ",".join(modes), "--policy", policy, *TINY, "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
+    assert list(rows) == modes
     assert all(row["losses"] == rows["none"]["losses"] for row in rows.values())
     assert not compared or rows["selective"]["peak_bytes"] <= rows["torch_selective"]["peak_bytes"]
 
 
 def test_charlm_prints_a_table():
-    result = run_charlm("--mode", "none,checkpoint", *TINY)
+    modes = ["none", "checkpoint", "region:dots_saveable", "region:save_compute_and_communication"]
+    result = run_charlm("--mode", ",".join(modes), *TINY)
     assert result.returncode == 0, result.stderr
-    assert re.search(r"^none\s", result.stdout, re.MULTILINE)
-    assert re.search(r"^checkpoint\s", result.stdout, re.MULTILINE)
-    assert "bitwise equal" in result.stdout
+    *table, verdict = result.stdout.splitlines()
+    assert [line.split()[0] for line in table] == ["mode", *modes]
+    assert len({len(line) for line in table}) == 1
+    assert verdict == "losses of all modes bitwise equal: yes"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--mode", "nothing"], "nothing"), (["--width", "10", "--heads", "3"], "--width"), (["--steps", "0"], "--steps")],
+    [
+        (["--mode", "nothing"], "nothing"),
+        (["--mode", "none,region:dots"], "got 'none,region:dots', expected one or more of none,torch,"),
+        (["--mode", "region:"], "region:dots_saveable,"),
+        (["--width", "10", "--heads", "3"], "--width"),
+        (["--steps", "0"], "--steps"),
+    ],
 )
 def test_charlm_refuses_with_a_reason(arguments, message):
     result = run_charlm(*arguments)

@@ -242,7 +242,10 @@ class Tables:
             return found.store
         address = _address_of(tensor)
         store = None if address is None else self.stores.get(address)
-        return self._store_outside(address) if store is None or not store.is_alive() else store
+        if store is None or not store.is_alive():
+            store = self._store_outside(address)
+            store.members.append(_weakref(tensor))
+        return store
 
     def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
         """Returns the value of a tensor that is not in the table.
