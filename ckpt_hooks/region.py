@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -122,14 +123,28 @@ class checkpoint_region:  # noqa: N801 -- used like a function
             frame.__exit__(kind, error, traceback)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Returns a function whose calls are regions."""
+        """Returns a function whose calls are regions.
 
-        @functools.wraps(function)
+        Raises:
+            TypeError: If calling the function does not run it, as with generators and coroutines.
+        """
+        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+            raise TypeError(
+                f"{function!r} does not run when it is called, so its calls cannot be regions: write `with checkpoint_region():` "
+                "around lines of it."
+            )
+
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            if torch.compiler.is_dynamo_compiling():
+                return function(*args, **kwargs)
             with self:
                 return function(*args, **kwargs)
 
-        return run
+        return functools.update_wrapper(run, function, updated=())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A model that holds a region is copied and saved without what its latest forward left.
+        return {**self.__dict__, "_latest": None}
 
     def kept(self) -> list[KeptTensor]:
         """Returns what the region keeps, as of the last time that it was entered, and regions around it with it, and why.
