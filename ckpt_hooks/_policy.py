@@ -96,7 +96,7 @@ class Policy(abc.ABC):
         return {}
 
     @functools.cached_property
-    def tape_plan(self) -> dict[int, Any]:
+    def tape_plan(self) -> dict[Any, int]:
         """The same for recorded regions."""
         return {}
 
@@ -198,7 +198,7 @@ class _Function(Policy):
 
     #: The same for all functions: none of them decides on an operator alone.
     plan: dict[int, Any] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
-    tape_plan: dict[int, Any] = {}  # noqa: RUF012 -- likewise
+    tape_plan: dict[Any, int] = {}  # noqa: RUF012 -- likewise
 
     def __init__(self, function: PolicyFn) -> None:
         self._function = function

@@ -130,8 +130,8 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         """
         if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
             raise TypeError(
-                f"{function!r} does not run when it is called, so its calls cannot be regions: write `with checkpoint_region():` "
-                "around lines of it."
+                f"{function!r} does not run when it is called, so its calls cannot be regions: write "
+                "`with checkpoint_region():` around lines of it."
             )
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:

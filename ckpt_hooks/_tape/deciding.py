@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ckpt_hooks._operators import SAC_IGNORED_OPS
 from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of, warn_of_unseen
 
-from .facts import facts_of
+from .facts import OpFacts
 
 __all__ = ["ASK", "OFFLOAD", "RECOMPUTE", "SAVE", "Deciding"]
 
@@ -35,7 +35,7 @@ class Deciding:
 
     Attributes:
         asks: What decides on operators that have to be asked for each time.
-        known: What :meth:`of` has answered, by the identity of the operator, with the operator.
+        known: What :meth:`of` has answered.
         policy: The policy.
         seen: Operators that ran, where the policy expects some.
     """
@@ -46,22 +46,23 @@ class Deciding:
         self.policy = policy
         self.asks: Callable[..., Any] = policy.start()
         self.seen: set[Any] | None = set() if policy.expects else None
-        self.known: dict[int, tuple[Any, int]] = policy.tape_plan if self.seen is None else {}
+        self.known: dict[OpFacts, int] = policy.tape_plan if self.seen is None else {}
 
-    def of(self, operator: Any) -> int:
+    def of(self, facts: OpFacts) -> int:
         """Returns what becomes of an operator: ``RECOMPUTE``, ``SAVE``, ``OFFLOAD``, or ``ASK``."""
-        known = self.known.get(id(operator))
-        if known is None or known[0] is not operator:
+        meaning = self.known.get(facts)
+        if meaning is None:
+            operator = facts.operator
             decision = CheckpointPolicy.PREFER_RECOMPUTE if operator in SAC_IGNORED_OPS else self.policy.for_op(operator)
-            known = self.known[id(operator)] = operator, ASK if decision is None else _meaning_of(decision, operator)
+            meaning = self.known[facts] = ASK if decision is None else _meaning_of(decision, facts)
             if self.seen is not None:
                 self.seen.add(operator)
-        return known[1]
+        return meaning
 
-    def ask(self, operator: Any, args: Any, kwargs: Any, output: Any) -> int:
+    def ask(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> int:
         """Asks about one run of an operator."""
         context = SelectiveCheckpointContext(op_output=output)
-        return _meaning_of(self.asks(context, operator, *args, **kwargs), operator)
+        return _meaning_of(self.asks(context, facts.operator, *args, **kwargs), facts)
 
     def of_name(self, name: str) -> int:
         """Returns what becomes of a tensor that was given a name."""
@@ -74,8 +75,8 @@ class Deciding:
             warn_of_unseen(self.policy, self.seen)
 
 
-def _meaning_of(answer: Any, operator: Any) -> int:
-    decision = decision_of(answer, operator)
-    if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts_of(operator).is_collective:
+def _meaning_of(answer: Any, facts: OpFacts) -> int:
+    decision = decision_of(answer, facts.operator)
+    if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts.is_collective:
         return SAVE  # to run one again, all have to, at the same time
     return _MEANING[decision]

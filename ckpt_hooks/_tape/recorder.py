@@ -18,14 +18,14 @@ from ckpt_hooks._ambient.flags import read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.stack import Presence
-from ckpt_hooks._torch import graph_task_id, is_compiled_code_running, num_function_modes, storage_address
+from ckpt_hooks._torch import counted_detach, graph_task_id, is_compiled_code_running, num_function_modes, storage_address
 
 from . import writes
 from .around import Around, look_around
 from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
-from .kept import Hooks
-from .tables import STRIDED, Tables, new_store
+from .kept import Hooks, Kept
+from .tables import Tables, new_store
 from .values import Op, Store, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -35,6 +35,7 @@ _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
 _FRESH = frozenset({Kind.SAVEABLE, Kind.RANDOM})
 _CAST = Kind.CAST
+_BY_POLICY = "kept by the policy"
 
 
 class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,14 +93,14 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             or (kwargs and not facts.keywords.isdisjoint(kwargs))
         ):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
-        deciding = self.deciding
-        if (deciding is not None or self.is_in_frame) and (facts.kind is _CAST or graph_task_id() != self._task):
+        if self.is_in_frame and (facts.kind is _CAST or graph_task_id() != self._task):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
-        if deciding is not None:
-            known = deciding.known.get(id(func))
-            decision = known[1] if known is not None and known[0] is func else deciding.of(func)
+        if (deciding := self.deciding) is not None:
+            decision = deciding.known.get(facts)
+            if decision is None:
+                decision = deciding.of(facts)
             if decision != RECOMPUTE:
-                if decision == SAVE and facts.kind in _FRESH:
+                if decision == SAVE and facts.kind in _FRESH and graph_task_id() == self._task:
                     return self._save(func, facts, args, kwargs or _NO_KWARGS)
                 return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
@@ -132,11 +133,14 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         op.draw = None
         op.around = self.around
         op.is_plain = True
-        if not facts.single or type(out) is not _Tensor or out.layout is not STRIDED:
+        if not facts.single or type(out) is not _Tensor:
             self.note(op, values, out)
             return out
         # As ``put`` does it.
-        address = storage_address(out)
+        try:
+            address = storage_address(out)
+        except NotImplementedError:  # it has none
+            return out
         self.number = op.number = number = self.number + 1
         value = Value()
         value.number = number
@@ -171,9 +175,12 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operator that is not a view, and keeps what it returns: nobody needs to know what it read."""
         out = facts.call(*args, **kwargs)
         for tensor in (out,) if facts.single else flatten(out):
-            if type(tensor) is not _Tensor or tensor.layout is not STRIDED:
+            if type(tensor) is not _Tensor:
                 continue
-            address = storage_address(tensor)
+            try:
+                address = storage_address(tensor)
+            except NotImplementedError:
+                continue
             if self.is_taken(address):  # which its schema denies
                 self.make_outside(self.stores[address], f"returned by {func}")
                 continue
@@ -186,7 +193,14 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             value.tensor = reference = _weakref(tensor, partial(self._forget, key))
             store.members.append(reference)
             self.known[key] = value
-            self.keep(value, tensor, SAVE, "kept by the policy")
+            kept = Kept()
+            kept.tensor = counted_detach(tensor)
+            kept.version = None
+            kept.reason = _BY_POLICY
+            kept.path = self.path
+            kept.is_fickle = False
+            kept.by_policy = True
+            self.hold(value, kept)
         return out
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -214,7 +228,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         if facts.is_inplace_view:
             return writes.run_inplace_view(self, op, facts, args, kwargs)
         out = self.run(op, func, facts, args, kwargs)
-        decision = RECOMPUTE if facts.is_view else self.decide(func, args, kwargs, out)
+        decision = RECOMPUTE if facts.is_view else self.decide(facts, args, kwargs, out)
         made = self.note(op, values, out, decision)
         if decision != RECOMPUTE:
             cut(op, made)
@@ -227,13 +241,13 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         out, op.draw = draw_noting(func, args, kwargs, shared=Presence.count > 0)
         return out
 
-    def decide(self, func: Any, args: Any, kwargs: Any, out: Any) -> int:
-        """Returns what the policy says of an operator that has run."""
+    def decide(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
+        """Returns what the policy says of an operator that has run; of one of a backward in the region it is not asked."""
         deciding = self.deciding
         if deciding is None or graph_task_id() != self._task:
-            return SAVE if facts_of(func).is_collective else RECOMPUTE
-        decision = deciding.of(func)
-        return deciding.ask(func, args, kwargs, out) if decision == ASK else decision
+            return SAVE if facts.is_collective else RECOMPUTE
+        decision = deciding.of(facts)
+        return deciding.ask(facts, args, kwargs, out) if decision == ASK else decision
 
     def op_of(
         self, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset()

@@ -168,10 +168,10 @@ class Tables:
         if transfers is not None:
             self._batch = self._batch or Batch()
             kept = Moved(kept, self._batch, transfers)
-        self._hold(value, kept)
+        self.hold(value, kept)
         value.op = value.before = None
 
-    def _hold(self, value: Value, kept: Kept) -> None:
+    def hold(self, value: Value, kept: Kept) -> None:
         value.saved = kept
         reference = _weakref(value)
         self._held.append(reference)

@@ -86,7 +86,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         _after_outside(tape, facts, targets, outside.values())
         return out
     # Where all is kept that it writes, what was there before is of no use to anybody but those who read it already.
-    keeps = tape.deciding is not None and tape.deciding.of(func) in (SAVE, OFFLOAD)
+    keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
     keeps = keeps and not any(store.pins for store in inside.values())
     if keeps:
         _before(tape, inside.values(), keeps=True)
@@ -96,7 +96,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         _before(tape, inside.values())
     out = tape.run(op, func, facts, args, kwargs)
     count_writes(func, args)
-    decision = tape.decide(func, args, kwargs, out)
+    decision = tape.decide(facts, args, kwargs, out)
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     bumped = _groups(tape, targets)
     for store in inside.values():
