@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, policies
+from ckpt_hooks._dispatch import QuietDispatchMode
 
 from .observe import plain
 
@@ -31,15 +32,30 @@ class Implementation:
         start: Returns a new :data:`Run` for each run of a program, so that one may count its regions, or draw a policy for
             each of them from a seed of its own.
         source: Lines of a script that define ``run``.
+        has_modes: Whether regions run under a dispatch mode.
     """
 
     name: str
     start: Callable[[], Run]
     source: str
+    has_modes: bool = False
 
 
-def _stateless(name: str, run: Run, source: str) -> Implementation:
-    return Implementation(name, lambda: run, source)
+def _stateless(name: str, run: Run, source: str, *, has_modes: bool = False) -> Implementation:
+    return Implementation(name, lambda: run, source, has_modes)
+
+
+class _PassThrough(QuietDispatchMode):
+    """Does nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def under_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs a function as no region, but under a dispatch mode."""
+    with _PassThrough():
+        return function(*args, **kwargs)
 
 
 def curried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -174,15 +190,17 @@ IMPLEMENTATIONS = {
             f"{_OURS}\n\nrun = functools.partial(checkpoint, debug=True)",
         ),
         _stateless("plain", plain, "run = plain"),
-        Implementation("ours-selective", selective, "from tests.fuzz.implementations import selective\n\nrun = selective()"),
+        Implementation(
+            "ours-selective", selective, "from tests.fuzz.implementations import selective\n\nrun = selective()", True
+        ),
         Implementation(
             "torch-selective",
             functools.partial(selective, torch.utils.checkpoint),
             "import torch.utils.checkpoint\nfrom tests.fuzz.implementations import selective\n\n"
             "run = selective(torch.utils.checkpoint)",
         ),
-        _stateless("ours-region", region, "from tests.fuzz.implementations import region as run"),
-        Implementation("ours-mixed", mixed, "from tests.fuzz.implementations import mixed\n\nrun = mixed()"),
+        _stateless("ours-region", region, "from tests.fuzz.implementations import region as run", has_modes=True),
+        Implementation("ours-mixed", mixed, "from tests.fuzz.implementations import mixed\n\nrun = mixed()", True),
         Implementation("ours-varied", varied, "from tests.fuzz.implementations import varied\n\nrun = varied()"),
     )
 }

@@ -10,7 +10,7 @@ import torch
 
 from .features import CORE
 from .generate import generate
-from .implementations import Implementation
+from .implementations import Implementation, under_mode
 from .observe import difference, observe, plain
 from .prelude import copied, unchanged
 from .programs import Program
@@ -29,7 +29,8 @@ class Difference:
         kind: ``"output"``, ``"gradient"``, ``"stream"`` and so on, ``"raised"``, or ``"no error"``. The latter is ``"lenient"``
             where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
             and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not;
-            ``"overlooked"`` is any other difference that is not there without the writes after forward.
+            ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one that
+            torch itself makes where regions run under a dispatch mode that does nothing.
         explanation: What differs.
         error: Type of the error that plain autograd raises, or None.
     """
@@ -45,10 +46,12 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
 
     To go on with the values from before a write is no fault, where plain autograd complains. To complain where plain autograd
     does not is none where programs write to what regions were given: a rerun needs more than plain autograd does. Nor is it
-    one to overlook a write to what a region read from outside and nothing saved.
+    one to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
+    dispatch mode.
     """
     limits = {
         "lenient": features,
+        "mode": features,
         "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward"},
         "overlooked": features & {"closure_mutation", "stale_saves"},
     }
@@ -68,6 +71,8 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
     if found is None or difference(expected, observe(function, plain)) is not None:  # the program is of two minds itself
         return None, error
     kind, explanation = found
+    if implementation.has_modes and difference(observe(function, under_mode), other) is None:
+        return Difference(program.seed, "mode", explanation, error and error[0]), error
     if kind == "raised" and _is_of_write(*other[1]):
         kind = "strict"
     elif kind != "no error" and program.after:
