@@ -1,0 +1,413 @@
+"""Rules 9 and 17 for recorded regions: who keeps what alive, and until when. The garbage collector is off in all of these."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import grad
+from torch.autograd.graph import save_on_cpu
+from torch.multiprocessing.reductions import StorageWeakRef
+from train_charlm import peak_bytes
+
+from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_region, policies
+from ckpt_hooks._runtime.frame import Observer
+from ckpt_hooks._runtime.observers import observe
+from ckpt_hooks._tape.frame import RecordedFrame
+from ckpt_hooks._tape.recorder import Recorder
+from ckpt_hooks._tape.values import Op, Store, Value
+from tests.measure import leaf
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+PARTS = (RecordedFrame, Recorder, Op, Value, Store)
+
+
+class Frames(Observer):
+    """Weak references to the frames of a block, and to the values that were handed out."""
+
+    def __init__(self):
+        self.frames = []
+        self.values = []
+
+    def entered(self, frame):
+        self.frames.append(weakref.ref(frame))
+
+    def unpacked(self, frame, index, tensor):
+        self.values.append(weakref.ref(tensor))
+
+    def alive(self):
+        return [r() is not None for r in self.frames]
+
+    def values_alive(self):
+        return sum(r() is not None for r in self.values)
+
+
+@pytest.fixture
+def frames():
+    watching = Frames()
+    with observe(watching):
+        yield watching
+
+
+def storages(*tensors):
+    """Returns weak references to the memory of tensors."""
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+
+
+def expired(references):
+    return [reference.expired() for reference in references]
+
+
+def block(x):
+    h = x.sin().exp()
+    h = F.dropout(h, 0.5).mul_(2)
+    first, second = h.chunk(2)
+    return (torch.cat([first, second]) * h).cos()
+
+
+# Frames
+
+
+def test_a_frame_dies_with_backward(frames):
+    x = leaf(4)
+    with checkpoint_region():
+        y = block(x)
+    y = y.sum()
+    assert frames.alive() == [True]
+    y.backward()
+    assert frames.alive() == [False]
+
+
+def test_a_frame_lives_as_long_as_its_graph(frames):
+    """Repeated backwards leave nothing with it (Rule 4)."""
+    x = leaf(4)
+    with checkpoint_region():
+        y = block(x)
+    y = y.sum()
+    for _ in range(3):
+        y.backward(retain_graph=True)
+        assert frames.alive() == [True]
+        assert frames.values_alive() == 0
+        assert frames.frames[0]().passes == {}
+    del y
+    assert frames.alive() == [False]
+
+
+def test_a_frame_lives_by_one_handle(frames):
+    """The last node of the graph that may ask it."""
+    x = leaf(4)
+    with checkpoint_region():
+        a = x.sin().exp()
+        b = x.cos().tanh()
+    node = a.grad_fn
+    del a, b
+    assert frames.alive() == [True]
+    del node
+    assert frames.alive() == [False]
+
+
+def test_discarded_outputs_take_their_frame_along(frames):
+    x = leaf(4)
+    with checkpoint_region():
+        y = block(x)
+        with checkpoint_region():
+            y = block(y)
+    assert frames.alive() == [True, True]
+    del y
+    assert frames.alive() == [False, False]
+
+
+def test_a_region_that_saves_nothing_has_no_frame_afterwards(frames):
+    x = leaf(4)
+    with checkpoint_region():
+        y = x * 2 + 1
+    assert frames.alive() == [False]
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_exception_frees_frames(frames, depth):
+    x = leaf(4)
+
+    def down(levels):
+        with checkpoint_region():
+            y = block(x)
+            if levels == 1:
+                raise KeyError(y.shape)
+            down(levels - 1)
+
+    with contextlib.suppress(KeyError):
+        down(depth)
+    assert frames.alive() == [False] * depth
+
+
+def test_an_exception_in_a_replay_keeps_nothing(frames):
+    """The frame is as it was, and goes with its graph."""
+    x = leaf(4)
+    other = x.detach() * 1
+    with checkpoint_region():
+        y = (x.sin() * other).exp().tanh()
+    y = y.sum()
+    other.add_(1)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.backward(retain_graph=True)
+        assert frames.alive() == [True]
+        assert frames.frames[0]().passes == {}
+    assert frames.values_alive() == 0
+    del y
+    assert frames.alive() == [False]
+
+
+def test_nested_frames_of_both_kinds_die(frames):
+    x = leaf(4)
+    with checkpoint_region():
+        y = checkpoint(lambda x: checkpoint_region()(block)(x.sin()).exp(), x)
+        with checkpoint_region():
+            y = checkpoint(block, y)
+    y = y.sum()
+    grad(y, x, retain_graph=True)
+    # Those of forward; the rerun of the first function makes one more.
+    assert sum(frames.alive()) == 5
+    del y
+    assert not any(frames.alive())
+
+
+def test_higher_derivatives_free_everything(frames):
+    x = leaf(4)
+    with checkpoint_region():
+        y = x.sin().exp()
+        with checkpoint_region():
+            y = y.cos().tanh()
+    (g,) = grad(y.sum(), x, create_graph=True)
+    (h,) = grad(g.sum(), x, create_graph=True)
+    del y, g, h
+    assert not any(frames.alive())
+
+
+def test_values_of_a_group_die_with_it(frames):
+    x = leaf(4)
+    with checkpoint_region():
+        h = x.sin()
+        a, b = h.exp().tanh(), h.cos().tan()
+    del h
+    group = GraphExecGroup()
+    with group:
+        grad(a.sum(), x, retain_graph=True)
+    assert len(frames.frames[0]().passes) == 1
+    del group
+    assert frames.frames[0]().passes == {}
+    del a, b
+    assert frames.alive() == [False]
+
+
+@pytest.mark.parametrize("how", ["backward", "discarded", "exception", "policy", "nested", "hooks"])
+def test_there_are_no_cycles(how, frames):
+    """Nothing of a tape is left that only the garbage collector would find."""
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def run():
+        policy = policies.dots_saveable if how == "policy" else None
+        with save_on_cpu() if how == "hooks" else contextlib.nullcontext(), checkpoint_region(policy=policy):
+            y = block((x @ w).relu_())
+            if how == "nested":
+                with checkpoint_region():
+                    y = checkpoint(block, block(y) @ w)
+            if how == "exception":
+                raise KeyError
+        if how != "discarded":
+            grad(y.sum(), x)
+
+    gc.freeze()  # what was there before is not looked at
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        with contextlib.suppress(KeyError):
+            run()
+        gc.collect()
+        left = [type(one).__name__ for one in gc.garbage if isinstance(one, PARTS)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.unfreeze()
+    assert left == []
+
+
+# Values
+
+
+def test_activations_are_gone_when_the_region_exits():
+    """Outputs of operators go with the variables that hold them, in the region already."""
+    x = leaf(4)
+    with checkpoint_region():
+        h = x.sin()
+        k = h.exp()
+        gone = storages(h, k)
+        y = k.cos()
+        del h, k
+        assert expired(gone) == [True, True]
+    y.sum().backward()
+
+
+def test_what_no_handle_depends_on_is_gone():
+    """Inputs of what came to nothing or is not replayed, at the exit at the latest; others with backward (Rule 17)."""
+    x = leaf(4)
+    needed, dead, metric, linear = (torch.randn(4, dtype=torch.float64) for _ in range(4))
+    gone = storages(needed, dead, metric, linear)
+    with checkpoint_region():
+        h = x.sin() * needed
+        (h * dead).exp()
+        (h.detach() - metric).abs().mean()
+        y = (h.exp().tanh() + linear) * 2
+        del h, needed, dead, metric, linear
+    assert expired(gone) == [False, True, True, True]
+    y.sum().backward()
+    assert gone[0].expired()
+
+
+def test_inputs_go_as_backward_passes_them():
+    """What only the end of a region needs is gone before its beginning is through."""
+    x, seen = leaf(4), []
+    first, last = (torch.randn(4, dtype=torch.float64) for _ in range(2))
+    gone = storages(first, last)
+    h = x * 1
+    h.register_hook(lambda g: seen.append(expired(gone)))
+    with checkpoint_region():
+        with checkpoint_region():
+            k = (h.sin() * first).exp().tanh()
+        with checkpoint_region():
+            y = (k.sin() * last).exp().tanh()
+    k.register_hook(lambda g: seen.append(expired(gone)))
+    del first, last, h, k
+    y.sum().backward()
+    assert seen == [[False, True], [True, True]]
+
+
+def test_what_a_policy_keeps_goes_as_backward_passes_it():
+    """One by one, and not with the frame."""
+    x, w, gone, seen = leaf(4, 4), leaf(4, 4), [], []
+
+    def note(g):
+        seen.append(expired(gone))
+
+    with checkpoint_region(policy=policies.dots_saveable):
+        h = x
+        for _ in range(3):
+            h = h @ w
+            gone += storages(h)
+            h = h.sin()
+            h.register_hook(note)
+    y = h.sum()
+    del h
+    assert expired(gone) == [False] * 3
+    y.backward()
+    assert seen == [[False, False, False], [False, False, True], [False, True, True]]
+    assert expired(gone) == [True] * 3
+
+
+def test_what_a_policy_keeps_and_nobody_needs():
+    """Goes with the variable that holds it."""
+    x, w = leaf(4, 4), leaf(4, 4)
+    with checkpoint_region(policy=policies.everything_saveable):
+        h = x @ w
+        gone = storages(h)
+        y = h + 1
+        del h
+        assert gone[0].expired()
+    del y
+
+
+# Memory
+
+
+def net(kind):
+    torch.manual_seed(0)
+    layer = {
+        "linear": list,
+        "gelu": lambda: [nn.GELU()],
+        "norm": lambda: [nn.LayerNorm(64)],
+        "dropout": lambda: [nn.Dropout(0.1)],
+        "all": lambda: [nn.GELU(), nn.LayerNorm(64), nn.Dropout(0.1)],
+    }[kind]
+    return nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), *layer()) for _ in range(4)))
+
+
+def peak(kind, policy, *, checkpointed=True):
+    model, x = net(kind), torch.randn(64, 64, requires_grad=True)
+
+    def step():
+        with checkpoint_region(policy=policy) if checkpointed else contextlib.nullcontext():
+            y = model(x)
+        y.sum().backward()
+
+    step()  # gradients are there from now on
+    return peak_bytes(step)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gelu", "norm", "dropout", "all"])
+def test_to_keep_everything_costs_what_plain_autograd_does(kind):
+    """To the byte, at the worst moment of a step."""
+    assert peak(kind, policies.everything_saveable) == peak(kind, None, checkpointed=False)
+
+
+@pytest.mark.parametrize("kind", ["linear", "gelu", "norm"])
+def test_to_keep_nothing_costs_no_more_than_that(kind):
+    """One region around all of it brings back all of it, at most."""
+    assert peak(kind, policies.nothing_saveable) <= peak(kind, None, checkpointed=False)
+
+
+def test_what_forward_keeps():
+    """Of a chain in a region: its output, whatever the length."""
+    x = torch.randn(64, 64, requires_grad=True)
+
+    def forward(length):
+        with checkpoint_region():
+            y = x
+            for _ in range(length):
+                y = y.sin()
+        return y
+
+    tensor = 64 * 64 * 4
+    assert [peak_bytes(lambda length=length: forward(length)) for length in (2, 10, 50)] == [2 * tensor] * 3
+
+
+def test_repeated_backwards_do_not_pile_up():
+    """Python objects neither, once torch and the interpreter have made what they keep for the next time."""
+    x = leaf(4)
+    with checkpoint_region():
+        y = block(x)
+        with checkpoint_region():
+            y = block(y)
+    y = y.sum()
+
+    def again(times):
+        for _ in range(times):
+            grad(y, x, retain_graph=True)
+
+    again(1500)
+    before = sys.getallocatedblocks()
+    again(500)
+    assert abs(sys.getallocatedblocks() - before) < 50
+
+
+def test_memory_of_2000_regions_comes_back():
+    """And that of the operators in them."""
+
+    def run(steps):
+        x = torch.ones(4, 4, requires_grad=True)
+        y = x
+        for _ in range(steps):
+            with checkpoint_region():
+                y = y.sin().cos()
+        y.sum().backward()
+
+    run(2000)  # fills the interpreter's free lists
+    before = sys.getallocatedblocks()
+    run(2000)
+    assert abs(sys.getallocatedblocks() - before) < 50

@@ -1,0 +1,273 @@
+"""Regions in regions, in function frames, around function frames, and many in a row: how often operators run (Rule 13)."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import grad
+from torch.autograd.graph import save_on_cpu
+
+from ckpt_hooks import checkpoint, checkpoint_region
+from tests.measure import CountOps, leaf
+from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
+
+
+@contextlib.contextmanager
+def little_stack(frames=60):
+    """Leaves room for some more calls within each other, and no more."""
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(len(inspect.stack(0)) + frames)
+    try:
+        yield
+    finally:
+        sys.setrecursionlimit(limit)
+
+
+# Counts
+
+
+def chain(x, length, every, levels, region):
+    """A chain of operators; each so many of them a region is opened, up to so many levels."""
+    with contextlib.ExitStack() as opened:
+        for step in range(length):
+            if step % every == 0 and step // every < levels:
+                opened.enter_context(region())
+            x = x.sin()
+    return x
+
+
+@pytest.mark.parametrize(("length", "levels"), [(200, 48), (1200, 300)])
+def test_nested_regions_ask_each_other(length, levels):
+    """A region brings back its own operators and asks the one around it for its input, without recursion.
+
+    Each ``sin`` saved its input. A region reads what the one around it made last, which that one's pass has (or makes, and
+    keeps until it was read), so each operator runs once however deep. The last one nobody has to run: nothing saved what it
+    made. That is ``length - 1``.
+    """
+    x = leaf(3)
+    y = chain(x, length, 4, levels, checkpoint_region).sum()
+    with CountOps() as ops, little_stack():
+        (found,) = grad(y, x)
+    assert ops.counts["sin"] == length - 1
+    assert torch.equal(found, grad(chain(x, length, 4, levels, plain).sum(), x)[0])
+
+
+def tower(x, levels, region):
+    """Operators before and after each region in a region; the innermost has ``exp`` alone."""
+    if levels == 0:
+        return x.exp()
+    with region():
+        return tower(x.sin(), levels - 1, region).tan()
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 8])
+def test_what_is_deep_inside_runs_once_a_level(levels):
+    """A region does not keep what regions in it own: to bring back its own values it runs their operators too.
+
+    ``tan`` of level k saved its result, which took ``exp`` and all of ``tan`` further in. So the frame of each level runs
+    ``exp`` once; with forward that is d + 1 times at d levels. ``tan`` of the innermost level runs at each of them, that of
+    the outermost at its own: d (d + 1) / 2 in all. ``sin`` goes inwards, and is asked for: its level runs it for whoever is
+    inside, and so does every level around that one.
+    """
+    x = leaf(3)
+    ran = replayed(lambda region: tower(x, levels, region), x)
+    assert ran["exp"] == levels
+    assert ran["tan"] == levels * (levels + 1) // 2
+    assert ran["sin"] == levels * (levels + 1) // 2
+
+
+def test_regions_side_by_side_in_a_region():
+    """Each asks for its input, which the outer region's one pass makes on the way to the next."""
+    x = leaf(3)
+
+    def program(region):
+        y = x
+        with region():
+            for _ in range(6):
+                with region():
+                    y = y.sin().exp()
+        return y
+
+    # For its own handles each runs ``sin`` and ``exp``; the outer one, which has none, all that leads to the last input.
+    assert replayed(program, x) == {"sin": 6 + 5, "exp": 6 + 5}
+
+
+def test_many_regions_in_a_row():
+    """2,000, one backward: each its own operators, once."""
+    x = leaf(3)
+
+    def program(region):
+        y = x
+        for _ in range(2000):
+            with region():
+                y = y.sin().cos()
+        return y
+
+    y = program(checkpoint_region).sum()
+    with CountOps() as ops, little_stack():
+        (found,) = grad(y, x)
+    assert torch.equal(found, grad(program(plain).sum(), x)[0])
+    assert ops.counts["sin"] == 2000 + 2000  # to have what ``cos`` read, and in the derivative of that
+
+
+def test_a_long_region():
+    """20,000 operators of which each reads the one before, brought back in a loop and let go without recursion."""
+    x = torch.ones(1, requires_grad=True)
+    with checkpoint_region():
+        y = x
+        for _ in range(20_000):
+            y = y.sin()
+    with little_stack():
+        (found,) = grad(y.sum(), x, retain_graph=True)
+        del y
+    y = x
+    for _ in range(20_000):
+        y = y.sin()
+    assert torch.equal(found, grad(y.sum(), x)[0])
+
+
+# Mixes of frames
+
+
+def in_region(function, *args):
+    with checkpoint_region():
+        return function(*args)
+
+
+KINDS = {"region": in_region, "function": checkpoint, "plain": lambda function, *args: function(*args)}
+
+
+def layers(x, w, kinds, writes):
+    """Operators before and after each frame in a frame: random, read by both, written to."""
+    if not kinds:
+        return (x @ w).relu()
+    h = F.dropout(x.sin(), 0.25)
+    inner = kinds[0](layers, h.exp(), w, kinds[1:], writes)
+    if writes:
+        inner = inner * 1
+        inner.add_(h.detach()).mul_(2)
+    return (inner * h).cos() @ w
+
+
+@pytest.mark.parametrize("writes", [False, True], ids=["pure", "writing"])
+@pytest.mark.parametrize("kinds", list(itertools.product(["region", "function"], repeat=3)), ids="-".join)
+def test_three_levels_of_frames_of_both_kinds(kinds, writes):
+    """In every order, under ``retain_graph`` as well, and in a second derivative."""
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def run(kinds):
+        torch.manual_seed(0)
+        y = layers(x, w, [KINDS[kind] for kind in kinds], writes).sum()
+        first = grad(y, (x, w), retain_graph=True)
+        again = grad(y, (x, w), create_graph=True)
+        return [y.detach(), *first, *again, *grad(sum(g.sin().sum() for g in again), (x, w)), torch.get_rng_state()]
+
+    found = run(kinds)
+    assert_same(found[1:3], found[3:5])
+    assert_same(found, run(["plain"] * 3))
+
+
+def test_a_region_in_a_function_frame_costs_its_rerun_and_its_replay():
+    """The rerun of the function makes a region anew, which nobody asks; the handles are those of forward."""
+    x, calls = leaf(3), []
+
+    def function(x):
+        calls.append(1)
+        h = x.sin()
+        with checkpoint_region():
+            h = h.exp().tan()
+        return h.cos()
+
+    y = checkpoint(function, x)
+    with CountOps() as ops:
+        (found,) = grad(y.sum(), x)
+    assert len(calls) == 2
+    assert torch.equal(found, grad(x.sin().exp().tan().cos().sum(), x)[0])
+    # Once in the rerun, once in the replay.
+    assert (ops.counts["exp"], ops.counts["tan"]) == (2, 2)
+
+
+def test_a_function_frame_in_a_region_is_rerun_by_its_own():
+    """Its input is brought back by the region; the function runs once more."""
+    x, calls = leaf(3), []
+
+    def function(x):
+        calls.append(1)
+        return x.exp().tan()
+
+    with checkpoint_region():
+        y = checkpoint(function, x.sin()).cos()
+    with CountOps() as ops:
+        (found,) = grad(y.sum(), x)
+    assert len(calls) == 2
+    assert torch.equal(found, grad(x.sin().exp().tan().cos().sum(), x)[0])
+    assert ops.counts["exp"] == 2  # by the rerun, and by the region for what ``cos`` read
+
+
+def test_a_function_frame_and_a_region_side_by_side_in_each_other():
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def program(frame):
+        def body(h):
+            h = frame("function", torch.tanh, h.sin())
+            h = frame("region", lambda h: F.dropout(h @ w, 0.5), h)
+            return frame("function", lambda h: frame("region", torch.exp, h.cos()), h)
+
+        return frame("region", lambda h: frame("function", body, h.exp()), x)
+
+    found = [
+        gradients(lambda _, frame=frame: program(frame), plain, (x, w))
+        for frame in (lambda kind, *args: KINDS[kind](*args), lambda kind, *args: KINDS["plain"](*args))
+    ]
+    assert_same(*found)
+
+
+# Saved-tensor hooks of others
+
+
+@pytest.mark.parametrize("where", ["around", "inside", "between", "both"])
+def test_save_on_cpu(where):
+    """Around a region it sees inputs, in it what it surrounds, and between two what the inner one reads."""
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def when(*places):
+        return save_on_cpu() if where in places else contextlib.nullcontext()
+
+    def program(region):
+        hidden = x * 1
+        with when("around", "both"), region():
+            h = hidden.sin() @ w
+            with when("between"), region():
+                h = h.t().exp()
+                with when("inside", "both"):
+                    h = h.tanh() @ w
+                h = h.cos()
+            return h * hidden
+
+    assert_as_eager(program, x, w)
+
+
+def test_hooks_inside_a_region_see_the_tensors_themselves():
+    """What they were given to save is theirs, and backward gets what they hand back."""
+    x, packed = leaf(4), []
+
+    def pack(tensor):
+        packed.append(tensor)
+        return len(packed) - 1
+
+    with checkpoint_region():
+        h = x.sin()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda index: packed[index] * 2):
+            y = h.cos()
+        z = y.exp()
+    assert len(packed) == 1
+    assert packed[0] is h
+    (found,) = grad(z.sum(), x)
+    expected = grad(x.sin(), x, x.sin().cos().exp() * -(x.sin() * 2).sin())[0]
+    assert torch.equal(found, expected)
