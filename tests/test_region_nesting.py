@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu
 
@@ -226,6 +227,38 @@ def test_a_function_frame_and_a_region_side_by_side_in_each_other():
         for frame in (lambda kind, *args: KINDS[kind](*args), lambda kind, *args: KINDS["plain"](*args))
     ]
     assert_same(*found)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("order", ["region in checkpoint", "checkpoint in region", "sandwich"])
+def test_torchs_own_checkpoint(order, reentrant):
+    """Its frames around a region and in one, of both of its kinds."""
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def program(region):
+        def checkpointed(function, *args):
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=reentrant)
+
+        def in_region(x, w):
+            with region():
+                return F.dropout((x @ w).sin(), 0.5).mul_(2).exp()
+
+        if order == "region in checkpoint":
+            return checkpointed(in_region, x.tanh(), w).cos()
+        with region():
+            if order == "checkpoint in region":
+                return checkpointed(lambda x, w: F.dropout((x @ w).sin(), 0.5), x.tanh(), w).cos()
+            return checkpointed(lambda x, w: checkpointed(in_region, x.tanh(), w).cos(), x.exp(), w).tanh()
+
+    def run(region):
+        torch.manual_seed(0)
+        y = program(region)
+        y.sum().backward()
+        found = [y.detach(), x.grad, w.grad]
+        x.grad = w.grad = None
+        return found
+
+    assert_same(run(checkpoint_region), run(plain))
 
 
 # Saved-tensor hooks of others

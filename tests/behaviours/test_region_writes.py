@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks import MutationError
+from ckpt_hooks import CheckpointError, MutationError
 from tests.behaviours.recorded import Recorded, runs
 from tests.behaviours.runs import SILENT, assert_as_eager, gradients, plain
 from tests.measure import leaf
@@ -259,3 +259,54 @@ def test_a_parameter_that_is_modified_before_backward(how):
         run(plain)
     with pytest.raises(MutationError, match=r"float64\[4\] leaf that region 'region' saved"):
         run(Recorded())
+
+
+@pytest.mark.parametrize("refilled", [False, True])
+def test_memory_that_is_freed_after_the_region(refilled):
+    """As frameworks do that gather parameters: an error, unless hooks have filled it again by then."""
+    x, w = leaf(4), leaf(4)
+    table = w.detach().exp()
+    contents, size = table.clone(), table.untyped_storage().nbytes()
+    y = Recorded()(lambda: (x.sin() + table).exp().cos())
+    table.untyped_storage().resize_(0)
+    if not refilled:
+        with pytest.raises(CheckpointError, match=r"float64\[4\] tensor that region 'region' needs was freed"):
+            y.sum().backward()
+        return
+    table.untyped_storage().resize_(size)
+    with torch.autograd._unsafe_preserve_version_counter(table):
+        table.copy_(contents)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, torch.autograd.grad((x.sin() + contents).exp().cos().sum(), x)[0])
+
+
+@pytest.mark.xfail(raises=MutationError, strict=True, reason="the tape takes what was overwritten for lost")
+def test_where_torch_allows_to_modify_what_was_saved():
+    """Its context keeps copies, for plain autograd and for function frames."""
+    x = leaf(4)
+
+    def function(x):
+        h = x.exp()
+        h.mul_(2)
+        return h.sin()
+
+    with torch.autograd.graph.allow_mutation_on_saved_tensors():
+        expected = torch.autograd.grad(function(x).sum(), x)[0]
+        assert torch.equal(torch.autograd.grad(Recorded()(function, x).sum(), x)[0], expected)
+
+
+@pytest.mark.xfail(raises=SILENT, strict=True, reason="operators before are replayed with the new data, in torch too")
+def test_a_tensor_from_outside_that_gets_another_storage():
+    """By ``w.data = ...`` in the region, between two operators that read it."""
+
+    def program(run):
+        x, w = leaf(4), leaf(4)
+
+        def function(x):
+            h = (x + w).exp().sin()
+            w.data = torch.full((4,), 2.0, dtype=torch.float64)
+            return h * x * w
+
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, Recorded())
