@@ -63,7 +63,8 @@ def mutated_leaf(kept: Kept) -> MutationError:
     """Returns the error for a kept leaf that was modified in place since, for which plain autograd raises as well."""
     tensor, version, path = kept
     region = format_path(path)
-    what = f"a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} leaf"
+    kind = "leaf" if tensor.requires_grad else "tensor"
+    what = f"a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {kind}"
     return MutationError(
         f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
         f"{tensor._version}; expected version {version} instead. Backward needs the values that forward saw: modify the tensor "

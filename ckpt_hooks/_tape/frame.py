@@ -22,6 +22,7 @@ from ckpt_hooks._torch import (
     graph_task_id,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
+    storage_address,
     top_saved_tensors_hooks,
 )
 
@@ -29,6 +30,7 @@ from .deciding import RECOMPUTE, Deciding
 from .kept import Kept
 from .recorder import Recorder
 from .replay import Replay, bring_back
+from .tables import address_of
 from .values import Value, values_of
 
 __all__ = ["Pin", "RecordedFrame", "unpack"]
@@ -135,7 +137,12 @@ class RecordedFrame(Frame):
 
         def pack(tensor: torch.Tensor) -> Pin | KeptLeaf:
             value = get(id(tensor))
-            if value is None or observer is not None or (tensor.is_leaf and tensor.requires_grad):
+            if (
+                value is None
+                or storage_address(tensor) != value.store.address
+                or observer is not None
+                or (tensor.is_leaf and tensor.requires_grad)
+            ):
                 return pack_other(tensor, value)
             pin = new()
             pin.frame = frame
@@ -170,7 +177,7 @@ class RecordedFrame(Frame):
         assert tape is not None
         if tensor.is_leaf and tensor.requires_grad:
             return [tensor, tensor._version, self.path]
-        if value is None:
+        if value is None or address_of(tensor) != value.store.address:
             store = tape.store_of(tensor)
             if store.blank:
                 value = tape.input_of(tensor, store)  # what it is when it has been written to

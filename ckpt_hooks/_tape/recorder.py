@@ -25,7 +25,7 @@ from .around import Around, look_around
 from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
-from .tables import Tables, new_store
+from .tables import Tables, address_of, new_store
 from .values import Op, Store, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -118,7 +118,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         for position in present:
             tensor = recorded[position]
             value = get(id(tensor))
-            if value is None:
+            if value is None or storage_address(tensor) != value.store.address:  # given another one (``tensor.data = other``)
                 if not isinstance(tensor, _Tensor):
                     present = tuple(other for other in present if other != position)
                     continue
@@ -281,7 +281,9 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             key = id(argument)
             value = self.blank.get(key) if key in overwritten else None
             if value is None:
-                value = self.known.get(key) or self.value_of(argument, facts)
+                value = self.known.get(key)
+            if value is None or address_of(argument) != value.store.address:
+                value = self.value_of(argument, facts)
             values.append(value)
             return value
         if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):

@@ -26,7 +26,7 @@ from .facts import OpFacts, facts_of
 from .kept import Hooks, Kept, Moved
 from .values import Op, Store, Value, flatten
 
-__all__ = ["PLAIN", "STRIDED", "Tables", "new_store"]
+__all__ = ["PLAIN", "STRIDED", "Tables", "address_of", "new_store"]
 
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -189,16 +189,16 @@ class Tables:
 
     def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
         """Makes a storage one that comes from outside, since what made it cannot be replayed."""
-        address = _address_of(tensor)
+        address = address_of(tensor)
         if address is not None:
             store = self.stores.get(address)
             if store is None or not store.is_alive():
-                store = self._store_outside(address)
+                store = self.store_outside(address)
             self.make_outside(store, reason)
             store.members.append(_weakref(tensor))
 
     def note_blank(self, facts: OpFacts, tensor: Any) -> None:
-        address = _address_of(tensor) if isinstance(tensor, _Tensor) else None
+        address = address_of(tensor) if isinstance(tensor, _Tensor) else None
         if address is None or tensor.layout is not torch.strided:
             return
         self.number = number = self.number + 1
@@ -209,7 +209,8 @@ class Tables:
         store.blank = True
         self.register(tensor, value)
 
-    def _store_outside(self, address: int | None) -> Store:
+    def store_outside(self, address: int | None) -> Store:
+        """Returns a storage from outside that is not known yet; None for the address of one that has none, or not yet."""
         store = new_store(address or 0, 0)
         store.outside = True
         if address is not None:
@@ -234,16 +235,13 @@ class Tables:
 
     def store_of(self, tensor: torch.Tensor) -> Store:
         """Returns the storage that a tensor is in; one from outside, where the tape does not know it."""
-        value = self.known.get(id(tensor)) or self.blank.get(id(tensor))
-        if value is not None:
+        value = self.known.get(id(tensor)) or self.blank.get(id(tensor)) or self._input(tensor)
+        address = address_of(tensor)
+        if value is not None and value.store.address == (address or 0):
             return value.store
-        found = self._input(tensor)
-        if found is not None:
-            return found.store
-        address = _address_of(tensor)
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
-            store = self._store_outside(address)
+            store = self.store_outside(address)
             store.members.append(_weakref(tensor))
         return store
 
@@ -256,6 +254,7 @@ class Tables:
             facts: The operator that reads it, if any.
         """
         key = id(tensor)
+        self.known.pop(key, None)  # one that was given another storage
         if self.blank and (blank := self.blank.get(key)) is not None:
             if facts is not None and facts.is_view:
                 return blank
@@ -273,7 +272,7 @@ class Tables:
             store = Store()
             store.address = address or 0
             store.birth = 0
-            store.reason = _FROM_OUTSIDE
+            store.reason = _FROM_OUTSIDE if address is not None else f"a {type(tensor).__name__}, which is kept as it is"
             store.outside = True
             store.blank = store.written = False
             store.members = []
@@ -367,7 +366,7 @@ def new_store(address: int, birth: int) -> Store:
     return store
 
 
-def _address_of(tensor: torch.Tensor) -> int | None:
+def address_of(tensor: torch.Tensor) -> int | None:
     """Returns where the storage of a tensor is; None for subclasses, whose storage is none, and others without one."""
     if type(tensor) not in PLAIN:
         return None
