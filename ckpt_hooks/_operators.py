@@ -34,6 +34,9 @@ class Kind(enum.Enum):
     REWRITES = enum.auto()
     #: Has to run again, since its outputs share the memory of its input, which the schema denies, but not its version counter.
     ALIASES = enum.auto()
+    #: Is run again though it need not be: it costs little, and what it returned is not what the user was given, which is
+    #: another face of it with a version counter of its own.
+    FACTORY = enum.auto()
     #: May be skipped where its output is at hand.
     SAVEABLE = enum.auto()
     #: The same, but the output is complete only when somebody has waited for it: it is kept as it is, and copied nowhere.
@@ -86,6 +89,10 @@ Facts = tuple[Any, Kind, Callable[..., Any], Callable[..., Any] | None]
 KNOWN: dict[int, Facts] = {}
 
 
+def _takes_no_tensor(schema: Any) -> bool:
+    return not any("Tensor" in str(argument.type) for argument in schema.arguments)
+
+
 def kind_of(operator: Any) -> Kind:
     """Returns what a recompute may do with an operator: an ``OpOverload``, or a higher-order operator."""
     if operator in SAC_IGNORED_OPS:
@@ -106,6 +113,8 @@ def kind_of(operator: Any) -> Kind:
         return Kind.CAST
     if operator.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
+    if operator.namespace == "aten" and (name.endswith("_like") or _takes_no_tensor(schema)):
+        return Kind.FACTORY
     draws = torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace not in _TAGGED
     return Kind.RANDOM if draws else Kind.SAVEABLE
 

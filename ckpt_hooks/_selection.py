@@ -342,7 +342,7 @@ class Selection:
         else:
             before = self.operators[place]
             # Where threads besides the main one run regions, draws get a generator, by another overload.
-            if kind is Kind.RANDOM and getattr(before, "overloadpacket", None) is operator.overloadpacket:
+            if kind in (Kind.RANDOM, Kind.FACTORY) and getattr(before, "overloadpacket", None) is operator.overloadpacket:
                 return None
             expected = str(before)
         region = format_path(self._path)

@@ -259,6 +259,15 @@ def storage_of(tensor: torch.Tensor) -> int | None:
     return storage
 
 
+def is_kept_anyway(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a leaf that requires grad, a parameter mostly, which costs nothing to keep.
+
+    A view is taken for none: to ask it whether it is a leaf is no innocent question, since autograd gives a view whose base was
+    written to a new place in the graph then, or refuses to.
+    """
+    return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether somebody has freed the memory of a tensor, as frameworks do with parameters and what they gathered."""
     try:

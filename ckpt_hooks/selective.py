@@ -21,7 +21,7 @@ from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from, warn_of_unseen
 from ._runtime.passes import MISSING
 from ._selection import Selection
-from ._torch import graph_task_id, num_function_modes
+from ._torch import graph_task_id, is_kept_anyway, num_function_modes
 from .errors import DeterminismError
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
@@ -54,6 +54,8 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         decision = decision_of(decision, operator)
     if kind is Kind.CAST:
         action = _CAST
+    elif kind is Kind.FACTORY:
+        action = _REPLAY
     elif decision is None:
         action = _ASK
     elif kind in _LOOKED_AT:
@@ -69,7 +71,7 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
 
 def _is_cached_cast(args: Any) -> bool:
     """Whether a cast is of the sort that autocast makes once a block: it runs in forward or in a recompute, or in both."""
-    return bool(args[0].is_leaf and args[0].requires_grad)
+    return is_kept_anyway(args[0])
 
 
 class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]

@@ -106,6 +106,7 @@ class OpFacts:
         has_fresh: Whether it returns something that is not an argument, nor a view of one.
         is_fast: Whether it does nothing but take tensors by position and return tensors.
         is_view: Whether its output is another face of its input, by which versions of the two are one.
+        is_detach: Whether it is a view whose versions may be its own all the same.
         is_random: Whether it draws random numbers, or may.
         may_drop_out: Whether it draws where it was told to drop out, and else not.
         is_blank: Whether it returns memory that nobody has written to.
@@ -123,6 +124,7 @@ class OpFacts:
         "has_fresh",
         "is_blank",
         "is_collective",
+        "is_detach",
         "is_fast",
         "is_inplace_view",
         "is_like",
@@ -170,6 +172,7 @@ class OpFacts:
             and kind is not Kind.ALIASES
         )
         namespace = str(getattr(operator, "namespace", ""))
+        self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind is Kind.RANDOM or torch.Tag.nondeterministic_seeded in tags
         aten = namespace == "aten"
         self.is_blank = aten and self.name in _BLANK

@@ -20,6 +20,7 @@ from ckpt_hooks._torch import (
     counted_detach,
     graph_exec_group,
     graph_task_id,
+    is_kept_anyway,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
@@ -141,7 +142,7 @@ class RecordedFrame(Frame):
                 value is None
                 or storage_address(tensor) != value.store.address
                 or observer is not None
-                or (tensor.is_leaf and tensor.requires_grad)
+                or (tensor.requires_grad and is_kept_anyway(tensor))
             ):
                 return pack_other(tensor, value)
             pin = new()
@@ -175,14 +176,15 @@ class RecordedFrame(Frame):
         """Packs a tensor that the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
-        if tensor.is_leaf and tensor.requires_grad:
+        if is_kept_anyway(tensor):
             return [tensor, tensor._version, self.path]
         if value is None or address_of(tensor) != value.store.address:
             store = tape.store_of(tensor)
             if store.blank:
                 value = tape.input_of(tensor, store)  # what it is when it has been written to
             elif store.outside and tape.hooks is None:
-                return [tensor if tensor.is_leaf else counted_detach(tensor), tensor._version, self.path]
+                kept = counted_detach(tensor) if tensor.requires_grad else tensor
+                return [kept, tensor._version, self.path]
             else:
                 value = tape.value_of(tensor, None)
         return self._pin_of(tensor, value)

@@ -15,7 +15,7 @@ from ckpt_hooks._dispatch import unseen
 from ckpt_hooks._refit import copy_of
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
-from ckpt_hooks._torch import counted_detach, is_freed, storage_address, storage_of, version_witness
+from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, storage_address, storage_of, version_witness
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
@@ -75,7 +75,7 @@ class Kept:
     def describe(self) -> str:
         """Returns what it is, in words; nothing for parameters and the like, which are there in any case."""
         tensor = self.tensor
-        return "" if tensor is None or (tensor.is_leaf and tensor.requires_grad) else describe_tensor(tensor)
+        return "" if tensor is None or is_kept_anyway(tensor) else describe_tensor(tensor)
 
     def copy(self, clones: dict[int, torch.UntypedStorage]) -> None:
         """Keeps a copy instead, since the tensor is about to be written to; see :func:`copy_in`."""
@@ -92,15 +92,16 @@ class Kept:
         assert tensor is not None
         if tensor.is_inference():
             return self
-        if tensor.is_leaf:
-            if self.is_fickle:
-                self.copy({})
-                return self
-            self.version = tensor._version
-            return Packed(self, hooks) if hooks is not None and not tensor.requires_grad else self
+        if self.is_fickle:
+            self.copy({})
+            return self
         self.version = tensor._version
+        if is_kept_anyway(tensor):
+            return self
         if hooks is not None:
             return Packed(self, hooks)
+        if not tensor.requires_grad:
+            return self
         # The tensor itself, should it be written to later on, would own the graph that this is part of.
         self.tensor = counted_detach(tensor)
         return self

@@ -18,7 +18,14 @@ from ckpt_hooks._ambient.flags import read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.stack import Presence
-from ckpt_hooks._torch import counted_detach, graph_task_id, is_compiled_code_running, num_function_modes, storage_address
+from ckpt_hooks._torch import (
+    counted_detach,
+    graph_task_id,
+    is_compiled_code_running,
+    is_kept_anyway,
+    num_function_modes,
+    storage_address,
+)
 
 from . import writes
 from .around import Around, look_around
@@ -26,7 +33,7 @@ from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
 from .tables import Tables, address_of, new_store
-from .values import Op, Store, Value, cut, flatten
+from .values import Op, Store, Unsettled, Value, cut, flatten
 
 __all__ = ["Recorder"]
 
@@ -154,7 +161,9 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
                 if store.blank or out is other.tensor():
                     self.put(op, 0, values, out)
                     return out
-                value.group = other.group if facts.is_view else object()
+                value.group = object()
+                if facts.is_view:
+                    value.group = Unsettled(other.group) if facts.is_detach else other.group
                 value.tensor = reference = _weakref(out, partial(self._forget, key))
                 store.members.append(reference)
                 break
@@ -211,7 +220,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             # A backward in the middle of forward. It adds to gradients that it finds there, in the rerun of the frame around
             # maybe and in forward not, so what it reads must not be handed to that frame.
             return facts.call(*args, **kwargs)
-        if self.is_in_frame and facts.kind is _CAST and args[0].is_leaf and args[0].requires_grad:
+        if self.is_in_frame and facts.kind is _CAST and is_kept_anyway(args[0]):
             # Autocast makes this one once and keeps it for a while, so a rerun may find it there already.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:

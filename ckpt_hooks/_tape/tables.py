@@ -16,15 +16,15 @@ from typing import Any
 import torch
 
 from ckpt_hooks._runtime.frame import RegionPath
-from ckpt_hooks._torch import counted_detach, storage_address
+from ckpt_hooks._torch import counted_detach, is_kept_anyway, storage_address
 from ckpt_hooks.offload import Batch, transfers_for
 
-from .aliases import alias_of
+from .aliases import alias_of, group_in
 from .around import Around
 from .deciding import OFFLOAD, RECOMPUTE
 from .facts import OpFacts, facts_of
 from .kept import Hooks, Kept, Moved
-from .values import Op, Store, Value, flatten
+from .values import Op, Store, Unsettled, Value, flatten
 
 __all__ = ["PLAIN", "STRIDED", "Tables", "address_of", "new_store"]
 
@@ -106,7 +106,9 @@ class Tables:
                 if tensor is other.tensor():  # an argument
                     return None
                 value.store = store
-                value.group = other.group if facts.is_view else object()
+                value.group = object()
+                if facts.is_view:
+                    value.group = Unsettled(other.group) if facts.is_detach else other.group
                 if store.blank:
                     table = self.blank
                 value.tensor = reference = _weakref(tensor, partial(table.pop, key))
@@ -183,6 +185,12 @@ class Tables:
         else:
             held.append(reference)
 
+    def note_version_later(self, value: Value) -> None:
+        """Has the version of what is kept noted when the region ends, since it moves without a write."""
+        assert value.saved is not None
+        value.saved.version = None
+        self._held.append(_weakref(value))
+
     def is_taken(self, address: int) -> bool:
         store = self.stores.get(address)
         return store is not None and store.is_alive()
@@ -233,9 +241,13 @@ class Tables:
             self.blank.pop(key, None)
             self.inputs.pop(key, None)
 
+    def value_now(self, tensor: torch.Tensor) -> Value | None:
+        """Returns the value of a tensor, if it is known."""
+        return self.known.get(id(tensor)) or self.blank.get(id(tensor)) or self._input(tensor)
+
     def store_of(self, tensor: torch.Tensor) -> Store:
         """Returns the storage that a tensor is in; one from outside, where the tape does not know it."""
-        value = self.known.get(id(tensor)) or self.blank.get(id(tensor)) or self._input(tensor)
+        value = self.value_now(tensor)
         address = address_of(tensor)
         if value is not None and value.store.address == (address or 0):
             return value.store
@@ -264,7 +276,7 @@ class Tables:
             found = reference()
             # Where the forward of a frame around meets one tensor twice, its rerun may meet two.
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
-            if found is not None and same and (not self.is_in_frame or (tensor.is_leaf and tensor.requires_grad)):
+            if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 return found
         address = storage_address(tensor) if type(tensor) in PLAIN and tensor.layout is STRIDED else None
         store = None if address is None else self.stores.get(address)
@@ -299,7 +311,8 @@ class Tables:
         value.number = number
         value.index = 0
         value.op = value.before = None
-        value.store = value.group = store
+        value.store = store
+        value.group = group_in(self, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
         kept = Kept()
@@ -313,7 +326,7 @@ class Tables:
             store.held = [holder]
         else:
             store.held.append(holder)
-        if tensor.requires_grad and tensor.is_leaf:
+        if is_kept_anyway(tensor):
             kept.version = tensor._version
             kept.is_fickle = False
         else:

@@ -20,7 +20,7 @@ import torch
 from .facts import OpFacts
 from .kept import Kept
 
-__all__ = ["Op", "Store", "Value", "cut", "flatten", "rebuild", "values_of"]
+__all__ = ["Op", "Store", "Unsettled", "Value", "cut", "flatten", "rebuild", "values_of"]
 
 
 class Store:
@@ -85,6 +85,21 @@ class Op:
     draw: torch.Tensor | None
     around: Any
     is_plain: bool
+
+
+class Unsettled:
+    """Stands for the version counter of a detached tensor, of which an operator cannot tell.
+
+    ``detach()`` shares that of its base, ``.data`` does not; the same operator runs for both.
+
+    Attributes:
+        base: What stands for the counter of the base.
+    """
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: object) -> None:
+        self.base = base
 
 
 class Value:

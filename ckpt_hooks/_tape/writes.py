@@ -22,6 +22,7 @@ from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._torch import counted_detach
 
+from .aliases import group_of, is_in
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
 from .kept import Overwritten
@@ -79,11 +80,14 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
             else:
                 tape.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
+    # Which versions it counts up, and what autograd has saved and is not told of the write.
+    bumped = [group_of(tape, tensor) for tensor, written in targets if written.counted]
+    quiet = _look_at_pins(tape, outside.values(), bumped, facts)
     if not inside and not facts.has_fresh:
         _before(tape, outside.values())
         out = facts.call(*args, **kwargs)
         count_writes(func, args)
-        _after_outside(tape, facts, targets, outside.values())
+        _after_outside(tape, outside.values(), quiet)
         return out
     # Where all is kept that it writes, what was there before is of no use to anybody but those who read it already.
     keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
@@ -98,12 +102,11 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     count_writes(func, args)
     decision = tape.decide(facts, args, kwargs, out)
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
-    bumped = _groups(tape, targets)
     for store in inside.values():
         made += _after_inside(tape, op, store, bumped, decision)
     if decision != RECOMPUTE:
         cut(op, made)
-    _after_outside(tape, facts, targets, outside.values())
+    _after_outside(tape, outside.values(), quiet)
     return out
 
 
@@ -131,23 +134,13 @@ def _before(tape: Recorder, stores: Iterable[Store], *, keeps: bool = False) -> 
                 saved.copy(clones)
 
 
-def _groups(tape: Recorder, targets: list[tuple[torch.Tensor, Written]]) -> list[object]:
-    """Returns which versions a call counts up."""
-    groups: list[object] = []
-    for tensor, written in targets:
-        if written.counted:
-            value = tape.known.get(id(tensor)) or tape.blank.get(id(tensor))
-            groups.append(tape.store_of(tensor) if value is None else value.group)
-    return groups
-
-
 def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
     """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
     facts, made = op.facts, []
     pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
-    quiet = [pin for pin in pins if not _is_in(pin.value.group, bumped)]
+    quiet = [pin for pin in pins if not is_in(tape, pin.value, bumped)]
     for pin in pins:
-        if _is_in(pin.value.group, bumped):
+        if is_in(tape, pin.value, bumped):
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tables = tape.blank if store.blank else tape.known
     store.blank = False
@@ -184,10 +177,6 @@ def _after(tape: Recorder, op: Op, before: Value) -> Value:
     return value
 
 
-def _is_in(group: object, groups: list[object]) -> bool:
-    return any(group is other for other in groups)
-
-
 def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
     changed = Value()
     changed.number, changed.op, changed.index, changed.before = value.number, None, 0, None
@@ -196,25 +185,37 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
     return changed
 
 
-def _after_outside(
-    tape: Recorder, facts: OpFacts, targets: list[tuple[torch.Tensor, Written]], stores: Iterable[Store]
-) -> None:
-    """Forgets what was known of tensors in storages from outside that were written to."""
-    counted = {id(tape.store_of(tensor)) for tensor, written in targets if written.counted}
+def _look_at_pins(
+    tape: Recorder, stores: Iterable[Store], bumped: list[object], facts: OpFacts
+) -> list[tuple[Any, torch.Tensor, Store]]:
+    """Finds handles of tensors in storages from outside that are about to be written to.
+
+    Those whose version will say so are lost. The others are returned, with what they stand for.
+    """
+    quiet = []
     for store in stores:
-        store.written = True
-        tape.forget_members(store)
         pins, store.pins = store.pins, None
         for reference in pins or ():
             pin = reference()
             if pin is None:
                 continue
-            tensor = pin.value.tensor()
-            if id(store) in counted or tensor is None:
+            kept = None if pin.value.saved is None else pin.value.saved.tensor
+            tensor = pin.value.tensor() if kept is None else kept
+            if tensor is None or is_in(tape, pin.value, bumped):
                 pin.value = _overwritten(pin.value, facts, pin.frame.path)
             else:
-                pin.value = tape.input_of(tensor, store)
-                store.pins = [*(store.pins or ()), reference]
+                quiet.append((pin, tensor, store))
+    return quiet
+
+
+def _after_outside(tape: Recorder, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
+    """Forgets what was known of tensors in storages from outside that were written to."""
+    for store in stores:
+        store.written = True
+        tape.forget_members(store)
+    for pin, tensor, store in quiet:
+        pin.value = tape.input_of(tensor, store)
+        store.pins = [*(store.pins or ()), weakref.ref(pin)]
 
 
 def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -222,14 +223,16 @@ def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any
     tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
     stores = {id(store): store for store in map(tape.store_of, tensors)}
     writes = facts.kind is not Kind.SAVEABLE
+    quiet = []
     if writes:
         # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
+        quiet = _look_at_pins(tape, stores.values(), [], facts)
         _before(tape, stores.values())
     out = facts.call(*args, **kwargs)
     if writes:
         for store in stores.values():
             tape.make_outside(store, f"handed to {func}")
-        _after_outside(tape, facts, [], stores.values())
+        _after_outside(tape, stores.values(), quiet)
     for tensor in flatten(out):
         if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
             tape.note_outside(tensor, f"returned by {func}")
@@ -243,10 +246,15 @@ def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: 
     before = op.args[0]
     if before.saved is not None and before.saved.tensor is target:
         before.saved.tensor = counted_detach(target)
+    bumped = [group_of(tape, target)]
     out = facts.call(*args, **kwargs)
+    for holder in store.held or ():
+        held = holder()
+        if held is not None and held.saved is not None and held.saved.version is not None:
+            tape.note_version_later(held)
     for reference in store.pins or ():
         pin = reference()
-        if pin is not None and pin.value.group is before.group:
+        if pin is not None and is_in(tape, pin.value, bumped):
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tape.number = op.number = tape.number + 1
     value = Value()
