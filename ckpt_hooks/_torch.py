@@ -95,7 +95,7 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
     excluded = _is_excluded(_COUNTING)
     _exclude(_COUNTING, False)
     try:
-        return tensor.detach()
+        return detach_past_modes(tensor) if num_dispatch_modes() else tensor.detach()
     finally:
         _exclude(_COUNTING, excluded)
 
@@ -108,7 +108,16 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     witness = counted_detach(tensor)
     if type(tensor) is not torch.Tensor:
         return witness
-    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    hidden = num_dispatch_modes() and not _is_excluded(_PYTHON)
+    if hidden:
+        _exclude(_PYTHON, True)
+        _exclude(_SNAPSHOT, True)
+    try:
+        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    finally:
+        if hidden:
+            _exclude(_PYTHON, False)
+            _exclude(_SNAPSHOT, False)
     return witness
 
 

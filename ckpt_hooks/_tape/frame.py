@@ -267,14 +267,18 @@ class RecordedFrame(Frame):
         """Returns what a handle stands for; called with the lock of the tape held."""
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
-        if key == -1:  # nobody says when values may go: what is brought back is for the caller alone
-            return take(Replay(self, (pin.value,), None), pin.value)
+        if key == -1:  # nobody says when values may go
+            return self.alone(pin.value)
         replay = self.replay_for(key)
         if group is not None:
             if pin.index in replay.taken:
                 raise overlap_error(self.path, pin.index)
             replay.taken.add(pin.index)
         return take(replay, pin.value)
+
+    def alone(self, value: Value) -> torch.Tensor:
+        """Returns a value for the caller alone."""
+        return take(Replay(self, (value,), None), value)
 
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
         """Returns who brings back values of the frame around this one.

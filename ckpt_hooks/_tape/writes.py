@@ -199,12 +199,13 @@ def _look_at_pins(
             pin = reference()
             if pin is None:
                 continue
+            if is_in(tape, pin.value, bumped):
+                pin.value = _overwritten(pin.value, facts, pin.frame.path)
+                continue
             kept = None if pin.value.saved is None else pin.value.saved.tensor
             tensor = pin.value.tensor() if kept is None else kept
-            if tensor is None or is_in(tape, pin.value, bumped):
-                pin.value = _overwritten(pin.value, facts, pin.frame.path)
-            else:
-                quiet.append((pin, tensor, store))
+            # A view that is gone is made again of what there is.
+            quiet.append((pin, pin.frame.alone(pin.value) if tensor is None else tensor, store))
     return quiet
 
 
