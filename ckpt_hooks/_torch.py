@@ -100,41 +100,35 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_COUNTING, excluded)
 
 
+def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function without a word to dispatch modes; a subclass's own handler is asked by way of the same keys."""
+    if _is_excluded(_PYTHON):
+        return function(*args)
+    _exclude(_PYTHON, True)
+    _exclude(_SNAPSHOT, True)
+    try:
+        return function(*args)
+    finally:
+        _exclude(_PYTHON, False)
+        _exclude(_SNAPSHOT, False)
+
+
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor that shares the version counter of another one, and keeps nothing of it alive.
 
     Of a subclass it is an alias, since nothing can be put in its place.
     """
     witness = counted_detach(tensor)
-    if type(tensor) is not torch.Tensor:
-        return witness
-    hidden = num_dispatch_modes() and not _is_excluded(_PYTHON)
-    if hidden:
-        _exclude(_PYTHON, True)
-        _exclude(_SNAPSHOT, True)
-    try:
-        witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    finally:
-        if hidden:
-            _exclude(_PYTHON, False)
-            _exclude(_SNAPSHOT, False)
+    if type(tensor) is torch.Tensor:
+        empty = _past_modes(functools.partial(torch.empty, 0, dtype=tensor.dtype, device=tensor.device))
+        _past_modes(setattr, witness, "data", empty)
     return witness
 
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor.detach()`` without a word to dispatch modes: 0.7 us, where a mode that does nothing makes it 2.1.
-
-    A subclass, whose own handler is asked by way of the same keys, is detached as usual.
-    """
-    if type(tensor) is not torch.Tensor or _is_excluded(_PYTHON):
-        return tensor.detach()
-    _exclude(_PYTHON, True)
-    _exclude(_SNAPSHOT, True)
-    try:
-        return tensor.detach()
-    finally:
-        _exclude(_PYTHON, False)
-        _exclude(_SNAPSHOT, False)
+    """Returns ``tensor.detach()`` without a word to dispatch modes: 0.7 us, where a mode that does nothing makes it 2.1."""
+    detached: torch.Tensor = _past_modes(torch.Tensor.detach, tensor) if type(tensor) is torch.Tensor else tensor.detach()
+    return detached
 
 
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
