@@ -62,6 +62,9 @@ storage_address: Callable[[torch.Tensor], int] = _c._storage_address
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 PastFunctionModes: Any = torch._C.DisableTorchFunction
 
+# A view that is the negative of what is in memory; what is public copies. 2.11 to 2.15.
+neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
@@ -127,8 +130,7 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor.detach()`` without a word to dispatch modes: 0.7 us, where a mode that does nothing makes it 2.1."""
-    detached: torch.Tensor = _past_modes(torch.Tensor.detach, tensor) if type(tensor) is torch.Tensor else tensor.detach()
-    return detached
+    return _past_modes(torch.Tensor.detach, tensor) if type(tensor) is torch.Tensor else tensor.detach()  # type: ignore[no-any-return]
 
 
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
@@ -263,10 +265,9 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf that requires grad, a parameter mostly, which costs nothing to keep.
+    """Whether a tensor is a leaf that requires grad, a parameter mostly, which costs nothing to keep; not so for views.
 
-    A view is taken for none: to ask it whether it is a leaf is no innocent question, since autograd gives a view whose base was
-    written to a new place in the graph then, or refuses to.
+    To ask a view whether it is a leaf may give it a new place in the graph, where its base was written to, or raise.
     """
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 

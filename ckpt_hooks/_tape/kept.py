@@ -15,7 +15,7 @@ from ckpt_hooks._dispatch import unseen
 from ckpt_hooks._refit import copy_of
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
-from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, storage_address, storage_of, version_witness
+from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view, storage_address, storage_of, version_witness
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
@@ -46,7 +46,10 @@ def copy_in(tensor: torch.Tensor, clones: dict[int, torch.UntypedStorage]) -> to
         storage = clones[address] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        # What is in memory may be the conjugate of what the tensor is, or its negative.
+        copy = copy.conj() if tensor.is_conj() else copy
+        return neg_view(copy) if tensor.is_neg() else copy
 
 
 class Kept:
