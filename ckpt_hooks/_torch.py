@@ -130,7 +130,7 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor.detach()`` without a word to dispatch modes: 0.7 us, where a mode that does nothing makes it 2.1."""
-    return _past_modes(torch.Tensor.detach, tensor) if type(tensor) is torch.Tensor else tensor.detach()  # type: ignore[no-any-return]
+    return _past_modes(torch.Tensor.detach, tensor) if type(tensor) is torch.Tensor else tensor.detach()
 
 
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
