@@ -84,7 +84,7 @@ class checkpoint_region:  # noqa: N801 -- used like a function
     Note:
         What is *replayed* must find its inputs as they were: a tensor from outside that is modified after the region, and that
         autograd did not save, raises where plain autograd would not. Have what was computed from it kept. Writes that no
-        operator does (through NumPy, or by a kernel of one's own) to memory that operators wrote to are not seen.
+        operator does (through NumPy, or by a kernel of one's own), or no version counts, are not seen.
 
     Example:
         >>> import torch
@@ -128,7 +128,8 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         Raises:
             TypeError: If calling the function does not run it, as with generators and coroutines.
         """
-        if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
             raise TypeError(
                 f"{function!r} does not run when it is called, so its calls cannot be regions: write "
                 "`with checkpoint_region():` around lines of it."

@@ -67,7 +67,7 @@ _WRITES_UNSAID = dict.fromkeys(
 )
 
 #: Choose among kernels by switches of the process that only a full look at them tells of.
-_LOOKS_AT_SWITCHES = ("conv", "mm", "addmv", "mv", "dot", "attention", "rnn", "lstm", "gru", "linear", "linalg", "baddbmm")
+_LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 
 #: Libraries whose operators return new memory, or an argument's.
 _TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})

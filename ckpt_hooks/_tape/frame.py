@@ -119,16 +119,16 @@ class RecordedFrame(Frame):
         stack.innermost, self.parent = self.parent, None
         self.tape = None
         self.complete = True
-        if self._deciding is not None:
-            self._deciding.finish()
         if outer is None:
             tape.__exit__()
-            tape.close()
             tape.deciding = None
+            tape.close()  # which calls hooks of the user's, who may raise
         else:
             tape.path, tape.deciding = outer.path, outer._deciding
         if self.observer is not None:
             self.observer.exited(self, error)
+        if self._deciding is not None and error is None:
+            self._deciding.finish()
 
     def _packing(self, tape: Recorder) -> Callable[[torch.Tensor], Pin | KeptLeaf]:
         get, pins = tape.known.get, self.pins
@@ -270,11 +270,12 @@ class RecordedFrame(Frame):
         if key == -1:  # nobody says when values may go
             return self.alone(pin.value)
         replay = self.replay_for(key)
+        if group is not None and pin.index in replay.taken:
+            raise overlap_error(self.path, pin.index)
+        tensor = take(replay, pin.value)
         if group is not None:
-            if pin.index in replay.taken:
-                raise overlap_error(self.path, pin.index)
             replay.taken.add(pin.index)
-        return take(replay, pin.value)
+        return tensor
 
     def alone(self, value: Value) -> torch.Tensor:
         """Returns a value for the caller alone."""

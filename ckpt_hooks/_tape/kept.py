@@ -22,6 +22,7 @@ from ckpt_hooks.offload import Batch, Transfers
 __all__ = ["Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:
@@ -30,20 +31,23 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 
 @unseen
-def copy_in(tensor: torch.Tensor, clones: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
     """Returns a copy of a tensor, with the same strides.
 
     Args:
         tensor: The tensor.
-        clones: Copies of storages, by the address of the original: tensors that share memory do so in the copy as well.
+        clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
+            that share memory do so in the copy as well.
     """
     if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         copy: torch.Tensor = tensor.detach().clone()
         return copy
     address = storage_address(tensor)
-    storage = clones.get(address)
-    if storage is None:
-        storage = clones[address] = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call]
+    found = clones.get(address)
+    if found is None:
+        original = tensor.untyped_storage()
+        found = clones[address] = original, original.clone()  # type: ignore[no-untyped-call]
+    storage = found[1]
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
@@ -80,7 +84,7 @@ class Kept:
         tensor = self.tensor
         return "" if tensor is None or is_kept_anyway(tensor) else describe_tensor(tensor)
 
-    def copy(self, clones: dict[int, torch.UntypedStorage]) -> None:
+    def copy(self, clones: Clones) -> None:
         """Keeps a copy instead, since the tensor is about to be written to; see :func:`copy_in`."""
         assert self.tensor is not None
         self.tensor, self.version = copy_in(self.tensor, clones), None
@@ -208,7 +212,7 @@ class Moved(Kept):
         """Returns what it is, in words."""
         return f"{self._description} on the host"
 
-    def copy(self, clones: dict[int, torch.UntypedStorage]) -> None:
+    def copy(self, clones: Clones) -> None:
         """Has the write wait until the copy on the host is complete."""
         self._moved.finish_sending()
         self._witness = None

@@ -22,7 +22,7 @@ from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
 
 from .around import Around, Below
-from .kept import copy_in
+from .kept import Clones, copy_in
 from .plan import Work, plan_for, work_for
 from .values import Op, Value, flatten, rebuild, values_of
 
@@ -68,7 +68,7 @@ class Replay:
         self._whole: Work | None = work if self._plan.in_order or frame.bytes <= AT_ONCE else None
         self._ran: set[int] = set()
         self.held: dict[int, torch.Tensor] = {}
-        self._cloned: dict[int, torch.UntypedStorage] = {}
+        self._cloned: Clones = {}
 
     def has(self, value: Value) -> bool:
         """Whether a value is there."""
@@ -227,21 +227,29 @@ class Replay:
 def bring_back(replay: Replay, value: Value) -> None:
     """Brings back a value that a replay expects and does not have."""
     todo: list[tuple[Replay, Value | None, Work | None, list[tuple[Replay, Value]]]] = [(replay, value, None, [])]
-    while todo:
-        current, wanted, work, sources = todo.pop()
-        if work is not None:
-            for source, crossing in sources:
-                current.put(crossing, source.take(crossing))
-            current.run(work)
-            continue
-        assert wanted is not None
-        if current.has(wanted):
-            continue
-        work = current.work(wanted)
-        asked = [crossing for crossing in work.crossing if not current.has(crossing)]
-        if not asked:
-            current.run(work)
-            continue
-        sources = current.frame.sources_of(current, asked)
-        todo.append((current, None, work, sources))
-        todo += [(source, crossing, None, []) for source, crossing in sources]
+    replays = {id(replay): replay}
+    try:
+        while todo:
+            current, wanted, work, sources = todo.pop()
+            if work is not None:
+                for source, crossing in sources:
+                    current.put(crossing, source.take(crossing))
+                current.run(work)
+                continue
+            assert wanted is not None
+            if current.has(wanted):
+                continue
+            work = current.work(wanted)
+            asked = [crossing for crossing in work.crossing if not current.has(crossing)]
+            if not asked:
+                current.run(work)
+                continue
+            sources = current.frame.sources_of(current, asked)
+            replays.update((id(source), source) for source, _ in sources)
+            todo.append((current, None, work, sources))
+            todo += [(source, crossing, None, []) for source, crossing in sources]
+    except BaseException:
+        for broken in replays.values():  # of which some values are gone: whoever asks again gets new ones
+            if broken.key is not None:
+                broken.frame.passes.pop(broken.key, None)
+        raise

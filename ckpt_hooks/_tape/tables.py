@@ -151,6 +151,8 @@ class Tables:
                         self.keep(value, tensor, decision, f"kept by the policy, as a result of {op.facts.operator}")
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
+            elif isinstance(tensor, _Tensor):
+                self.note_outside(tensor, f"a {type(tensor).__name__}, which is kept as it is")
         return made
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
@@ -278,13 +280,13 @@ class Tables:
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 return found
-        address = storage_address(tensor) if type(tensor) in PLAIN and tensor.layout is STRIDED else None
+        address = address_of(tensor)
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
             store = Store()
             store.address = address or 0
             store.birth = 0
-            store.reason = _FROM_OUTSIDE if address is not None else f"a {type(tensor).__name__}, which is kept as it is"
+            store.reason = _FROM_OUTSIDE if type(tensor) in PLAIN else f"a {type(tensor).__name__}, which is kept as it is"
             store.outside = True
             store.blank = store.written = False
             store.members = []
@@ -380,12 +382,10 @@ def new_store(address: int, birth: int) -> Store:
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
-    """Returns where the storage of a tensor is; None for subclasses, whose storage is none, and others without one."""
-    if type(tensor) not in PLAIN:
-        return None
+    """Returns where the storage of a tensor is; None for those that have none."""
     try:
         return storage_address(tensor)
-    except NotImplementedError:
+    except (NotImplementedError, RuntimeError):
         return None
 
 

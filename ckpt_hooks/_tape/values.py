@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Value:
     store: Store
     group: object
     saved: Kept | None
-    tensor: weakref.ref[torch.Tensor]
+    tensor: Callable[[], torch.Tensor | None]
 
 
 def cut(op: Op, made: list[Value]) -> None:

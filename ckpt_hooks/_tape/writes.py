@@ -20,12 +20,13 @@ import torch
 
 from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._torch import counted_detach
+from ckpt_hooks._torch import counted_detach, storage_address
 
 from .aliases import group_of, is_in
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
-from .kept import Overwritten
+from .kept import Clones, Overwritten
+from .tables import address_of
 from .values import Op, Store, Value, cut, flatten
 
 if TYPE_CHECKING:
@@ -80,27 +81,40 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
             else:
                 tape.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
-    # Which versions it counts up, and what autograd has saved and is not told of the write.
-    bumped = [group_of(tape, tensor) for tensor, written in targets if written.counted]
-    quiet = _look_at_pins(tape, outside.values(), bumped, facts)
-    if not inside and not facts.has_fresh:
-        _before(tape, outside.values())
-        out = facts.call(*args, **kwargs)
-        count_writes(func, args)
-        _after_outside(tape, outside.values(), quiet)
-        return out
     # Where all is kept that it writes, what was there before is of no use to anybody but those who read it already.
     keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
     keeps = keeps and not any(store.pins for store in inside.values())
+    for key, store in list(inside.items()):
+        # A replay could not write to all faces of a memory of which some are kept and others are not.
+        if not keeps and any(holder() is not None for holder in store.held or ()):
+            tape.make_outside(store, "kept by the policy, and written to since")
+            outside[key] = inside.pop(key)
+    # Which versions it counts up, and what autograd has saved and is not told of the write.
+    bumped = [group_of(tape, tensor) for tensor, written in targets if written.counted]
+    quiet = _look_at_pins(tape, outside.values(), bumped, facts, [tensor for tensor, _ in targets])
+    if not inside and not facts.has_fresh:
+        _before(tape, outside.values())
+        try:
+            out = facts.call(*args, **kwargs)
+        finally:  # it may have written to some, and then raised
+            _after_outside(tape, outside.values(), quiet)
+        count_writes(func, args)
+        return out
     if keeps:
         _before(tape, inside.values(), keeps=True)
     op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
     _before(tape, outside.values())
     if not keeps:
         _before(tape, inside.values())
-    out = tape.run(op, func, facts, args, kwargs)
-    count_writes(func, args)
-    decision = tape.decide(facts, args, kwargs, out)
+    try:
+        out = tape.run(op, func, facts, args, kwargs)
+        count_writes(func, args)
+        decision = tape.decide(facts, args, kwargs, out)
+    except BaseException:
+        for store in inside.values():
+            tape.make_outside(store, f"written to by {func}, which raised")
+        _after_outside(tape, (*inside.values(), *outside.values()), quiet)
+        raise
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     for store in inside.values():
         made += _after_inside(tape, op, store, bumped, decision)
@@ -122,7 +136,7 @@ def _before(tape: Recorder, stores: Iterable[Store], *, keeps: bool = False) -> 
         if store.blank:  # there is nothing to copy yet
             continue
         held, store.held = store.held, None
-        clones: dict[int, torch.UntypedStorage] = {}
+        clones: Clones = {}
         for reference in held or ():
             value = reference()
             if value is None or value.saved is None:
@@ -186,7 +200,7 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
 
 
 def _look_at_pins(
-    tape: Recorder, stores: Iterable[Store], bumped: list[object], facts: OpFacts
+    tape: Recorder, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
     """Finds handles of tensors in storages from outside that are about to be written to.
 
@@ -204,9 +218,23 @@ def _look_at_pins(
                 continue
             kept = None if pin.value.saved is None else pin.value.saved.tensor
             tensor = pin.value.tensor() if kept is None else kept
-            # A view that is gone is made again of what there is.
-            quiet.append((pin, pin.frame.alone(pin.value) if tensor is None else tensor, store))
+            if tensor is None:
+                tensor = _face_of(store, pin.frame.alone(pin.value), targets)
+            if tensor is None:
+                pin.value = _overwritten(pin.value, facts, pin.frame.path)
+            else:
+                quiet.append((pin, tensor, store))
     return quiet
+
+
+def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> torch.Tensor | None:
+    """Returns a tensor of a storage that is where another one was which is gone, of which there is a copy; None if unclear."""
+    if storage_address(tensor) == store.address:
+        return tensor
+    for face in faces:
+        if address_of(face) == store.address and face.dtype is tensor.dtype and not (face.is_conj() or face.is_neg()):
+            return face.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return None
 
 
 def _after_outside(tape: Recorder, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
@@ -219,17 +247,34 @@ def _after_outside(tape: Recorder, stores: Iterable[Store], quiet: list[tuple[An
         store.pins = [*(store.pins or ()), weakref.ref(pin)]
 
 
+def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that one of a wrapping subclass is made of, at any depth."""
+    flatten_tensor = getattr(tensor, "__tensor_flatten__", None)
+    if flatten_tensor is None:
+        return []
+    inner = [part for name in flatten_tensor()[0] if isinstance(part := getattr(tensor, name), _Tensor)]
+    return inner + [part for one in inner for part in _inside(one)]
+
+
 def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
     tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
+    tensors += [inner for tensor in tensors for inner in _inside(tensor)]
     stores = {id(store): store for store in map(tape.store_of, tensors)}
     writes = facts.kind is not Kind.SAVEABLE
     quiet = []
     if writes:
         # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
-        quiet = _look_at_pins(tape, stores.values(), [], facts)
+        quiet = _look_at_pins(tape, stores.values(), [], facts, tensors)
         _before(tape, stores.values())
-    out = facts.call(*args, **kwargs)
+    try:
+        out = facts.call(*args, **kwargs)
+    except BaseException:
+        if writes:
+            for store in stores.values():
+                tape.make_outside(store, f"handed to {func}, which raised")
+            _after_outside(tape, stores.values(), quiet)
+        raise
     if writes:
         for store in stores.values():
             tape.make_outside(store, f"handed to {func}")

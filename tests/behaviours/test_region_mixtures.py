@@ -1,0 +1,190 @@
+"""What makes replays hard: writes to memory of which some faces are kept, writes that fail, subclasses, failed replays."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+
+from ckpt_hooks import GraphExecGroup, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks._tape import replay
+from ckpt_hooks._torch import num_dispatch_modes
+
+ATEN = torch.ops.aten
+
+
+def gradient(function, *, region=None):
+    """Runs a function of a tensor, in a region if one is given; returns its output and the gradient."""
+    x = (torch.arange(8.0).reshape(2, 4) / 7 - 0.4).requires_grad_()
+    if region is None:
+        y = function(x)
+    else:
+        with region:
+            y = function(x)
+    y.sum().backward()
+    return y.detach().clone(), x.grad
+
+
+def assert_same(function, policy=None, hooks=None):
+    expected = gradient(function)
+    if hooks is None:
+        found = gradient(function, region=checkpoint_region(policy=policy))
+    else:
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            found = gradient(function, region=checkpoint_region(policy=policy))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+COPYING = (lambda tensor: tensor.detach().numpy().copy(), torch.from_numpy)
+
+
+@pytest.mark.parametrize("hooks", [None, COPYING], ids=["no hooks", "copying hooks"])
+def test_a_named_face_of_what_is_written_to_later(hooks):
+    """The other faces are of the same memory, kept or not (Rule 15)."""
+
+    def named_view(x):
+        b = x.sin()
+        v = checkpoint_name(b.view(-1), "v")
+        b.mul_(2)
+        return (v * v.cos()).exp()
+
+    def named_base(x):
+        b = x.sin()
+        v = b.view(-1)
+        checkpoint_name(b, "v")
+        v.mul_(2)
+        return (b * b.cos()).exp()
+
+    for function in (named_view, named_base):
+        assert_same(function, policies.save_only_these_names("v"), hooks)
+
+
+@pytest.mark.parametrize("hooks", [None, COPYING], ids=["no hooks", "copying hooks"])
+@pytest.mark.parametrize("kept", ["sin", "mul_", "add_"])
+def test_one_write_that_is_kept_and_another_one_that_is_not(kept, hooks):
+    """With views of the memory that are read in between and afterwards."""
+
+    def function(x):
+        h = x.sin()
+        first, second = h.unsafe_split(1)
+        view = h.view(-1)
+        h.mul_(0.5)
+        u = view.exp()
+        view[:3].add_(1)
+        return (h.cos() * u.view(2, 4)).sum(0) + first * second.sin()
+
+    operators = {"sin": ATEN.sin.default, "mul_": ATEN.mul_.Tensor, "add_": ATEN.add_.Tensor}
+    assert_same(function, [operators[kept]], hooks)
+
+
+@pytest.mark.parametrize("at_once", [-1, 1 << 20])
+def test_copies_of_what_hooks_brought_back_are_told_apart(at_once, monkeypatch):
+    """By the memory that they are copies of, which may be gone and somebody else's by the time the next one comes."""
+    monkeypatch.setattr(replay, "AT_ONCE", at_once)
+    weights = [torch.full((4, 4), 0.1 * (i + 1)) + torch.eye(4) for i in range(6)]
+
+    def function(x):
+        return sum(((x @ weight).relu_() * weight.sum()).sin() for weight in weights)
+
+    assert_same(function, policies.dots_saveable, COPYING)
+
+
+def test_a_write_that_raises_half_way():
+    """What it wrote is seen, though there is no operator on the tape that did it."""
+
+    def function(x):
+        h, small = x.sin(), torch.zeros(3)
+        with contextlib.suppress(RuntimeError):
+            torch._foreach_add_([h, small], [torch.ones(2, 4), torch.ones(2, 2)])
+        return (h * h.cos()).exp()
+
+    assert_same(function)
+
+
+def test_a_policy_that_raises_after_a_write():
+    """The write has happened; the error is the policy's, and who goes on finds what was written."""
+
+    def policy(ctx, op, *args, **kwargs):
+        if op is ATEN.mul_.Tensor:
+            raise KeyError("not today")
+        return policies.CheckpointPolicy.PREFER_RECOMPUTE
+
+    def function(x):
+        h = x.sin()
+        with contextlib.suppress(KeyError):
+            h.mul_(3)
+        return (h.cos() * 2).exp()
+
+    y = gradient(function, region=checkpoint_region(policy=policy))
+    x = (torch.arange(8.0).reshape(2, 4) / 7 - 0.4).requires_grad_()
+    h = x.sin()
+    with torch.no_grad():
+        h.data.mul_(3)  # autograd has not heard of it either
+    expected = (h.cos() * 2).exp()
+    expected.sum().backward()
+    assert torch.equal(y[0], expected.detach())
+    assert torch.equal(y[1], x.grad)
+
+
+class Tagged(torch.Tensor):
+    """A subclass that does nothing."""
+
+
+def test_writes_by_way_of_a_subclass():
+    """To memory of the tape, and to memory from outside."""
+    outside = torch.ones(2, 4)
+
+    def function(x):
+        h = x.sin()
+        k = h * 2
+        h.detach().as_subclass(Tagged).mul_(2)
+        outside.as_subclass(Tagged).add_(1)
+        return (k * h.detach()).exp() * outside
+
+    expected = gradient(function)
+    outside.fill_(1)
+    found = gradient(function, region=checkpoint_region())
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_switches_that_gelu_looks_at():
+    """They are those of the operator, not of the region's beginning or of backward."""
+
+    def function(x):
+        wide = x.repeat(16, 64)
+        torch._C._set_mkldnn_enabled(False)
+        h = torch.nn.functional.gelu(wide)
+        torch._C._set_mkldnn_enabled(True)
+        return (h.exp() * torch.nn.functional.gelu(wide)).sum()
+
+    assert_same(function)
+
+
+def test_a_warning_that_is_an_error_leaves_no_mode_behind():
+    """Of a policy that names an operator which does not come."""
+    with pytest.raises(UserWarning, match="did not run"):  # warnings are errors in these tests
+        gradient(torch.sin, region=checkpoint_region(policy=[ATEN.mm.default]))
+    assert num_dispatch_modes() == 0
+
+
+def test_a_replay_that_failed_in_a_group_can_be_asked_again():
+    """A failed replay leaves the frame as it was."""
+    x = torch.ones(4, requires_grad=True)
+    with checkpoint_region():
+        y = x.sin().exp().cos()
+    once = [True]
+
+    class Fail(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is ATEN.exp.default and once:
+                once.clear()
+                raise MemoryError
+            return func(*args, **(kwargs or {}))
+
+    with GraphExecGroup():
+        with Fail(), pytest.raises(MemoryError):
+            torch.autograd.grad(y.sum(), x, retain_graph=True)
+        (found,) = torch.autograd.grad(y.sum(), x)
+    (expected,) = torch.autograd.grad(x.sin().exp().cos().sum(), x)
+    assert torch.equal(found, expected)
