@@ -275,7 +275,7 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether somebody has freed the memory of a tensor, as frameworks do with parameters and what they gathered."""
     try:
-        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+        return not tensor.data_ptr() and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
     except (NotImplementedError, RuntimeError):
         return False
 

@@ -111,6 +111,7 @@ class OpFacts:
         may_drop_out: Whether it draws where it was told to drop out, and else not.
         is_blank: Whether it returns memory that nobody has written to.
         is_like: Whether it looks at the shape of its first argument alone.
+        is_fresh: Whether all that it returns is new, and worth keeping maybe.
         is_inplace_view: Whether it turns a tensor into a view of itself.
         is_opaque: Whether nothing is known of what it does to its arguments.
         replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
@@ -126,6 +127,7 @@ class OpFacts:
         "is_collective",
         "is_detach",
         "is_fast",
+        "is_fresh",
         "is_inplace_view",
         "is_like",
         "is_opaque",
@@ -172,6 +174,7 @@ class OpFacts:
             and kind is not Kind.ALIASES
         )
         namespace = str(getattr(operator, "namespace", ""))
+        self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind is Kind.RANDOM or torch.Tag.nondeterministic_seeded in tags
         aten = namespace == "aten"

@@ -138,12 +138,7 @@ class RecordedFrame(Frame):
 
         def pack(tensor: torch.Tensor) -> Pin | KeptLeaf:
             value = get(id(tensor))
-            if (
-                value is None
-                or storage_address(tensor) != value.store.address
-                or observer is not None
-                or (tensor.requires_grad and is_kept_anyway(tensor))
-            ):
+            if value is None or storage_address(tensor) != value.store.address or observer is not None:
                 return pack_other(tensor, value)
             pin = new()
             pin.frame = frame
@@ -176,7 +171,7 @@ class RecordedFrame(Frame):
         """Packs a tensor that the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
-        if is_kept_anyway(tensor):
+        if value is None and is_kept_anyway(tensor):
             return [tensor, tensor._version, self.path]
         if value is None or address_of(tensor) != value.store.address:
             store = tape.store_of(tensor)

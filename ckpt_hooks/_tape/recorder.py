@@ -32,7 +32,7 @@ from .around import Around, look_around
 from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
-from .tables import Tables, address_of, new_store
+from .tables import Tables, address_of
 from .values import Op, Store, Unsettled, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -40,7 +40,6 @@ __all__ = ["Recorder"]
 _Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
-_FRESH = frozenset({Kind.SAVEABLE, Kind.RANDOM})
 _CAST = Kind.CAST
 _BY_POLICY = "kept by the policy"
 
@@ -107,7 +106,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             if decision is None:
                 decision = deciding.of(facts)
             if decision != RECOMPUTE:
-                if decision == SAVE and facts.kind in _FRESH and graph_task_id() == self._task:
+                if decision == SAVE and facts.is_fresh and graph_task_id() == self._task:
                     return self._save(func, facts, args, kwargs or _NO_KWARGS)
                 return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
@@ -183,7 +182,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Runs an operator that is not a view, and keeps what it returns: nobody needs to know what it read."""
         out = facts.call(*args, **kwargs)
-        for tensor in (out,) if facts.single else flatten(out):
+        for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):
             if type(tensor) is not _Tensor:
                 continue
             try:
@@ -194,13 +193,18 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
                 self.make_outside(self.stores[address], f"returned by {func}")
                 continue
             self.number = number = self.number + 1
-            value = Value()
-            value.number, value.index = number, 0
-            value.op = value.before = None
-            value.store = value.group = store = self.stores[address] = new_store(address, number)
             key = id(tensor)
+            value = Value()
             value.tensor = reference = _weakref(tensor, partial(self._forget, key))
-            store.members.append(reference)
+            value.number = number
+            value.index = 0
+            value.op = value.before = None
+            value.store = value.group = store = self.stores[address] = Store()
+            store.address = address
+            store.birth = number
+            store.outside = store.blank = store.written = False
+            store.members = [reference]
+            store.pins = None
             self.known[key] = value
             kept = Kept()
             kept.tensor = counted_detach(tensor)
@@ -209,7 +213,12 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             kept.path = self.path
             kept.is_fickle = False
             kept.by_policy = True
-            self.hold(value, kept)
+            value.saved = kept
+            holder = _weakref(value)
+            store.held = [holder]
+            self._held.append(holder)
+            if self.is_in_frame:
+                self._held_for_frame.append(value)
         return out
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
