@@ -86,7 +86,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     keeps = keeps and not any(store.pins for store in inside.values())
     for key, store in list(inside.items()):
         # A replay could not write to all faces of a memory of which some are kept and others are not.
-        if not keeps and any(holder() is not None for holder in store.held or ()):
+        if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
             tape.make_outside(store, "kept by the policy, and written to since")
             outside[key] = inside.pop(key)
     # Which versions it counts up, and what autograd has saved and is not told of the write.
