@@ -15,7 +15,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch import OVERLOAD
 
-__all__ = ["KNOWN", "SAC_IGNORED_OPS", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
+__all__ = ["KNOWN", "SAC_IGNORED_OPS", "WRITES_UNSAID", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
 
 
 class Kind(enum.Enum):
@@ -49,9 +49,9 @@ class Kind(enum.Enum):
 #: collectives that work in place, and the gathering and freeing of parameters.
 _REWRITING = frozenset({"c10d", "fsdp"})
 
-#: Update running statistics, which their schemas have as inputs.
-_WRITES_UNSAID = frozenset(
-    {
+#: Update running statistics, which their schemas have as inputs: names of those arguments, by name of operator.
+WRITES_UNSAID = dict.fromkeys(
+    (
         "batch_norm",
         "batch_norm_gather_stats",
         "batch_norm_gather_stats_with_counts",
@@ -59,7 +59,8 @@ _WRITES_UNSAID = frozenset(
         "cudnn_batch_norm",
         "miopen_batch_norm",
         "native_batch_norm",
-    }
+    ),
+    ("running_mean", "running_var"),
 )
 
 #: Operators of operators that compute an output of their own and do nothing else. Others may write to their arguments.
@@ -101,7 +102,7 @@ def kind_of(operator: Any) -> Kind:
     if schema is None:  # a higher-order operator
         return Kind.SAVEABLE if str(operator) in _PURE_HIGHER_ORDER else Kind.REWRITES
     name = schema.name.partition("::")[2]
-    if operator.namespace in _REWRITING or name in _WRITES_UNSAID:
+    if operator.namespace in _REWRITING or name in WRITES_UNSAID:
         return Kind.REWRITES
     if schema.is_mutable:
         return Kind.WRITES

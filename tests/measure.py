@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpt_hooks._runtime.frame import Observer
 
 
 class CountOps(TorchDispatchMode):
@@ -45,3 +48,23 @@ class Token:
 def leaf(*shape: int) -> torch.Tensor:
     """Returns a new leaf that requires grad."""
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+class Frames(Observer):
+    """Weak references to the frames of a block, and to the values that were handed out."""
+
+    def __init__(self):
+        self.frames = []
+        self.values = []
+
+    def entered(self, frame):
+        self.frames.append(weakref.ref(frame))
+
+    def unpacked(self, frame, index, tensor):
+        self.values.append(weakref.ref(tensor))
+
+    def alive(self):
+        return [r() is not None for r in self.frames]
+
+    def values_alive(self):
+        return sum(r() is not None for r in self.values)

@@ -11,32 +11,11 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import GraphExecGroup, checkpoint
-from ckpt_hooks._runtime.frame import Observer
 from ckpt_hooks._runtime.observers import observe
 from ckpt_hooks._runtime.passes import MISSING, Pass
-from tests.measure import leaf
+from tests.measure import Frames, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
-
-
-class Frames(Observer):
-    """Weak references to the frames of a block, and to the values that were handed out."""
-
-    def __init__(self):
-        self.frames = []
-        self.values = []
-
-    def entered(self, frame):
-        self.frames.append(weakref.ref(frame))
-
-    def unpacked(self, frame, index, tensor):
-        self.values.append(weakref.ref(tensor))
-
-    def alive(self):
-        return [r() is not None for r in self.frames]
-
-    def values_alive(self):
-        return sum(r() is not None for r in self.values)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import sys
-import weakref
 
 import pytest
 import torch
@@ -17,36 +16,15 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from train_charlm import peak_bytes
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_region, policies
-from ckpt_hooks._runtime.frame import Observer
 from ckpt_hooks._runtime.observers import observe
 from ckpt_hooks._tape.frame import RecordedFrame
 from ckpt_hooks._tape.recorder import Recorder
 from ckpt_hooks._tape.values import Op, Store, Value
-from tests.measure import leaf
+from tests.measure import Frames, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 PARTS = (RecordedFrame, Recorder, Op, Value, Store)
-
-
-class Frames(Observer):
-    """Weak references to the frames of a block, and to the values that were handed out."""
-
-    def __init__(self):
-        self.frames = []
-        self.values = []
-
-    def entered(self, frame):
-        self.frames.append(weakref.ref(frame))
-
-    def unpacked(self, frame, index, tensor):
-        self.values.append(weakref.ref(tensor))
-
-    def alive(self):
-        return [r() is not None for r in self.frames]
-
-    def values_alive(self):
-        return sum(r() is not None for r in self.values)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -334,10 +334,12 @@ def draw_noting(
     Returns:
         What the operator returned, and the state of the generator that it drew from; None where it did not draw.
     """
-    generator = None if drops_nothing(operator, args, kwargs) else _given_generator(operator, args, kwargs)
+    if drops_nothing(operator, args, kwargs):
+        return operator(*args, **kwargs), None
+    generator = _given_generator(operator, args, kwargs)
     if generator is None:
         device = _device_of(args, kwargs)
-        if drops_nothing(operator, args, kwargs) or device.type == "meta":
+        if device.type == "meta":
             return operator(*args, **kwargs), None
         form, position = _form_of(operator)
         if shared and not _handlers.active and form is not None:
@@ -365,11 +367,8 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
         state: What :func:`draw_noting` returned.
     """
     form, position = _form_of(operator)
-    device = _device_of(tuple(args), kwargs)
-    if form is None or position < 0:
-        own = torch.Generator(_default_generator(device).device)
-        own.set_state(state)
-        return _call(operator, args, kwargs, own, takes_generator=False)
-    own = torch.Generator(_default_generator(device).device)
+    own = torch.Generator(_default_generator(_device_of(tuple(args), kwargs)).device)
     own.set_state(state)
+    if form is None or position < 0:
+        return _call(operator, args, kwargs, own, takes_generator=False)
     return _call(form, args[:position], kwargs, own, takes_generator=True)

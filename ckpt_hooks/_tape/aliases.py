@@ -9,7 +9,7 @@ import torch
 from ckpt_hooks._torch import set_versions
 
 from .facts import facts_of
-from .values import Op, Store, Unsettled, Value
+from .values import Op, Store, Unsettled, Value, new_value
 
 if TYPE_CHECKING:
     from .tables import Tables
@@ -82,9 +82,8 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor) -> Value | None
         op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, tables.around
         op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
-        alias = Value()
-        alias.number, alias.op, alias.index, alias.before, alias.saved = op.number, op, 0, None, None
-        alias.store, alias.group = store, value.group if _share_versions(member, tensor) else object()
+        group = value.group if _share_versions(member, tensor) else object()
+        alias = new_value(op.number, store, group, op)
         tables.register(tensor, alias)
         return alias
     return None

@@ -5,11 +5,12 @@ A schema says most of it. What schemas leave out or get wrong is in the lists of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._operators import Kind, kind_of
+from ckpt_hooks._operators import WRITES_UNSAID, Kind
 from ckpt_hooks._operators import facts_of as plain_facts_of
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
@@ -52,20 +53,6 @@ _OVERWRITE = frozenset(
 #: Give a tensor another storage, or its storage another size.
 _REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
 
-#: Write to arguments that their schemas have as inputs, and no version tells: by name of operator, names of the arguments.
-_WRITES_UNSAID = dict.fromkeys(
-    (
-        "batch_norm",
-        "batch_norm_gather_stats",
-        "batch_norm_gather_stats_with_counts",
-        "batch_norm_update_stats",
-        "cudnn_batch_norm",
-        "miopen_batch_norm",
-        "native_batch_norm",
-    ),
-    ("running_mean", "running_var"),
-)
-
 #: Choose among kernels by switches of the process that only a full look at them tells of.
 _LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 
@@ -87,6 +74,10 @@ class Written(NamedTuple):
     name: str
     counted: bool
     overwritten: bool
+
+    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the argument of a call; None where it was left out."""
+        return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
 
 class OpFacts:
@@ -150,11 +141,10 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
-        _, _, self.call, self.short_cut = plain_facts_of(operator)
-        self.kind = kind = kind_of(operator)
-        schema = getattr(operator, "_schema", None)
-        self.is_opaque = schema is None or (kind is Kind.REWRITES and schema.name.partition("::")[2] not in _WRITES_UNSAID)
+        _, self.kind, self.call, self.short_cut = plain_facts_of(operator)
+        kind, schema = self.kind, getattr(operator, "_schema", None)
         self.name: str = str(operator) if schema is None else schema.name.partition("::")[2]
+        self.is_opaque = schema is None or (kind is Kind.REWRITES and self.name not in WRITES_UNSAID)
         arguments = [] if schema is None else schema.arguments
         types = [str(argument.type) for argument in arguments]
         positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
@@ -197,7 +187,7 @@ class OpFacts:
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
-    unsaid = _WRITES_UNSAID.get(name, ())
+    unsaid = WRITES_UNSAID.get(name, ())
     returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
     found = []
     for position, argument in enumerate(schema.arguments):

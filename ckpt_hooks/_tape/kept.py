@@ -19,9 +19,14 @@ from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
-__all__ = ["Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor"]
+__all__ = ["PLAIN", "Clones", "Hooks", "Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+#: Types of tensors that are what they seem.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+#: Storages and their copies, by the address of the original.
 Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
@@ -39,7 +44,7 @@ def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
         clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
             that share memory do so in the copy as well.
     """
-    if tensor.layout is not torch.strided or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
         copy: torch.Tensor = tensor.detach().clone()
         return copy
     address = storage_address(tensor)

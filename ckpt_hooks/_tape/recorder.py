@@ -238,7 +238,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             return writes.run_opaque(self, func, facts, args, kwargs)
         if facts.is_blank:
             out = facts.call(*args, **kwargs)
-            self.note_blank(facts, out)
+            self.note_blank(out)
             return out
         if facts.written and not facts.is_inplace_view:
             return writes.run_writing(self, func, facts, args, kwargs)

@@ -214,7 +214,7 @@ class Replay:
         targets = [
             tensor
             for written in facts.written
-            for tensor in flatten(args[written.position] if written.position < len(args) else kwargs.get(written.name))
+            for tensor in flatten(written.of(args, kwargs))
             if isinstance(tensor, torch.Tensor)
         ]
         addresses = set(map(storage_address, targets))

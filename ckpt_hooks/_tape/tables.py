@@ -23,18 +23,14 @@ from .aliases import alias_of, group_in
 from .around import Around
 from .deciding import OFFLOAD, RECOMPUTE
 from .facts import OpFacts, facts_of
-from .kept import Hooks, Kept, Moved
-from .values import Op, Store, Unsettled, Value, flatten
+from .kept import PLAIN, Hooks, Kept, Moved
+from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
 
-__all__ = ["PLAIN", "STRIDED", "Tables", "address_of", "new_store"]
+__all__ = ["Tables", "address_of"]
 
-#: Types of tensors that are what they seem.
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-STRIDED = torch.strided
 _Tensor = torch.Tensor
 _weakref = weakref.ref
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
-_FROM_OUTSIDE = "from outside of the region"
 
 
 class Tables:
@@ -152,11 +148,14 @@ class Tables:
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
             elif isinstance(tensor, _Tensor):
-                self.note_outside(tensor, f"a {type(tensor).__name__}, which is kept as it is")
+                self.note_outside(tensor, _reason_for(tensor))
         return made
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
-        """Makes a value that of a tensor, from now on."""
+        """Makes a value that of a tensor, from now on, until the tensor dies.
+
+        Then the weak reference calls ``pop`` with the key and with itself, which is the default for a key that is gone.
+        """
         key, table = id(tensor), self.blank if value.store.blank else self.known
         value.tensor = _weakref(tensor, partial(table.pop, key))
         value.store.members.append(value.tensor)
@@ -172,10 +171,10 @@ class Tables:
         if transfers is not None:
             self._batch = self._batch or Batch()
             kept = Moved(kept, self._batch, transfers)
-        self.hold(value, kept)
+        self._hold(value, kept)
         value.op = value.before = None
 
-    def hold(self, value: Value, kept: Kept) -> None:
+    def _hold(self, value: Value, kept: Kept) -> None:
         value.saved = kept
         reference = _weakref(value)
         self._held.append(reference)
@@ -194,6 +193,7 @@ class Tables:
         self._held.append(_weakref(value))
 
     def is_taken(self, address: int) -> bool:
+        """Whether a storage at an address is known and not gone."""
         store = self.stores.get(address)
         return store is not None and store.is_alive()
 
@@ -207,16 +207,14 @@ class Tables:
             self.make_outside(store, reason)
             store.members.append(_weakref(tensor))
 
-    def note_blank(self, facts: OpFacts, tensor: Any) -> None:
+    def note_blank(self, tensor: Any) -> None:
+        """Puts memory on the tape that nobody has written to."""
         address = address_of(tensor) if isinstance(tensor, _Tensor) else None
         if address is None or tensor.layout is not torch.strided:
             return
-        self.number = number = self.number + 1
-        value = Value()
-        value.op = _blank_like(tensor, number, self.around)
-        value.number, value.index, value.before, value.saved = number, 0, None, None
-        value.store = value.group = store = self.stores[address] = new_store(address, number)
-        store.blank = True
+        value = self._blank_like(tensor, address)
+        value.store.blank = True
+        self.stores[address] = value.store
         self.register(tensor, value)
 
     def store_outside(self, address: int | None) -> Store:
@@ -283,16 +281,9 @@ class Tables:
         address = address_of(tensor)
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
-            store = Store()
-            store.address = address or 0
-            store.birth = 0
-            store.reason = _FROM_OUTSIDE if type(tensor) in PLAIN else f"a {type(tensor).__name__}, which is kept as it is"
-            store.outside = True
-            store.blank = store.written = False
-            store.members = []
-            store.pins = store.held = None
-            if address is not None:
-                self.stores[address] = store
+            store = self.store_outside(address)
+            if type(tensor) not in PLAIN:
+                store.reason = _reason_for(tensor)
         elif not store.outside:
             value = alias_of(self, store, tensor)
             if value is not None:
@@ -349,13 +340,19 @@ class Tables:
         """Returns a value that has the shape, strides and so on of a tensor, and nothing in it."""
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return self.known.get(id(tensor)) or self.value_of(tensor, None)
-        self.number = number = self.number + 1
-        value = Value()
-        value.op = _blank_like(tensor, number, self.around)
-        value.number, value.index, value.before, value.saved = number, 0, None, None
-        value.store = value.group = new_store(0, number)
+        value = self._blank_like(tensor, 0)
         value.tensor = _weakref(tensor)
         return value
+
+    def _blank_like(self, tensor: torch.Tensor, address: int) -> Value:
+        """Returns a value for memory like that of a tensor, at an address."""
+        op = Op()
+        self.number = op.number = self.number + 1
+        op.facts, op.present, op.draw, op.around, op.is_plain = facts_of(_EMPTY_STRIDED), (), None, self.around, True
+        op.args = [tuple(tensor.shape), tensor.stride()]
+        op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+        store = new_store(address, op.number)
+        return new_value(op.number, store, store, op)
 
     def close(self) -> None:
         """Ends the recording: what is not needed goes, what is kept is handed to the hooks around, if any."""
@@ -372,13 +369,8 @@ class Tables:
         self._held_for_frame.clear()
 
 
-def new_store(address: int, birth: int) -> Store:
-    store = Store()
-    store.address, store.birth, store.reason = address, birth, _FROM_OUTSIDE
-    store.outside = store.blank = store.written = False
-    store.members = []
-    store.pins = store.held = None
-    return store
+def _reason_for(tensor: torch.Tensor) -> str:
+    return f"a {type(tensor).__name__}, which is kept as it is"
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
@@ -387,13 +379,3 @@ def address_of(tensor: torch.Tensor) -> int | None:
         return storage_address(tensor)
     except (NotImplementedError, RuntimeError):
         return None
-
-
-def _blank_like(tensor: torch.Tensor, number: int, around: Around) -> Op:
-    """Returns an operator that makes memory like that of a tensor."""
-    op = Op()
-    op.number, op.facts, op.present, op.draw, op.around = number, facts_of(_EMPTY_STRIDED), (), None, around
-    op.is_plain = True
-    op.args = [tuple(tensor.shape), tensor.stride()]
-    op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
-    return op

@@ -21,7 +21,7 @@ import torch
 from .facts import OpFacts
 from .kept import Kept
 
-__all__ = ["Op", "Store", "Unsettled", "Value", "cut", "flatten", "rebuild", "values_of"]
+__all__ = ["Op", "Store", "Unsettled", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
 
 
 class Store:
@@ -130,6 +130,24 @@ class Value:
     group: object
     saved: Kept | None
     tensor: Callable[[], torch.Tensor | None]
+
+
+def new_store(address: int, birth: int) -> Store:
+    """Returns a storage; where each operator pays for one, it is written out instead."""
+    store = Store()
+    store.address, store.birth, store.reason = address, birth, "from outside of the region"
+    store.outside = store.blank = store.written = False
+    store.members = []
+    store.pins = store.held = None
+    return store
+
+
+def new_value(number: int, store: Store, group: object, op: Op | None = None, before: Value | None = None) -> Value:
+    """Returns a value, of no tensor yet; where each operator pays for one, it is written out instead."""
+    value = Value()
+    value.number, value.op, value.index, value.before = number, op, 0, before
+    value.store, value.group, value.saved = store, group, None
+    return value
 
 
 def cut(op: Op, made: list[Value]) -> None:

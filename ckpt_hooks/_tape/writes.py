@@ -25,9 +25,9 @@ from ckpt_hooks._torch import counted_detach, storage_address
 from .aliases import group_of, is_in
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
-from .kept import Clones, Overwritten
+from .kept import PLAIN, Clones, Overwritten
 from .tables import address_of
-from .values import Op, Store, Value, cut, flatten
+from .values import Op, Store, Value, cut, flatten, new_value
 
 if TYPE_CHECKING:
     from .recorder import Recorder
@@ -37,6 +37,7 @@ __all__ = ["run_inplace_view", "run_opaque", "run_writing"]
 _Tensor = torch.Tensor
 
 
+# A value that is kept is needed if anybody but the table has it: an operator that read it, or a handle.
 def _holders(reference: weakref.ref[Any]) -> int:
     held = reference()
     return sys.getrefcount(held)
@@ -49,11 +50,12 @@ _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 def _targets(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
     """Returns the tensors that a call writes to."""
-    found = []
-    for written in facts.written:
-        argument = args[written.position] if written.position < len(args) else kwargs.get(written.name)
-        found += [(tensor, written) for tensor in flatten(argument) if isinstance(tensor, _Tensor)]
-    return found
+    return [
+        (tensor, written)
+        for written in facts.written
+        for tensor in flatten(written.of(args, kwargs))
+        if isinstance(tensor, _Tensor)
+    ]
 
 
 def _covers(tensor: torch.Tensor) -> bool:
@@ -66,7 +68,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     targets = _targets(facts, args, kwargs)
     if not targets and not facts.has_fresh:
         return facts.call(*args, **kwargs)
-    if facts.replaces_storage or any(type(tensor) not in (_Tensor, torch.nn.Parameter) for tensor, _ in targets):
+    if facts.replaces_storage or any(type(tensor) not in PLAIN for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
     overwritten = set()
     inside: dict[int, Store] = {}
@@ -81,7 +83,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
             else:
                 tape.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
-    # Where all is kept that it writes, what was there before is of no use to anybody but those who read it already.
+    # Where all is kept that it writes, nobody will ask for the write to be done again.
     keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
     keeps = keeps and not any(store.pins for store in inside.values())
     for key, store in list(inside.items()):
@@ -100,12 +102,9 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
             _after_outside(tape, outside.values(), quiet)
         count_writes(func, args)
         return out
-    if keeps:
-        _before(tape, inside.values(), keeps=True)
+    _before(tape, inside.values())
     op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
     _before(tape, outside.values())
-    if not keeps:
-        _before(tape, inside.values())
     try:
         out = tape.run(op, func, facts, args, kwargs)
         count_writes(func, args)
@@ -124,14 +123,8 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     return out
 
 
-def _before(tape: Recorder, stores: Iterable[Store], *, keeps: bool = False) -> None:
-    """Copies what was kept in storages that are about to be written to, where somebody needs it.
-
-    Args:
-        tape: The tape.
-        stores: The storages.
-        keeps: Whether what will be in them is kept, so that nobody needs what it is made of.
-    """
+def _before(tape: Recorder, stores: Iterable[Store]) -> None:
+    """Copies what was kept in storages that are about to be written to, where somebody but the tape's table needs it."""
     for store in stores:
         if store.blank:  # there is nothing to copy yet
             continue
@@ -144,7 +137,7 @@ def _before(tape: Recorder, stores: Iterable[Store], *, keeps: bool = False) -> 
             tensor, saved = value.tensor(), value.saved
             in_table = tensor is not None and tape.known.get(id(tensor)) is value
             del value
-            if (in_table and not keeps) or _holders(reference) > _ONE_HOLDER - (not in_table):
+            if _holders(reference) > _ONE_HOLDER - (not in_table):
                 saved.copy(clones)
 
 
@@ -184,18 +177,15 @@ def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], de
 
 
 def _after(tape: Recorder, op: Op, before: Value) -> Value:
-    tape.number = number = tape.number + 1
-    value = Value()
-    value.number, value.op, value.index, value.before = number, op, 0, before
-    value.store, value.group, value.saved, value.tensor = before.store, before.group, None, before.tensor
+    tape.number += 1
+    value = new_value(tape.number, before.store, before.group, op, before)
+    value.tensor = before.tensor
     return value
 
 
 def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
-    changed = Value()
-    changed.number, changed.op, changed.index, changed.before = value.number, None, 0, None
-    changed.store, changed.group, changed.tensor = value.store, value.group, value.tensor
-    changed.saved = Overwritten(str(facts.operator), path)
+    changed = new_value(value.number, value.store, value.group)
+    changed.tensor, changed.saved = value.tensor, Overwritten(str(facts.operator), path)
     return changed
 
 
@@ -261,24 +251,18 @@ def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any
     tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
     tensors += [inner for tensor in tensors for inner in _inside(tensor)]
     stores = {id(store): store for store in map(tape.store_of, tensors)}
-    writes = facts.kind is not Kind.SAVEABLE
-    quiet = []
-    if writes:
+    if facts.kind is Kind.SAVEABLE:  # it only reads
+        out = facts.call(*args, **kwargs)
+    else:
         # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
         quiet = _look_at_pins(tape, stores.values(), [], facts, tensors)
         _before(tape, stores.values())
-    try:
-        out = facts.call(*args, **kwargs)
-    except BaseException:
-        if writes:
+        try:
+            out = facts.call(*args, **kwargs)
+        finally:
             for store in stores.values():
-                tape.make_outside(store, f"handed to {func}, which raised")
+                tape.make_outside(store, f"handed to {func}")
             _after_outside(tape, stores.values(), quiet)
-        raise
-    if writes:
-        for store in stores.values():
-            tape.make_outside(store, f"handed to {func}")
-        _after_outside(tape, stores.values(), quiet)
     for tensor in flatten(out):
         if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
             tape.note_outside(tensor, f"returned by {func}")
@@ -303,9 +287,6 @@ def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: 
         if pin is not None and is_in(tape, pin.value, bumped):
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tape.number = op.number = tape.number + 1
-    value = Value()
-    value.number, value.op, value.index, value.before = op.number, op, 0, None
-    value.store, value.group, value.saved = store, before.group, None
     tape.inputs.pop(id(target), None)
-    tape.register(target, value)
+    tape.register(target, new_value(op.number, store, before.group, op))
     return out
