@@ -16,7 +16,7 @@ from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
 from ._policy import Policy, policy_from
 from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
 from ._runtime.settings import current_settings, override
-from ._torch import innermost_transform
+from ._torch import is_any_transform_active
 from ._transforms import warn_of_transform
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
@@ -186,7 +186,7 @@ def _run(
 ) -> Any:
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    if innermost_transform() is not None:
+    if is_any_transform_active():
         warn_of_transform()
         return function(*args, **kwargs)
     contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)

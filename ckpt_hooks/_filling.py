@@ -19,6 +19,7 @@ A test goes through the schemas of all operators for more of the kind.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ _TIP = (
     "operators of both runs."
 )
 
+
+#: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
+_STOP: Any = object()
 
 _copy = unseen(copy_of)
 
@@ -103,46 +107,49 @@ class Filling:
             exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
         """
         values = self._values
-        asked = self._frame.alive()
+        asked: list[Any] = self._frame.alive()
         final = len(asked) - 1 if wanted is None else -1
         if wanted is not None:
             asked = [alive and index in wanted for index, alive in enumerate(asked)]
-        last = len(asked) - 1
-        while last >= 0 and not asked[last]:
-            last -= 1
-        self._last, self._wanted = last, wanted
-        stop_at = last if self._early_stop else -1
+        while asked and not asked[-1]:
+            asked.pop()
+        self._last, self._wanted = len(asked) - 1, wanted
+        if asked and self._early_stop:
+            asked[-1] = _STOP
+        next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self._without_grad.append
         plain, detach = torch.Tensor, self._detach
         unfinished = -1  # sequence number of the operator that saved what it may yet write to
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal unfinished
-            index = len(values)
-            if index > last:
-                return self._past_last(tensor, unfinished)
-            if not asked[index]:
-                append(MISSING)
+            step = next_asked()
+            if step:
                 if tensor.requires_grad:
-                    return tensor if tensor.is_leaf else detach(tensor)
-                append_without_grad(index)
-                if index != final:
-                    unfinished = sequence_number()
-                return tensor
-            if tensor.requires_grad:
-                tensor = detach(tensor)
-            else:
-                append_without_grad(index)
-                if index != final:
-                    unfinished = sequence_number()
-                if exchanged and storage_of(tensor) in exchanged:
-                    tensor = _copy(tensor)
-                elif type(tensor) is not plain:
                     tensor = detach(tensor)
-            append(tensor)
-            if index == stop_at and unfinished != sequence_number():
-                self.stopped = True
-                raise StopRecompute
+                else:
+                    index = len(values)
+                    append_without_grad(index)
+                    if index != final:
+                        unfinished = sequence_number()
+                    if exchanged and storage_of(tensor) in exchanged:
+                        tensor = _copy(tensor)
+                    elif type(tensor) is not plain:
+                        tensor = detach(tensor)
+                append(tensor)
+                if step is _STOP and unfinished != sequence_number():
+                    self.stopped = True
+                    raise StopRecompute
+                return tensor
+            if step is None:
+                return self._past_last(tensor, unfinished)
+            index = len(values)
+            append(MISSING)
+            if tensor.requires_grad:
+                return tensor if tensor.is_leaf else detach(tensor)
+            append_without_grad(index)
+            if index != final:
+                unfinished = sequence_number()
             return tensor
 
         return fill

@@ -315,17 +315,19 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 # The name under which a backend outside of torch has registered, ``"privateuseone"`` if none has. 2.11 to 2.15.
 private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 
-# The innermost ``torch.func`` transform (grad, vjp, vmap, ...) that is running, or None. 2.11 to 2.15.
-innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+# Whether a ``torch.func`` transform (grad, vjp, ...) is running. To ask for the innermost one makes a stack of them for this
+# thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15.
+is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
+_innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 _pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
 _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
 
 
 # ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
 # nothing is batched. Its level can only be read by moving it. 2.11 to 2.15.
-_enter_batched_grads: Callable[[], int] = torch._C._vmapmode_increment_nesting
-_leave_batched_grads: Callable[[], int] = torch._C._vmapmode_decrement_nesting
+_enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+_is_included, _BATCHED_GRADS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
 
 
 def suspend_transforms() -> tuple[list[object], int] | None:
@@ -337,23 +339,19 @@ def suspend_transforms() -> tuple[list[object], int] | None:
     Returns:
         What to give to :func:`resume_transforms`, or None where there is nothing in the way.
     """
-    level = _enter_batched_grads() - 1
-    _leave_batched_grads()
-    if level == 0 and innermost_transform() is None:
+    if not (_is_included(_BATCHED_GRADS) or is_any_transform_active()):
         return None
-    for _ in range(level):
+    level = _enter_batched_grads() - 1
+    for _ in range(level + 1):
         _leave_batched_grads()
-    suspended = []
-    while innermost_transform() is not None:
-        suspended.append(_pop_transform())
-    return suspended, level
+    return [_pop_transform() for _ in iter(_innermost_transform, None)], level
 
 
 def resume_transforms(suspended: tuple[list[object], int]) -> None:
     """Puts back what :func:`suspend_transforms` took off, in the same order."""
     transforms, level = suspended
-    while transforms:
-        _push_transform(transforms.pop())
+    for transform in reversed(transforms):
+        _push_transform(transform)
     for _ in range(level):
         _enter_batched_grads()
 

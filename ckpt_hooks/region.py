@@ -15,7 +15,7 @@ from typing_extensions import ParamSpec, Self
 from ._policy import Policy, policy_from
 from ._runtime.stack import stack
 from ._tape.frame import RecordedFrame
-from ._torch import innermost_transform
+from ._torch import is_any_transform_active
 from ._transforms import warn_of_transform
 
 __all__ = ["KeptTensor", "checkpoint_name", "checkpoint_region"]
@@ -106,7 +106,7 @@ class checkpoint_region:  # noqa: N801 -- used like a function
             return self
         frame = None
         if torch.is_grad_enabled():
-            if innermost_transform() is None:
+            if not is_any_transform_active():
                 frame = RecordedFrame(self._name, self._policy, respect_hooks=self._respect_hooks)
                 frame.__enter__()
                 self._latest = weakref.ref(frame)

@@ -8,6 +8,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import _ambient, checkpoint
 from ckpt_hooks._ambient import engine_image
+from ckpt_hooks._ambient.engine_image import engine
 
 DRAWS = {
     "one uniform": lambda: torch.rand(1),
@@ -33,31 +34,31 @@ def leaf(size):
 @pytest.fixture
 def slow(monkeypatch):
     """Where no image of the generator is to be had."""
-    monkeypatch.setattr(engine_image, "ADDRESS", 0)
+    monkeypatch.setattr(_ambient, "engine", engine_image.UNSEEN)
     monkeypatch.setattr(_ambient, "_latest", None)
 
 
 def test_there_is_an_image_on_this_platform():
-    assert engine_image.ADDRESS
-    assert engine_image.is_now(engine_image.take_image())
+    assert engine.raw is not None
+    assert engine.raw == engine.raw
 
 
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_every_draw_is_seen(draw):
     torch.manual_seed(3)
     torch.rand(5)
-    image, state = engine_image.take_image(), torch.get_rng_state()
+    image, state = engine.raw, torch.get_rng_state()
     draw()
-    assert not engine_image.is_now(image)
+    assert engine.raw != image
     assert not torch.equal(state, torch.get_rng_state())
 
 
 def test_a_left_over_normal_number_is_seen():
     torch.manual_seed(3)
     torch.randn(1)
-    image = engine_image.take_image()
+    image = engine.raw
     torch.randn(1)
-    assert not engine_image.is_now(image)
+    assert engine.raw != image
 
 
 def test_regions_share_what_they_saw_until_something_moves():
@@ -89,7 +90,7 @@ def test_a_recompute_starts_where_forward_did(draw):
 @pytest.mark.usefixtures("slow")
 @pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
 def test_so_it_does_without_an_image(draw):
-    assert engine_image.take_image() is None
+    assert _ambient.engine.raw is None
     test_a_recompute_starts_where_forward_did(draw)
 
 

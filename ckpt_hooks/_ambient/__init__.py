@@ -17,15 +17,14 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._bytes import memcmp
 from ckpt_hooks._torch import GLOBAL_DEVICE, global_device_mode, is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
-from .engine_image import ADDRESS, SIZE, Image, is_now, take_image
-from .flags import are_deterministic, get_default_dtype, read_fast
+from .engine_image import Image, engine
+from .flags import read_fast
 from .rng import read_cpu, write_cpu
-from .streams import any_device, find_devices
+from .streams import any_device
 from .tracking import TRACKED
 
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
@@ -57,12 +56,13 @@ class Ambient:
         self.modes = modes
         state, devices, others = streams
         self.is_simple = state is not None and not (devices or others or casts or modes)
-        self.image: Image | None = None
+        self.image: Image = None
         self.has_streams = bool(others)
 
 
-#: Of a simple one, the state of the CPU's generator and the switches; else what each module's ``enter`` answered.
-Undo = tuple[torch.Tensor, flags.Snapshot] | list[Any]
+#: Of a simple one, the state of the CPU's generator, its bytes if they are those that the recompute began with, and the
+#: switches; else what each module's ``enter`` answered.
+Undo = tuple[torch.Tensor, Image, flags.Snapshot] | list[Any]
 
 _latest: Ambient | None = None
 
@@ -77,12 +77,12 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     """
     global _latest
     latest = _latest
-    if latest is not None and preserve_rng_state and not generators and not TRACKED and not (find_devices() and any_device()):
+    if latest is not None and preserve_rng_state and not generators and not TRACKED and not any_device():
         try:
             image = latest.image
             if (
                 image is not None
-                and memcmp(ADDRESS, image[1], SIZE) == 0
+                and engine.raw == image
                 and latest.flags.guard.check()
                 and read_fast() == latest.flags.unguarded
                 and not num_function_modes()
@@ -90,14 +90,14 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
                 return latest
         except RuntimeError:  # from a switch, which says that it cannot be read this way
             pass
-    image = take_image()
+    image = engine.raw
     ambient = Ambient(
         rng.capture(generators, preserve=preserve_rng_state),
         flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.is_simple and is_now(image):  # so it was when the state was read
+    if ambient.is_simple and image is not None and engine.raw == image:  # so it was when the state was read
         ambient.image = image
         _latest = ambient
         if latest is not None:
@@ -112,7 +112,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         ambient: What was captured.
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
-    if ambient.is_simple and default_generators and not TRACKED and not (find_devices() and any_device()):
+    if ambient.is_simple and default_generators and not TRACKED and not any_device():
         try:
             switches = ambient.flags
             if (
@@ -123,11 +123,11 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
             ):
                 captured, image = ambient.streams[0], ambient.image
                 assert captured is not None
-                if image is not None and memcmp(ADDRESS, image[1], SIZE) == 0:
-                    return captured, switches
+                if image is not None and engine.raw == image:
+                    return captured, image, switches
                 state = read_cpu()
                 write_cpu(captured)
-                return state, switches
+                return state, None, switches
         except RuntimeError:
             pass
     undo: list[Any] = [None, None, None, None]
@@ -146,11 +146,12 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
 
 def leave(undo: Undo) -> None:
     """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
-    if len(undo) == 2:
-        state, captured = undo
-        write_cpu(state)
-        if get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]:
-            captured.write()
+    if len(undo) == 3:
+        state, image, switches = undo
+        if image is None or engine.raw != image:
+            write_cpu(state)
+        if not switches.guard.check():
+            switches.write()
         return
     for value, leave_one in zip(reversed(undo), _LEAVE, strict=True):
         if value is not None:

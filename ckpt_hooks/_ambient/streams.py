@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["Stream", "any_device", "device_streams", "find_devices", "stream_of_generator"]
+__all__ = ["Stream", "any_device", "device_streams", "stream_of_generator"]
 
 
 class Stream:
@@ -59,12 +59,12 @@ _torch_names = vars(torch)
 _modules_known_for = -1
 
 
-def find_devices() -> list[Any]:
-    """Returns what this build of torch has of accelerators, be they initialised or not: the same list each time."""
+def any_device() -> bool:
+    """Whether an accelerator is initialised."""
     # A backend that registers adds its module to torch; to count torch's names costs less than to ask for its name.
     if len(_torch_names) != _modules_known_for:
         _find_modules(private_backend_name())
-    return _modules
+    return bool(_modules) and any([initialised() for initialised, _ in _modules])
 
 
 def _find_modules(private_backend: str) -> None:
@@ -91,11 +91,6 @@ def _never(module: Any) -> bool:
 def _initialised_test(module: Any) -> Callable[[], bool]:
     test: Callable[[], bool] | None = getattr(module, "is_initialized", None)
     return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
-
-
-def any_device() -> bool:
-    """Whether an accelerator is initialised, which nobody needs to ask where :func:`find_devices` finds none."""
-    return any(initialised() for initialised, _ in _modules)
 
 
 def device_streams(*, needed: bool) -> list[Stream]:

@@ -12,6 +12,7 @@ on to the one that was to be freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from itertools import count
 from typing import Any
 
 import torch
@@ -73,20 +74,19 @@ def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bo
 
 
 def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:
-    numbers = frame.numbers
-    append, note, first = numbers.append, frame.facts.append, FIRST
+    next_number, append, note = count(FIRST).__next__, frame.numbers.append, frame.facts.append
     path, without_grad = frame.path, frame.without_grad
     latest = missing = facts(MISSING)
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
         nonlocal latest
-        number = len(numbers) + first
+        number = next_number()
         append(number)
         if tensor.is_leaf:  # or has no graph
             if tensor.requires_grad:
                 note(missing)
                 return [tensor, tensor._version, path]
-            without_grad.append(number - first)
+            without_grad.append(number - FIRST)
         found = facts(tensor)
         if found != latest:  # neighbours are often alike, and one tuple serves for all of them
             latest = found
