@@ -21,7 +21,7 @@ from ckpt_hooks._torch import GLOBAL_DEVICE, global_device_mode, is_any_autocast
 
 from . import autocast, flags, function_modes, rng
 from .draws import ReplayDraws
-from .engine_image import Image, engine
+from .engine_image import Image, is_now, take_image
 from .flags import read_fast
 from .rng import read_cpu, write_cpu
 from .streams import any_device
@@ -42,7 +42,7 @@ class Ambient:
         modes: Function modes.
         has_streams: Whether a recompute will set random streams back that are not torch's default ones.
         is_simple: Whether there is nothing but flags and the state of the CPU's generator.
-        image: Bytes of that generator in that state, as long as this is the latest.
+        image: How that generator looks in that state, as long as this is the latest.
     """
 
     __slots__ = ("casts", "flags", "has_streams", "image", "is_simple", "modes", "streams")
@@ -56,13 +56,13 @@ class Ambient:
         self.modes = modes
         state, devices, others = streams
         self.is_simple = state is not None and not (devices or others or casts or modes)
-        self.image: Image = None
+        self.image: Image | None = None
         self.has_streams = bool(others)
 
 
-#: Of a simple one, the state of the CPU's generator, its bytes if they are those that the recompute began with, and the
+#: Of a simple one, the state of the CPU's generator, how it looked if that is also where the recompute began, and the
 #: switches; else what each module's ``enter`` answered.
-Undo = tuple[torch.Tensor, Image, flags.Snapshot] | list[Any]
+Undo = tuple[torch.Tensor, Image | None, flags.Snapshot] | list[Any]
 
 _latest: Ambient | None = None
 
@@ -82,7 +82,7 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
             image = latest.image
             if (
                 image is not None
-                and engine.raw == image
+                and is_now(image)
                 and latest.flags.guard.check()
                 and read_fast() == latest.flags.unguarded
                 and not num_function_modes()
@@ -90,14 +90,14 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
                 return latest
         except RuntimeError:  # from a switch, which says that it cannot be read this way
             pass
-    image = engine.raw
+    image = take_image()
     ambient = Ambient(
         rng.capture(generators, preserve=preserve_rng_state),
         flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.is_simple and image is not None and engine.raw == image:  # so it was when the state was read
+    if ambient.is_simple and image is not None and is_now(image):  # so it was when the state was read
         ambient.image = image
         _latest = ambient
         if latest is not None:
@@ -123,7 +123,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
             ):
                 captured, image = ambient.streams[0], ambient.image
                 assert captured is not None
-                if image is not None and engine.raw == image:
+                if image is not None and is_now(image):
                     return captured, image, switches
                 state = read_cpu()
                 write_cpu(captured)
@@ -148,7 +148,7 @@ def leave(undo: Undo) -> None:
     """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
     if len(undo) == 3:
         state, image, switches = undo
-        if image is None or engine.raw != image:
+        if image is None or not is_now(image):
             write_cpu(state)
         if not switches.guard.check():
             switches.write()
