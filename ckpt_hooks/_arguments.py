@@ -20,7 +20,7 @@ import torch
 
 from ._containers import Capture, Container, TensorAt, build
 from ._refit import refit
-from ._runtime.hooks import unpack
+from ._runtime.hooks import unpack, unpack_observed
 from ._torch import (
     SavedTensor,
     pop_saved_tensors_hooks,
@@ -123,23 +123,24 @@ class Arguments:
         "_facts",
         "_foreign",
         "_kept_facts",
-        "_live",
         "_saved",
         "_storages",
         "_strides",
         "_tensors",
+        "live",
         "objects",
     )
 
     #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
+    #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
+    #: at hand.
+    live: Sequence[torch.Tensor] | None
 
     _captured: tuple[list[Any], dict[str, Any]] | None
     # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
     _foreign: bool
     _kept_facts: list[_Facts]
-    # Where hooks were active, all tensors as they came, until forward has ended.
-    _live: Sequence[torch.Tensor] | None
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
     _tensors: Sequence[torch.Tensor | None]
@@ -176,20 +177,16 @@ class Arguments:
             capture.finish()
         hooks = top_saved_tensors_hooks(False)
         if hooks is None:
-            self._saved = self._live = None
+            self._saved = self.live = None
             self._tensors = tensors
         else:
             self._saved, self._tensors = _save(tensors, each_occurrence=nested)
             self._strides = _strides_of(tensors)
             self._facts = _facts_of_all(tensors)
-            self._foreign = hooks[1] is not unpack
+            self._foreign = hooks[1] not in (unpack, unpack_observed)
             self._storages = tuple(map(storage_of, tensors))
-            self._live = tensors
+            self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
-
-    def let_go(self) -> None:
-        """Keeps no more than was saved, now that forward has ended, in which the caller has all arguments at hand."""
-        self._live = None
 
     def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
@@ -214,8 +211,8 @@ class Arguments:
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
-        if self._live is not None and self._are_as_they_were(self._live):
-            tensors = self._live
+        if self.live is not None and self._are_as_they_were(self.live):
+            tensors = self.live
         elif self._saved is not None:
             tensors = []
             for position, saved in enumerate(self._saved):

@@ -190,14 +190,14 @@ def _run(
         warn_of_transform()
         return function(*args, **kwargs)
     contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
-    debug_setting = current_settings().debug
-    if debug if debug_setting is None else debug_setting:
+    settings = current_settings()
+    if debug if settings.debug is None else settings.debug:
         logs = OperatorLogs()
         own = logs.forward, logs.recompute
-        frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own))
+        frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
         frame.explain = logs.explain
     else:
-        frame = FunctionFrame(function, args, kwargs, options, contexts)
+        frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
     with frame:
         return function(*args, **kwargs)
 

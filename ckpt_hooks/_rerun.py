@@ -28,9 +28,9 @@ from ._filling import Filling, StopRecompute
 from ._module_plan import is_idle
 from ._module_state import State, StateUndo, capture_state
 from ._reach import NOTHING, reach
-from ._runtime.frame import Frame, Observer, format_path
+from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, hand_back, open_frame
-from ._runtime.settings import DEFAULTS, current_settings
+from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
 from ._torch import (
     graph_exec_group,
@@ -105,6 +105,7 @@ class FunctionFrame(Frame):
         "_finish",
         "_function",
         "_options",
+        "_plain",
         "_selection",
         "_state",
         "explain",
@@ -117,6 +118,7 @@ class FunctionFrame(Frame):
         kwargs: dict[str, Any],
         options: RegionOptions = DEFAULT_OPTIONS,
         contexts: ContextPair | None = None,
+        settings: Settings | None = None,
     ) -> None:
         """Captures a call and saves its tensors.
 
@@ -126,13 +128,15 @@ class FunctionFrame(Frame):
             kwargs: Its keyword arguments.
             options: How it is brought back.
             contexts: Entered around forward, and around each rerun.
+            settings: Those in force, if the caller has asked for them.
         """
         # What a partial holds are arguments as well: taken out of it, they are saved as such, and not kept alive twice.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
         name = options.name or _name_of(function)
-        settings = current_settings()
+        if settings is None:
+            settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent = stack.innermost
@@ -150,11 +154,33 @@ class FunctionFrame(Frame):
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None
         try:
-            self._open()
+            function, options = self._function, self._options
+            generators = _NO_GENERATORS
+            # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
+            if self._arguments.objects or type(function) is FunctionType or not is_idle(function):
+                generators = self._look_around()
+            self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
+            self._context = copy_context() or None
+            crowded = is_crowded()
+            left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
+            if self._selection is not None:
+                hooks = top_saved_tensors_hooks(False)
+                self._selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
+            self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
+            if crowded and options.preserve_rng_state:
+                self._draws = RecordDraws()
+                self._draws.__enter__()
         finally:
             if paused:
                 resume_modes(paused)
-        if self.observer is not None or self._contexts is not None:
+        self._plain = (
+            self._state is None
+            and self._finish is None
+            and self._draws is None
+            and self._contexts is None
+            and self.observer is None
+        )
+        if not self._plain:
             try:
                 if self.observer is not None:
                     self.observer.entered(self)
@@ -165,30 +191,22 @@ class FunctionFrame(Frame):
                 raise
         return self
 
-    def _open(self) -> None:
-        function, options = self._function, self._options
-        objects, generators = self._arguments.objects, _NO_GENERATORS
-        # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
-        if objects or type(function) is FunctionType or not is_idle(function):
-            reached = reach(function, objects)
-            if reached is not NOTHING:
-                generators = reached.generators
-                if options.preserve_buffers:
-                    self._state, more = capture_state(reached.modules, reached.tensors)
-                    generators = [*generators, *more]
-        self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
-        context = copy_context()
-        self._context = context if context else None
-        crowded = is_crowded()
-        left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
-        if self._selection is not None:
-            self._selection.attach(self.numbers, self.path, top_saved_tensors_hooks(False), respect_hooks=options.respect_hooks)
-        self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
-        if crowded and options.preserve_rng_state:
-            self._draws = RecordDraws()
-            self._draws.__enter__()
+    def _look_around(self) -> Sequence[torch.Generator]:
+        """Captures state that the function reaches besides its arguments; returns the generators among that."""
+        reached = reach(self._function, self._arguments.objects)
+        if reached is NOTHING:
+            return _NO_GENERATORS
+        if not self._options.preserve_buffers:
+            return reached.generators
+        self._state, more = capture_state(reached.modules, reached.tensors)
+        return [*reached.generators, *more]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if self._plain:
+            close_frame(self)
+            self._arguments.live = None
+            self.complete = error is None
+            return
         suppressed: bool | None = False
         if self._contexts is not None:
             try:
@@ -196,12 +214,7 @@ class FunctionFrame(Frame):
             except BaseException as another:
                 self._close(another)
                 raise
-        paused = pause_modes() if num_dispatch_modes() else None
-        try:
-            self._close(error)
-        finally:
-            if paused:
-                resume_modes(paused)
+        self._close(error)
         if error is None:
             self.complete = True
             if self._selection is not None:
@@ -214,33 +227,21 @@ class FunctionFrame(Frame):
             ) from error
 
     def _close(self, error: BaseException | None) -> None:
-        close_frame(self)
-        self._arguments.let_go()
-        if self._draws is not None:
-            self._draws.__exit__(None, None, None)
-        if self._state is not None and not self._state.settle():
-            self._state = None
-        if self._finish is not None:
-            finish, self._finish = self._finish, None
-            finish()
-        if self.observer is not None:
-            self.observer.exited(self, error)
-
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function; see :meth:`Frame.recompute`."""
-        return self._rerun(wanted) if self.observer is None else self._recompute_observed(self.observer, wanted)
-
-    def _recompute_observed(self, observer: Observer, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        observer.recomputing(self)
-        error: BaseException | None = None
+        paused = pause_modes()
         try:
-            return self._rerun(wanted)
-        except BaseException as found:
-            error = found
-            raise
+            close_frame(self)
+            self._arguments.live = None
+            if self._draws is not None:
+                self._draws.__exit__(None, None, None)
+            if self._state is not None and not self._state.settle():
+                self._state = None
+            if self._finish is not None:
+                finish, self._finish = self._finish, None
+                finish()
+            if self.observer is not None:
+                self.observer.exited(self, error)
         finally:
-            observer.recomputed(self, error)
-            del error  # its traceback has this call, which would keep it alive in turn
+            resume_modes(paused)
 
     def _explain(self, found: DeterminismError) -> None:
         """Lets an error say more, or raises another one that does."""
@@ -248,7 +249,8 @@ class FunctionFrame(Frame):
         if self.explain is not None:
             raise self.explain(found) from found
 
-    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Reruns the function; see :meth:`Frame.recompute`."""
         options = self._options
         filling = Filling(self, self._function, early_stop=options.early_stop, selective=self._selection is not None)
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.

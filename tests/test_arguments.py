@@ -185,7 +185,7 @@ def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
 
 
 def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    arguments.let_go()  # as at the end of forward
+    arguments.live = None  # as at the end of forward
     return arguments.restore(lambda: ("region",), [])
 
 

@@ -64,7 +64,7 @@ def any_device() -> bool:
     # A backend that registers adds its module to torch; to count torch's names costs less than to ask for its name.
     if len(_torch_names) != _modules_known_for:
         _find_modules(private_backend_name())
-    return bool(_modules) and any([initialised() for initialised, _ in _modules])
+    return bool(_modules) and any(initialised() for initialised, _ in _modules)
 
 
 def _find_modules(private_backend: str) -> None:

@@ -161,7 +161,7 @@ class Frame(abc.ABC):
 
     def alive(self) -> list[bool]:
         """Returns of each tensor packed whether its handle is alive."""
-        return [holders > _UNHELD for holders in map(getrefcount, self.numbers)]
+        return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
 
     @abc.abstractmethod
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
@@ -177,6 +177,21 @@ class Frame(abc.ABC):
             where it was modified in the course of the recompute and has to be asked for by itself.
         """
 
+    def _recompute_observed(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        observer = self.observer
+        if observer is None:
+            return self.recompute(wanted)
+        observer.recomputing(self)
+        error: BaseException | None = None
+        try:
+            return self.recompute(wanted)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            observer.recomputed(self, error)
+            del error  # its traceback has this call, which would keep it alive in turn
+
     def open_pass(self, index: int) -> Pass:
         """Returns this frame's pass in the scope that is running on this thread; recomputes if there is none yet (Rule 3).
 
@@ -188,10 +203,10 @@ class Frame(abc.ABC):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:
-                return Pass(self.recompute((index,)))
+                return Pass(self._recompute_observed((index,)))
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.recompute(None))
+                opened = Pass(self.recompute(None) if self.observer is None else self._recompute_observed(None))
                 if self.passes is NO_PASSES:
                     self.passes = {key: opened}
                 else:
@@ -219,14 +234,14 @@ class Frame(abc.ABC):
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
-            values = self.recompute(frozenset(wanted))
+            values = self._recompute_observed(frozenset(wanted))
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
             for position in wanted:
                 if position < len(values):  # handles that are dead by now are not brought back
                     opened.values[position] = values[position]
             value = opened.values[index]
             if value is MISSING and len(wanted) > 1:
-                value = self.recompute((index,))[index]
+                value = self._recompute_observed((index,))[index]
             opened.values[index] = MISSING
             taken.append(index)
             if value is MISSING:

@@ -24,7 +24,7 @@ from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
 from .stack import stack
 
-__all__ = ["UNPACKS", "are_of_frame", "close_frame", "hand_back", "open_frame", "unpack"]
+__all__ = ["UNPACKS", "are_of_frame", "close_frame", "hand_back", "open_frame", "unpack", "unpack_observed"]
 
 
 def unpack(packed: Any) -> torch.Tensor:
@@ -54,9 +54,18 @@ def unpack(packed: Any) -> torch.Tensor:
     else:
         values[index] = MISSING
         opened.taken.append(index)
-    if frame.observer is not None:
-        frame.observer.unpacked(frame, index, value)
     return value
+
+
+def unpack_observed(packed: Any) -> torch.Tensor:
+    """Does what :func:`unpack` does, and tells the frame's observer."""
+    tensor = unpack(packed)
+    if type(packed) is tuple:
+        frame: Frame
+        frame, number = packed
+        assert frame.observer is not None
+        frame.observer.unpacked(frame, number - FIRST, tensor)
+    return tensor
 
 
 def hand_back(tensor: torch.Tensor) -> torch.Tensor:
@@ -65,35 +74,12 @@ def hand_back(tensor: torch.Tensor) -> torch.Tensor:
 
 
 #: The unpack hooks of all kinds of frames.
-UNPACKS: list[Callable[[Any], torch.Tensor]] = [unpack]
+UNPACKS: list[Callable[[Any], torch.Tensor]] = [unpack, unpack_observed]
 
 
 def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bool:
     """Whether a pair of hooks is that of a frame, in forward or in a rerun, and not somebody else's."""
     return hooks[1] in UNPACKS or hooks[1] is hand_back
-
-
-def _pack_into(frame: Frame, facts: Callable[[Any], Any]) -> Callable[[torch.Tensor], Handle | Kept]:
-    next_number, append, note = count(FIRST).__next__, frame.numbers.append, frame.facts.append
-    path, without_grad = frame.path, frame.without_grad
-    latest = missing = facts(MISSING)
-
-    def pack(tensor: torch.Tensor) -> Handle | Kept:
-        nonlocal latest
-        number = next_number()
-        append(number)
-        if tensor.is_leaf:  # or has no graph
-            if tensor.requires_grad:
-                note(missing)
-                return [tensor, tensor._version, path]
-            without_grad.append(number - FIRST)
-        found = facts(tensor)
-        if found != latest:  # neighbours are often alike, and one tuple serves for all of them
-            latest = found
-        note(latest)
-        return frame, number
-
-    return pack
 
 
 def _pack_observed(
@@ -178,17 +164,50 @@ def open_frame(
         RuntimeError: Where saved-tensor hooks are disabled, with the message given to
             ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
     """
-    pack = _pack_into(frame, facts)
+    next_number, append, note = count(FIRST).__next__, frame.numbers.append, frame.facts.append
+    path, without_grad = frame.path, frame.without_grad
+    latest = missing = facts(MISSING)
+
+    def pack(tensor: torch.Tensor) -> Handle | Kept:
+        nonlocal latest
+        number = next_number()
+        append(number)
+        if tensor.is_leaf:  # or has no graph
+            if tensor.requires_grad:
+                note(missing)
+                return [tensor, tensor._version, path]
+            without_grad.append(number - FIRST)
+        found = facts(tensor)
+        if found != latest:  # neighbours are often alike, and one tuple serves for all of them
+            latest = found
+        note(latest)
+        return frame, number
+
+    if fingerprint is None and frame.observer is None:
+        push_saved_tensors_hooks(pack, unpack)
+        finish = None
+    else:
+        finish = _open_watched(frame, pack, fingerprint, left_out)
+    stack.innermost = frame
+    return finish
+
+
+def _open_watched(
+    frame: Frame,
+    pack: Callable[[torch.Tensor], Handle | Kept],
+    fingerprint: Callable[[torch.Tensor], Any] | None,
+    left_out: Collection[int | None],
+) -> Callable[[], None] | None:
     finish = None
     if fingerprint is not None:
         fingerprints = _Fingerprints(fingerprint, left_out)
         frame.fingerprints = fingerprints.taken
         pack = _pack_fingerprinted(pack, fingerprints)
         finish = fingerprints.finish
-    if frame.observer is not None:
-        pack = _pack_observed(frame, frame.observer, pack)
-    push_saved_tensors_hooks(pack, unpack)
-    stack.innermost = frame
+    if frame.observer is None:
+        push_saved_tensors_hooks(pack, unpack)
+    else:
+        push_saved_tensors_hooks(_pack_observed(frame, frame.observer, pack), unpack_observed)
     return finish
 
 
