@@ -19,12 +19,12 @@ import torch
 
 from ckpt_hooks._torch import GLOBAL_DEVICE, global_device_mode, is_any_autocast_enabled, num_function_modes
 
-from . import autocast, flags, function_modes, rng
+from . import autocast, flags, function_modes, rng, streams
 from .draws import ReplayDraws
-from .engine_image import Image, is_now, take_image
+from .engine_image import HEAD, TAIL, Image, take_image
 from .flags import read_fast
 from .rng import read_cpu, write_cpu
-from .streams import any_device
+from .streams import TORCH_NAMES, any_device
 from .tracking import TRACKED
 
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
@@ -77,12 +77,15 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     """
     global _latest
     latest = _latest
-    if latest is not None and preserve_rng_state and not generators and not TRACKED and not any_device():
+    if (
+        latest is not None
+        and preserve_rng_state
+        and not (generators or TRACKED)
+        and (len(TORCH_NAMES) == streams.names_without_devices or not any_device())
+    ):
         try:
-            image = latest.image
             if (
-                image is not None
-                and is_now(image)
+                latest.image == (HEAD.raw, TAIL.raw)
                 and latest.flags.guard.check()
                 and read_fast() == latest.flags.unguarded
                 and not num_function_modes()
@@ -97,7 +100,7 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.is_simple and image is not None and is_now(image):  # so it was when the state was read
+    if ambient.is_simple and image is not None and image == take_image():  # so it was when the state was read
         ambient.image = image
         _latest = ambient
         if latest is not None:
@@ -112,7 +115,12 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         ambient: What was captured.
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
-    if ambient.is_simple and default_generators and not TRACKED and not any_device():
+    if (
+        ambient.is_simple
+        and default_generators
+        and not TRACKED
+        and (len(TORCH_NAMES) == streams.names_without_devices or not any_device())
+    ):
         try:
             switches = ambient.flags
             if (
@@ -123,7 +131,7 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
             ):
                 captured, image = ambient.streams[0], ambient.image
                 assert captured is not None
-                if image is not None and is_now(image):
+                if image == (HEAD.raw, TAIL.raw):
                     return captured, image, switches
                 state = read_cpu()
                 write_cpu(captured)
@@ -148,7 +156,7 @@ def leave(undo: Undo) -> None:
     """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
     if len(undo) == 3:
         state, image, switches = undo
-        if image is None or not is_now(image):
+        if image != (HEAD.raw, TAIL.raw):
             write_cpu(state)
         if not switches.guard.check():
             switches.write()

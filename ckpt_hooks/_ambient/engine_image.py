@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ckpt_hooks._torch import address_of_generator
 
-__all__ = ["Image", "is_now", "take_image"]
+__all__ = ["HEAD", "TAIL", "Image", "take_image"]
 
 _WORDS = 624
 _ARRAY_BYTES = 4 * _WORDS
@@ -51,36 +51,26 @@ def _find(generator: torch.Generator) -> int | None:
     return offset - _BEFORE
 
 
-class _Engine:
-    """Some bytes in the object of a generator, as they are at the moment.
+class _Bytes:
+    """Where the bytes are not to be had."""
 
-    Args:
-        address: Where the generator's state is.
-    """
-
-    __slots__ = ("_head", "_tail")
-
-    def __init__(self, address: int) -> None:
-        self._head, self._tail = ((ctypes.c_char * size).from_address(address + offset) for offset, size in (_HEAD, _TAIL))
-
-    def image(self) -> Image:
-        """Returns them."""
-        return self._head.raw, self._tail.raw
-
-    def shows(self, image: Image) -> bool:
-        """Whether they are the same as those."""
-        return self._head.raw == image[0] and self._tail.raw == image[1]
+    raw = b""
 
 
-def _find_engine() -> _Engine | None:
+def _views(address: int) -> list[Any]:
+    """Returns what is looked at of a generator whose state is at an address: ``raw`` has the bytes as they are now."""
+    return [(ctypes.c_char * size).from_address(address + offset) for offset, size in (_HEAD, _TAIL)]
+
+
+def _find_views() -> list[Any] | None:
     """Returns what to look at of the default generator, None if its object is not laid out as expected."""
     try:
         generator = torch.Generator().manual_seed(1)
         offset = _find(generator)
         if offset is None or _find(torch.default_generator) != offset:
             return None
-        engine = _Engine(address_of_generator(generator) + offset)
-        images = [engine.image()]
+        head, tail = _views(address_of_generator(generator) + offset)
+        images = [(head.raw, tail.raw)]
         # One number of 32 bits; a normal one, which leaves another over; that one, which moves nothing else; the same in
         # double precision; another seed for a state that is the same otherwise.
         for draw in (
@@ -93,15 +83,17 @@ def _find_engine() -> _Engine | None:
             lambda: generator.manual_seed(2),
         ):
             draw()
-            images.append(engine.image())
-        found = _Engine(address_of_generator(torch.default_generator) + offset)
-        return found if len(set(images)) == len(images) else None
+            images.append((head.raw, tail.raw))
+        return _views(address_of_generator(torch.default_generator) + offset) if len(set(images)) == len(images) else None
     except (AttributeError, OSError, RuntimeError, TypeError, struct.error):
         return None
 
 
-_default = _find_engine()
-#: Returns what is looked at of the default generator as it is now, None where it cannot be looked at.
-take_image: Callable[[], Image | None] = (lambda: None) if _default is None else _default.image
-#: Whether what is looked at is still the same.
-is_now: Callable[[Image], bool] = (lambda image: False) if _default is None else _default.shows
+_found = _find_views()
+#: What is looked at of the default generator: ``(HEAD.raw, TAIL.raw)`` is its image now, if there is one.
+HEAD, TAIL = _found or (_Bytes, _Bytes)
+
+
+def take_image() -> Image | None:
+    """Returns the image of the default generator now, None where it cannot be looked at."""
+    return None if _found is None else (HEAD.raw, TAIL.raw)

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["Stream", "any_device", "device_streams", "stream_of_generator"]
+__all__ = ["TORCH_NAMES", "Stream", "any_device", "device_streams", "stream_of_generator"]
 
 
 class Stream:
@@ -55,20 +55,23 @@ def _stream_of_default(generator: torch.Generator) -> Stream:
 # module under a name of its own, which may happen after this import.
 _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
-_torch_names = vars(torch)
 _modules_known_for = -1
+
+#: A backend that registers adds its module to torch; to count torch's names costs less than to ask for its name.
+TORCH_NAMES = vars(torch)
+#: How many names torch has where this build of it has no accelerator, be it initialised or not; -1 where it has one.
+names_without_devices = -1
 
 
 def any_device() -> bool:
     """Whether an accelerator is initialised."""
-    # A backend that registers adds its module to torch; to count torch's names costs less than to ask for its name.
-    if len(_torch_names) != _modules_known_for:
+    if len(TORCH_NAMES) != _modules_known_for:
         _find_modules(private_backend_name())
-    return bool(_modules) and any(initialised() for initialised, _ in _modules)
+    return any(initialised() for initialised, _ in _modules)
 
 
 def _find_modules(private_backend: str) -> None:
-    global _modules_known_for
+    global _modules_known_for, names_without_devices
     _modules.clear()
     for device_type in (*_DEVICE_TYPES, private_backend):
         module = getattr(torch, device_type, None)
@@ -79,7 +82,8 @@ def _find_modules(private_backend: str) -> None:
                 _modules.append((torch.backends.mps.is_available, module))
         else:
             _modules.append((_initialised_test(module), module))
-    _modules_known_for = len(_torch_names)
+    _modules_known_for = len(TORCH_NAMES)
+    names_without_devices = -1 if _modules else _modules_known_for
 
 
 def _never(module: Any) -> bool:

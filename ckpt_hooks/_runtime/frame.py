@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import abc
 import threading
-import weakref
 from collections.abc import Collection, Sequence
 from sys import getrefcount
 from typing import Any
@@ -25,7 +24,7 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
-from .passes import MISSING, NO_PASSES, Pass, graph_task_scope
+from .passes import MISSING, NO_PASSES, Ending, Pass, Scope, drop_at_end, graph_task_scope
 
 __all__ = ["FIRST", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
 
@@ -87,6 +86,9 @@ def overlap_error(path: RegionPath, index: int) -> OverlapError:
     )
 
 
+_NO_ENDINGS: tuple[Ending, ...] = ()
+
+
 class Observer:
     """Who watches frames (:mod:`ckpt_hooks._runtime.observers`); each method does nothing unless overridden.
 
@@ -131,6 +133,7 @@ class Frame(abc.ABC):
 
     __slots__ = (
         "__weakref__",
+        "_endings",
         "_lock",
         "complete",
         "facts",
@@ -150,6 +153,7 @@ class Frame(abc.ABC):
         self.fingerprints: Sequence[Any] = ()
         self.without_grad: list[int] = []
         self.passes = NO_PASSES
+        self._endings = _NO_ENDINGS
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
         self.complete = False
@@ -192,6 +196,15 @@ class Frame(abc.ABC):
             observer.recomputed(self, error)
             del error  # its traceback has this call, which would keep it alive in turn
 
+    def keep_pass(self, opened: Any, scope: Scope) -> None:
+        """Files a pass until its scope ends."""
+        if not self.passes:
+            self.passes = {scope.key: opened}
+            self._endings = (drop_at_end(scope, self.passes),)
+        else:  # of backwards that overlap
+            self.passes[scope.key] = opened
+            self._endings = (*(ending for ending in self._endings if ending()), drop_at_end(scope, self.passes))
+
     def open_pass(self, index: int) -> Pass:
         """Returns this frame's pass in the scope that is running on this thread; recomputes if there is none yet (Rule 3).
 
@@ -207,12 +220,7 @@ class Frame(abc.ABC):
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
                 opened = Pass(self.recompute(None) if self.observer is None else self._recompute_observed(None))
-                if self.passes is NO_PASSES:
-                    self.passes = {key: opened}
-                else:
-                    self.passes[key] = opened
-                scope = graph_task_scope(key) if group is None else group_scope(group)
-                scope.append(weakref.ref(self))
+                self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ckpt_hooks._runtime.frame import Frame, mutated_leaf, overlap_error
 from ckpt_hooks._runtime.frame import Kept as KeptLeaf
 from ckpt_hooks._runtime.groups import group_scope
 from ckpt_hooks._runtime.hooks import UNPACKS
-from ckpt_hooks._runtime.passes import MISSING, NO_PASSES, graph_task_scope
+from ckpt_hooks._runtime.passes import MISSING, graph_task_scope
 from ckpt_hooks._runtime.settings import current_settings
 from ckpt_hooks._runtime.stack import is_crowded, stack
 from ckpt_hooks._torch import (
@@ -250,11 +250,7 @@ class RecordedFrame(Frame):
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
             replay = Replay(frame, roots, key)
-            if frame.passes is NO_PASSES:
-                frame.passes = {key: replay}
-            else:
-                frame.passes[key] = replay
-            scope.append(weakref.ref(frame))
+            frame.keep_pass(replay, scope)
         opened: Replay = self.passes[key]
         return opened
 
