@@ -299,5 +299,5 @@ class Arguments:
                 seen.add(id(captured))
                 entries = captured.entries if issubclass(captured.kind, dict) else enumerate(captured.entries)
                 todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
-                todo += [(f"{path}.{name}", entry) for name, entry in captured.attributes]
+                todo += [(f"{path}.{name}", entry) for name, entry in captured.attributes()]
         return "an argument"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import types
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,16 +38,24 @@ class Container:
         original: What was captured; let go of when the walk is over.
         kind: Its type.
         entries: Captured entries of a list or tuple, captured values of a dict with their keys.
-        attributes: Captured attributes by name: fields of a dataclass, ``__dict__`` of an instance of a subclass.
+        slots: Captured attributes that are in slots, by their descriptors.
+        variables: Captured attributes that are in its ``__dict__``, by name.
+        is_namespace: Whether it is a dict that is its own ``__dict__``.
     """
 
-    __slots__ = ("attributes", "entries", "kind", "original")
+    __slots__ = ("entries", "is_namespace", "kind", "original", "slots", "variables")
 
     def __init__(self, original: Any) -> None:
         self.original = original
         self.kind = type(original)
         self.entries: list[Any] = []
-        self.attributes: list[tuple[str, Any]] = []
+        self.slots: list[tuple[Any, Any]] = []
+        self.variables: list[tuple[str, Any]] = []
+        self.is_namespace = False
+
+    def attributes(self) -> list[tuple[str, Any]]:
+        """Returns all captured attributes by name."""
+        return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
         """Returns a new container of the captured entries; ``built`` has those made so far in this rerun, by id."""
@@ -60,16 +69,32 @@ class Container:
             made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
             built[id(self)] = made
         else:
-            made = built[id(self)] = kind.__new__(kind)  # type: ignore[call-overload]
+            made = built[id(self)] = _new(kind)
             if issubclass(kind, list):
                 list.extend(made, (build(entry, tensors, built) for entry in self.entries))
             elif issubclass(kind, dict):
                 set_item = OrderedDict.__setitem__ if issubclass(kind, OrderedDict) else dict.__setitem__
                 for key, entry in self.entries:
                     set_item(made, key, build(entry, tensors, built))
-        for name, captured in self.attributes:
-            object.__setattr__(made, name, build(captured, tensors, built))
+        for slot, captured in self.slots:
+            slot.__set__(made, build(captured, tensors, built))
+        if self.is_namespace:
+            made.__dict__ = made
+        elif self.variables:
+            vars(made).update((name, build(captured, tensors, built)) for name, captured in self.variables)
         return made
+
+
+def _new(kind: type[Any]) -> Any:
+    """Returns an empty instance: that of a subclass is made by the class of Python's own that it derives from.
+
+    What a ``__new__`` of the subclass would do, and might want arguments for, is among the attributes that are captured.
+    """
+    for base in kind.__mro__:
+        new = vars(base).get("__new__")
+        if isinstance(new, types.BuiltinMethodType):
+            return new(kind)
+    raise AssertionError("object has a __new__")
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
@@ -155,29 +180,30 @@ class Capture:
         container = self._container(value)
         for key, entry in dict.items(value):
             container.entries.append((key, self.value(entry, f"{path}[{key!r}]")))
-        if isinstance(value, defaultdict):
-            container.attributes.append(("default_factory", value.default_factory))
         return self._with_attributes(container, path)
 
     def _with_attributes(self, container: Container, path: str) -> Container:
         value = container.original
-        names = dict.fromkeys(getattr(value, "__dict__", ()))
+        variables = getattr(value, "__dict__", None)
+        if variables is value:
+            container.is_namespace = True
+        elif variables:
+            container.variables = [(name, self.value(one, f"{path}.{name}")) for name, one in variables.items()]
         for kind in container.kind.__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                if hasattr(value, name) and name not in ("__dict__", "__weakref__"):
-                    names[name] = None
-        if dataclasses.is_dataclass(value):
-            names.update((field.name, None) for field in dataclasses.fields(value) if hasattr(value, field.name))
-        for name in names:
-            container.attributes.append((name, self.value(getattr(value, name), f"{path}.{name}")))
+            if "__slots__" not in vars(kind) and kind is not defaultdict:
+                continue
+            for slot in vars(kind).values():
+                if isinstance(slot, types.MemberDescriptorType):
+                    try:
+                        one = slot.__get__(value)
+                    except AttributeError:  # nothing in it
+                        continue
+                    container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
         return container
 
     def _unless_empty(self, container: Container) -> Any:
         """Hands the original on where it cannot change and nothing in it is captured."""
-        if any(map(_stands_for_something, container.entries)) or any(
-            _stands_for_something(captured) for _, captured in container.attributes
-        ):
+        if any(map(_stands_for_something, (*container.entries, *(captured for _, captured in container.attributes())))):
             return container
         self._seen[id(container.original)] = container.original
         return container.original

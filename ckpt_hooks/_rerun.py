@@ -278,10 +278,15 @@ class FunctionFrame(Frame):
                 self._call_with_state(filling, wanted, args, kwargs, borrows=borrows)
         except StopRecompute:
             pass
-        except Exception as error:
-            if not filling.stopped or isinstance(error, DeterminismError):
-                if isinstance(error, DeterminismError) and self.explain is not None and error.region == self._region():
-                    raise self.explain(error) from error
+        except DeterminismError as error:
+            # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
+            own = error.region == self._region()
+            if own and self.explain is not None:
+                raise self.explain(error) from error
+            if own or not filling.stopped:
+                raise
+        except Exception:
+            if not filling.stopped:
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import re
@@ -204,6 +205,24 @@ def test_a_difference_cannot_be_swallowed():
     forward = False
     with pytest.raises(ckpt_hooks.DeterminismError, match=re.escape("operator 0 of the recompute is aten.sin.default")):
         y.sum().backward()
+
+
+def test_a_stop_swallowed_inside_an_inner_region_is_no_difference():
+    """The stop of the region around cuts the inner one's forward short, which then runs a backward over what it has."""
+    x = leaf(3)
+
+    def inner(x):
+        y = x.exp()
+        with contextlib.suppress(BaseException):
+            torch.linalg.vector_norm(x) + 1
+        w = x.sin()
+        return w * y * grad(w.sum(), x, retain_graph=True)[0]
+
+    def outer(x):
+        return Run("ours").selecting([aten.linalg_vector_norm.default])(inner, x).sum()
+
+    (found,) = grad(ckpt_hooks.checkpoint(outer, x * 1), x)
+    assert torch.equal(found, grad(inner(x * 1).sum(), x)[0])
 
 
 @runs("region", torch_fails=SILENT)
