@@ -157,6 +157,11 @@ class ModulePlan:
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
         return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
 
+    def parameters(self) -> list[torch.Tensor]:
+        """Returns the parameters that the module and its submodules have now."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
+
     def names(self) -> list[tuple[dict[str, Any], frozenset[str]]]:
         """Returns the names that a module and its submodules have now, as long as they may still get others."""
         if self._used > _LOOKS and self._stateless:

@@ -27,7 +27,7 @@ from ._dispatch import pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
 from ._module_plan import is_idle
 from ._module_state import State, StateUndo, capture_state
-from ._reach import NOTHING, reach
+from ._reach import NOTHING, Reached, reach
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.settings import DEFAULTS, Settings, current_settings
@@ -44,6 +44,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
+from ._weights import Weights
 from .determinism import DEFAULT_CHECK, Check
 from .errors import DeterminismError, MutationError
 
@@ -108,6 +109,7 @@ class FunctionFrame(Frame):
         "_plain",
         "_selection",
         "_state",
+        "_weights",
         "explain",
     )
 
@@ -148,6 +150,7 @@ class FunctionFrame(Frame):
         self._selection = None if contexts is None else selection_of(contexts[0])
         self._state: State | None = None
         self._draws: RecordDraws | None = None
+        self._weights: Weights | None = None
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
@@ -155,11 +158,14 @@ class FunctionFrame(Frame):
         paused = pause_modes() if num_dispatch_modes() else None
         try:
             function, options = self._function, self._options
-            generators = _NO_GENERATORS
+            reached = NOTHING
             # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
             if self._arguments.objects or type(function) is FunctionType or not is_idle(function):
-                generators = self._look_around()
+                reached = reach(function, self._arguments.objects)
+            generators = _NO_GENERATORS if reached is NOTHING else self._look_into(reached)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
+            if self._ambient.casts is not None:
+                self._weights = Weights(reached.modules or ((function,) if isinstance(function, torch.nn.Module) else ()))
             self._context = copy_context() or None
             crowded = is_crowded()
             left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
@@ -177,6 +183,7 @@ class FunctionFrame(Frame):
             self._state is None
             and self._finish is None
             and self._draws is None
+            and self._weights is None
             and self._contexts is None
             and self.observer is None
         )
@@ -191,11 +198,8 @@ class FunctionFrame(Frame):
                 raise
         return self
 
-    def _look_around(self) -> Sequence[torch.Generator]:
+    def _look_into(self, reached: Reached) -> Sequence[torch.Generator]:
         """Captures state that the function reaches besides its arguments; returns the generators among that."""
-        reached = reach(self._function, self._arguments.objects)
-        if reached is NOTHING:
-            return _NO_GENERATORS
         if not self._options.preserve_buffers:
             return reached.generators
         self._state, more = capture_state(reached.modules, reached.tensors)
@@ -235,6 +239,8 @@ class FunctionFrame(Frame):
                 self._draws.__exit__(None, None, None)
             if self._state is not None and not self._state.settle():
                 self._state = None
+            if self._weights is not None:
+                self._weights.settle()
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 finish()
@@ -266,6 +272,8 @@ class FunctionFrame(Frame):
             transforms = suspend_transforms()
             set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, handed_out)
+            if self._weights is not None and self.complete:
+                self._weights.compare(self._mutated)
             if self._selection is not None:
                 self._selection.prepare(last=wanted is None and _is_last_backward(), has_stopped=lambda: filling.stopped)
             if borrows and self._state is None and not self._ambient.has_streams:

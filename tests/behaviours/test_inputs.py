@@ -119,6 +119,48 @@ def test_optimizer_step_too_early(run):
     assert_notices(run, lambda run: run(layer, x), optimizer.step)
 
 
+@runs(*FORMS, torch_fails=SILENT)
+@pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_parameter_mutated_under_autocast(run, trainable, name):
+    """Autograd has saved a cast of a weight, and nothing of a bias; a rerun would cast what is there by then."""
+
+    def program(run):
+        torch.manual_seed(0)
+        layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).requires_grad_(trainable)
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = run(layer, x)
+        with torch.no_grad():
+            getattr(layer[1], name).add_(1)
+        return gradients(y.float(), x)
+
+    assert_as_eager_or_error(program, run, naming=f"the parameter '1.{name}' of Sequential")
+
+
+@runs("region")
+@pytest.mark.parametrize("reached", ["module", "method", "closure"])
+def test_parameter_that_forward_clamps_under_autocast(run, reached):
+    """Where forward itself writes to a parameter, that is no error: it is so in each forward."""
+
+    class Clamped(nn.Linear):
+        def forward(self, x):
+            with torch.no_grad():
+                self.weight.clamp_(-0.25, 0.25)
+            return super().forward(x).tanh()
+
+    def program(run):
+        torch.manual_seed(0)
+        layer = Clamped(3, 3)
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        function = {"module": layer, "method": layer.forward, "closure": lambda x: layer(x)}[reached]
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = run(function, x)
+        return gradients(y.float(), x, *layer.parameters())
+
+    assert_as_eager(program, run)
+
+
 class Scaled(nn.Module):
     """Multiplies by a buffer."""
 
