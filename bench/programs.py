@@ -138,6 +138,20 @@ def row_of_regions(count: int) -> Program:
     return Program(forward, (x,))
 
 
+def batch_norms(count: int, width: int, batch: int) -> Program:
+    """Layers with running statistics, each a region: state of a module that a recompute must find as it was."""
+    layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(count))
+    x = torch.randn(batch, width, requires_grad=True)
+
+    def forward(region: Region) -> Tensor:
+        y = x
+        for layer in layers:
+            y = region(layer, y)
+        return y
+
+    return Program(forward, (x, *layers.parameters()))
+
+
 PROGRAMS: dict[str, Callable[[], Program]] = {
     "one op": partial(chain, 1),
     "chain of 10 ops": partial(chain, 10),
@@ -145,6 +159,7 @@ PROGRAMS: dict[str, Callable[[], Program]] = {
     "block of width 32": partial(blocks, 1, width=32, batch=2, context=16),
     "block of width 256": partial(blocks, 1, width=256, batch=4, context=128),
     "4 blocks of width 256": partial(blocks, 4, width=256, batch=2, context=128),
+    "20 layers with BatchNorm": partial(batch_norms, 20, width=32, batch=16),
     "2000 regions in a row": partial(row_of_regions, 2000),
 }
 

@@ -14,6 +14,7 @@ classes than torch's own. Closed-over tensors are copied up to a size; larger on
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -24,7 +25,7 @@ from torch.nn import Module
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot, plan_of
 from ._refit import copy_of
-from ._torch import set_versions, storage_of
+from ._torch import set_grad_enabled, set_versions, storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
@@ -52,13 +53,18 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 def _has_storage(tensor: torch.Tensor) -> bool:
     """Whether the elements of a strided tensor are there, which a framework may have freed."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + count) * tensor.element_size() if count else 0
     return tensor.untyped_storage().nbytes() >= needed
 
 
+_kind_of = operator.attrgetter("shape", "dtype", "device")
+
+
 def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (one.shape, one.dtype, one.device, one.stride()) == (other.shape, other.dtype, other.device, other.stride())
+    return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
 
 
 def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
@@ -203,19 +209,19 @@ class State:
                 _bind(slot, value)
         for tensor, _, _ in stale:
             undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
-        for tensor, version, copy in stale:
-            _fill(tensor, version, copy, None)
+        _fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
 
     @staticmethod
     def restore(undo: StateUndo) -> None:
         """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did."""
         for slot, value in undo.slots:
             _bind(slot, value)
-        for tensor, version, content, layout in undo.exchanged:
-            _fill(tensor, version, content, layout)
-        for tensor, version, content in undo.others:
-            if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content)):
-                _fill(tensor, version, content, None)
+        _fill_all(undo.exchanged)
+        _fill_all(
+            (tensor, version, content, None)
+            for tensor, version, content in undo.others
+            if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content))
+        )
 
 
 def _carries_graph(value: Any) -> bool:
@@ -230,16 +236,22 @@ def _bind(slot: Slot, value: Any) -> None:
         owner[name] = value
 
 
-def _fill(tensor: torch.Tensor, version: int, content: torch.Tensor, layout: torch.Tensor | None) -> None:
-    """Gives a tensor a content and a version; ``layout`` is an alias of what it was, where that is known."""
-    with torch.no_grad():
-        if layout is not None and not (_same_layout(tensor, layout) and storage_of(tensor) == storage_of(layout)):
-            tensor.data = layout
-        if _same_layout(tensor, content):
-            tensor.copy_(content)
-        else:
-            tensor.data = copy_of(content)  # an observer gave it another shape
-    set_versions((tensor,), (version,))
+def _fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
+    grad_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        for tensor, version, content, layout in tensors:
+            fits = _same_layout(tensor, content)
+            if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
+                tensor.data, fits = layout, True
+            if fits:
+                tensor.copy_(content)
+            else:
+                tensor.data = copy_of(content)  # an observer gave it another shape
+            set_versions((tensor,), (version,))
+    finally:
+        set_grad_enabled(grad_enabled)
 
 
 def capture_state(modules: Iterable[Module], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:

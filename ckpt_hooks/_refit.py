@@ -34,6 +34,11 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
 
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel."""
+    if strides is None and tensor.is_contiguous():
+        plain = (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
+        if tensor._version:
+            set_versions((plain,), (tensor._version,))
+        return plain
     strides = tensor.stride() if strides is None else strides
     # Dimensions of stride 0 are expanded ones: one element is stored for all of them.
     stored = tensor.detach()

@@ -276,14 +276,22 @@ class FunctionFrame(Frame):
                 self._weights.compare(self._mutated)
             if self._selection is not None:
                 self._selection.prepare(last=wanted is None and _is_last_backward(), has_stopped=lambda: filling.stopped)
-            if borrows and self._state is None and not self._ambient.has_streams:
+            state = self._state
+            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
+                self._call_with_more(filling, wanted, args, kwargs, borrows=borrows)
+            elif state is None:
                 undo = _ambient.enter(self._ambient)
                 try:
                     self._call_under(filling.hook(wanted), args, kwargs)
                 finally:
                     _ambient.leave(undo)
             else:
-                self._call_with_state(filling, wanted, args, kwargs, borrows=borrows)
+                with state.plans[0].lock:
+                    undo = _ambient.enter(self._ambient)
+                    try:
+                        self._call_rewound(state, filling, wanted, args, kwargs)
+                    finally:
+                        _ambient.leave(undo)
         except StopRecompute:
             pass
         except DeterminismError as error:
@@ -317,7 +325,7 @@ class FunctionFrame(Frame):
             self._explain(found)
             raise
 
-    def _call_with_state(
+    def _call_with_more(
         self,
         filling: Filling,
         wanted: Collection[int] | None,
@@ -326,7 +334,7 @@ class FunctionFrame(Frame):
         *,
         borrows: bool,
     ) -> None:
-        """Calls the function where more has to be put back for it than flags and the CPU's generator."""
+        """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
         ambient, state = self._ambient, self._state
         with contextlib.ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
@@ -340,13 +348,20 @@ class FunctionFrame(Frame):
             if not borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
             if state is None:
-                hook = filling.hook(wanted)
+                self._call_under(filling.hook(wanted), args, kwargs)
             else:
-                undo = StateUndo()
-                undone.callback(State.restore, undo)
-                state.rewind(undo, self._mutated)
-                hook = filling.hook(wanted, undo.storages())
-            self._call_under(hook, args, kwargs)
+                self._call_rewound(state, filling, wanted, args, kwargs)
+
+    def _call_rewound(
+        self, state: State, filling: Filling, wanted: Collection[int] | None, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Calls the function with state of modules as forward found it."""
+        undo = StateUndo()
+        try:
+            state.rewind(undo, self._mutated)
+            self._call_under(filling.hook(wanted, undo.storages()), args, kwargs)
+        finally:
+            State.restore(undo)
 
     def _call_under(self, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         push_saved_tensors_hooks(hook, hand_back)
