@@ -8,8 +8,10 @@ it is.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import io
 import types
+import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -79,7 +81,7 @@ class Container:
         for slot, captured in self.slots:
             slot.__set__(made, build(captured, tensors, built))
         if self.is_namespace:
-            made.__dict__ = made
+            object.__setattr__(made, "__dict__", made)
         elif self.variables:
             vars(made).update((name, build(captured, tensors, built)) for name, captured in self.variables)
         return made
@@ -90,11 +92,13 @@ def _new(kind: type[Any]) -> Any:
 
     What a ``__new__`` of the subclass would do, and might want arguments for, is among the attributes that are captured.
     """
-    for base in kind.__mro__:
-        new = vars(base).get("__new__")
-        if isinstance(new, types.BuiltinMethodType):
-            return new(kind)
-    raise AssertionError("object has a __new__")
+    new: Any = _builtin_of(kind).__new__
+    return new(kind)
+
+
+def _builtin_of(kind: type[Any]) -> type[Any]:
+    """Returns the class of Python's own that a class derives from, ``object`` if no other."""
+    return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType))
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
@@ -145,15 +149,19 @@ class Capture:
             return value
         if id(value) in self._seen:
             return self._seen[id(value)]
-        if isinstance(value, list):
+        kind = type(value)
+        if issubclass(kind, enum.Enum):  # of which there is one
+            return value
+        if issubclass(kind, list):
             return self._sequence(value, list.__iter__(value), path)
-        if isinstance(value, dict):
+        if issubclass(kind, dict):
             return self._dict(value, path)
-        if isinstance(value, tuple):
+        if issubclass(kind, tuple):
             return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | torch.nn.Module):
+        # A dataclass that is a number, a set or an exception besides has more to it than attributes.
+        if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and _builtin_of(kind) is object:
             return self._unless_empty(self._with_attributes(self._container(value), path))
-        if isinstance(value, Iterator) and not isinstance(value, io.IOBase):
+        if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and kind is not weakref.ProxyType:
             raise TypeError(
                 f"{path} is an iterator ({type(value).__name__}), which a checkpointed function cannot take: it can be read "
                 "once, and recomputing the function in backward would read it again. Pass a list or a tuple of its items."
@@ -184,7 +192,10 @@ class Capture:
 
     def _with_attributes(self, container: Container, path: str) -> Container:
         value = container.original
-        variables = getattr(value, "__dict__", None)
+        try:
+            variables = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            variables = None
         if variables is value:
             container.is_namespace = True
         elif variables:

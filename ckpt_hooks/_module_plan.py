@@ -71,6 +71,7 @@ class ModulePlan:
         "_modules",
         "_names",
         "_own_size",
+        "_root",
         "_scripted",
         "_size",
         "_stateless",
@@ -79,7 +80,7 @@ class ModulePlan:
     )
 
     def __init__(self, root: Module) -> None:
-        # The root first: the others are its submodules.
+        self._root = weakref.ref(root)
         modules = [module for module in root.modules() if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
         self._children = [weakref.ref(child) for module in modules for child in module._modules.values() if child is not None]
@@ -104,7 +105,7 @@ class ModulePlan:
             and self._epoch == _Epoch.number
             and self._used > _LOOKS
             and self._own_size == len(root.__dict__)
-            and self._modules[0]() is root
+            and self._root() is root
         )
 
     def holds(self, root: Module) -> bool:
@@ -113,7 +114,7 @@ class ModulePlan:
         To look at all of them costs a microsecond for every ten submodules. So it is done in the first few forwards, then
         whenever a module, buffer or parameter was registered anywhere, and always for a module that has state.
         """
-        if self._modules[0]() is not root:
+        if self._root() is not root:
             return False
         if self.is_idle(root):
             return True

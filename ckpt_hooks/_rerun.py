@@ -44,7 +44,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import Weights
+from ._weights import WatchReads, Weights
 from .determinism import DEFAULT_CHECK, Check
 from .errors import DeterminismError, MutationError
 
@@ -165,7 +165,8 @@ class FunctionFrame(Frame):
             generators = _NO_GENERATORS if reached is NOTHING else self._look_into(reached)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             if self._ambient.casts is not None:
-                self._weights = Weights(reached.modules or ((function,) if isinstance(function, torch.nn.Module) else ()))
+                modules = (function,) if isinstance(function, torch.nn.Module) else reached.modules
+                self._weights = Weights(modules, reached.tensors)
             self._context = copy_context() or None
             crowded = is_crowded()
             left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
@@ -272,8 +273,6 @@ class FunctionFrame(Frame):
             transforms = suspend_transforms()
             set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, handed_out)
-            if self._weights is not None and self.complete:
-                self._weights.compare(self._mutated)
             if self._selection is not None:
                 self._selection.prepare(last=wanted is None and _is_last_backward(), has_stopped=lambda: filling.stopped)
             state = self._state
@@ -294,10 +293,10 @@ class FunctionFrame(Frame):
                         _ambient.leave(undo)
         except StopRecompute:
             pass
-        except DeterminismError as error:
+        except (DeterminismError, MutationError) as error:
             # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
             own = error.region == self._region()
-            if own and self.explain is not None:
+            if own and self.explain is not None and isinstance(error, DeterminismError):
                 raise self.explain(error) from error
             if own or not filling.stopped:
                 raise
@@ -367,13 +366,26 @@ class FunctionFrame(Frame):
         push_saved_tensors_hooks(hook, hand_back)
         try:
             context = self._context
-            if context is None and self._contexts is None and not copy_context():
+            if self._weights is not None and self.complete and (changed := self._weights.changed()):
+                self._call_watched(WatchReads(changed, self._mutated), args, kwargs)
+            elif context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)
             else:
                 # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
                 (Context() if context is None else context.copy()).run(self._call, args, kwargs)
         finally:
             pop_saved_tensors_hooks()
+
+    def _call_watched(self, watch: WatchReads, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        try:
+            with watch:
+                (Context() if self._context is None else self._context.copy()).run(self._call, args, kwargs)
+        except StopRecompute:
+            if watch.found is not None:  # and swallowed by the function
+                raise watch.found from None
+            raise
+        if watch.found is not None:
+            raise watch.found
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
 import functools
 import io
 import weakref
@@ -197,6 +198,33 @@ class HiddenSlot(PrivateSlot):
     shown = property(lambda self: PrivateSlot.shown.__get__(self), lambda self, value: PrivateSlot.shown.__set__(self, value))
 
 
+class GuardedNamespace(dict):  # type: ignore[type-arg]
+    """A dict that is its own namespace, and refuses attributes."""
+
+    def __init__(self, **entries: Any) -> None:
+        super().__init__(entries)
+        object.__setattr__(self, "__dict__", self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError("frozen")
+
+
+class Filling(dict):  # type: ignore[type-arg]
+    """A dict without a ``__dict__`` that makes up attributes as it is asked for them."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name: str) -> Any:
+        return self.setdefault(name, None)
+
+
+class Pair(enum.Enum):
+    """Members that are containers, each of which is one object."""
+
+    FIRST = [1]  # noqa: RUF012
+    SECOND = ([2], 3)
+
+
 def _factory() -> float:
     return 0.5
 
@@ -228,6 +256,17 @@ CONTAINERS: dict[str, tuple[Callable[[Any, Any], Any], Callable[[Any], Any], Cal
         lambda c: c["y"],
     ),
     "dict that is its own namespace": (lambda a, b: Namespace(x=a, y=b), _written_and_read, lambda c: c["y"]),
+    "dict that refuses attributes": (lambda a, b: GuardedNamespace(x=a, y=b), lambda c: c.x, lambda c: c["y"]),
+    "dict that makes up attributes": (
+        lambda a, b: Filling(x=a, y=b),
+        lambda c: c["x"] if len(c) == 2 else None,
+        lambda c: c["y"],
+    ),
+    "members of an enumeration": (
+        lambda a, b: [a, b, Pair.FIRST, Pair.SECOND],
+        lambda c: c[0] if c[2] is Pair.FIRST and c[3] is Pair.SECOND else None,
+        lambda c: c[1],
+    ),
     "dataclass with a property": (Guarded, lambda c: c.x, lambda c: c.y),
     "mangled slot": (PrivateSlot, lambda c: c.private(), lambda c: c[1]),
     "hidden slot": (HiddenSlot, lambda c: c.private(), lambda c: c.shown),
@@ -367,6 +406,22 @@ def test_fields_that_are_not_set_stay_so() -> None:
     (back,), _ = restored(Arguments((Unset(leaf()),), {}))
     assert back.y == 2.0
     assert not hasattr(back, "later")
+
+
+@pytest.mark.parametrize("base", [float, str, set, ValueError])
+def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) -> None:
+    """What it holds as a number, a string, a set or an exception is not among its attributes."""
+    kind = dataclasses.make_dataclass("Both", [("name", str)], bases=(base,), eq=False, init=False)
+    value = kind(() if base is set else "2")
+    value.name = "n"
+    seen = []
+
+    def function(x: torch.Tensor, value: Any) -> torch.Tensor:
+        seen.append(value)
+        return x.sin().cos()
+
+    checkpoint(function, leaf(), value).sum().backward()
+    assert [one is value for one in seen] == [True, True]
 
 
 def test_dataclass_without_tensors_is_handed_on() -> None:
@@ -1031,7 +1086,7 @@ def test_save_on_cpu_around_a_region_is_as_eager(container: Any) -> None:
 def test_nested_tensors_are_not_kept_alive_by_an_inner_region(container: Any, no_gc: None) -> None:
     """An inner region's inputs, in whatever container, are the outer region's saved tensors: not kept (Rule 2)."""
     make, first, second = container
-    if first is _written_and_read:
+    if first is _written_and_read or isinstance(make(leaf(), leaf()), GuardedNamespace):
         pytest.skip("a namespace is a reference cycle by itself, which only the collector finds")
     alive: list[weakref.ref[torch.Tensor]] = []
 

@@ -138,6 +138,60 @@ def test_parameter_mutated_under_autocast(run, trainable, name):
     assert_as_eager_or_error(program, run, naming=f"the parameter '1.{name}' of Sequential")
 
 
+@runs("region", torch_fails=SILENT)
+@pytest.mark.parametrize("swallows", [True, False])
+def test_parameter_of_no_module_mutated_under_autocast(run, swallows):
+    """One that the function closes over; a function that swallows the error is told again when it is through."""
+
+    def program(run):
+        weight = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3))
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+
+        def function(x):
+            try:
+                return torch.mm(x.tanh(), weight).tanh()
+            except ckpt_hooks.MutationError:
+                if not swallows:
+                    raise
+                return torch.mm(x.tanh(), torch.ones(3, 3)).tanh()
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = run(function, x)
+        with torch.no_grad():
+            weight.add_(1)
+        return gradients(y.float(), x)
+
+    assert_as_eager_or_error(program, run, naming="the variable 'weight'")
+
+
+@runs("region", "nested")
+@pytest.mark.parametrize("reached", ["method", "closure"])
+def test_parameters_that_a_region_reaches_and_does_not_read_may_change_under_autocast(run, reached):
+    """An optimizer that steps in the course of a backward has changed the layers behind."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(3))
+
+        def step(self, index, x):
+            return self.layers[index](x)
+
+    def program(run):
+        torch.manual_seed(0)
+        model = Model()
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        x = y = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for index in range(3):
+                y = run(model.step if reached == "method" else lambda i, x: model.step(i, x), index, y)
+        return [*gradients(y.float(), x), *model.parameters()]
+
+    assert_as_eager(program, run)
+
+
 @runs("region")
 @pytest.mark.parametrize("reached", ["module", "method", "closure"])
 def test_parameter_that_forward_clamps_under_autocast(run, reached):
