@@ -13,8 +13,9 @@ import torch
 from typing_extensions import ParamSpec
 
 from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
-from ._rerun import DEFAULT_OPTIONS, FunctionFrame, RegionOptions
+from ._rerun import FunctionFrame
 from ._runtime.settings import current_settings, override
 from ._torch import is_any_transform_active
 from ._transforms import warn_of_transform

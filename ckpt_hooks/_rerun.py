@@ -27,6 +27,7 @@ from ._dispatch import pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
 from ._module_plan import is_idle
 from ._module_state import State, StateUndo, capture_state
+from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._reach import NOTHING, Reached, reach
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, hand_back, open_frame
@@ -45,10 +46,9 @@ from ._torch import (
     top_saved_tensors_hooks,
 )
 from ._weights import WatchReads, Weights
-from .determinism import DEFAULT_CHECK, Check
 from .errors import DeterminismError, MutationError
 
-__all__ = ["DEFAULT_OPTIONS", "FunctionFrame", "RegionOptions"]
+__all__ = ["FunctionFrame"]
 
 
 # Held by the recompute that borrows the default generators; others that run meanwhile do without.
@@ -57,30 +57,6 @@ _default_generators = threading.RLock()
 _shared_streams = threading.RLock()
 
 _NO_GENERATORS: Sequence[torch.Generator] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class RegionOptions:
-    """How a function frame is brought back.
-
-    Attributes:
-        preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
-        early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
-        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them as they are.
-        check: What is compared with forward.
-        name: The region's name in errors and reports; the function's own if None.
-        respect_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the region.
-    """
-
-    preserve_rng_state: bool = True
-    early_stop: bool = True
-    preserve_buffers: bool = True
-    check: Check = DEFAULT_CHECK
-    name: str | None = None
-    respect_hooks: bool = True
-
-
-DEFAULT_OPTIONS = RegionOptions()
 
 
 class FunctionFrame(Frame):
