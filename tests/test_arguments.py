@@ -411,7 +411,8 @@ def test_fields_that_are_not_set_stay_so() -> None:
 @pytest.mark.parametrize("base", [float, str, set, ValueError])
 def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) -> None:
     """What it holds as a number, a string, a set or an exception is not among its attributes."""
-    kind = dataclasses.make_dataclass("Both", [("name", str)], bases=(base,), eq=False, init=False)
+    fields, namespace = [("name", str)], {"__doc__": "Both."}
+    kind = dataclasses.make_dataclass("Both", fields, bases=(base,), namespace=namespace, eq=False, init=False)
     value = kind(() if base is set else "2")
     value.name = "n"
     seen = []

@@ -5,7 +5,8 @@ knows how to fill in to suit it: ``{y}`` a tensor of its shape, ``{b}`` one that
 one of its dimensions, ``{i}`` and ``{index}`` an index and a tensor of indices along that, ``{part}`` a length up to its
 size, ``{n}`` ``{m}`` its last two sizes, ``{k}`` a number, ``{P(3,n)}`` a parameter of that shape.
 Templates need not fit every tensor: the generator tries each statement, and drops one that raises. Where ``.contiguous()``
-stands without need, torch 2.13 crashes or reads what nobody wrote without it.
+stands without need, torch 2.13 crashes or reads what nobody wrote without it. There is no ``group_norm`` among them: where only
+part of its backward is differentiated, plain autograd's own gradients are of memory that nobody wrote.
 """
 
 from __future__ import annotations
@@ -216,8 +217,8 @@ torch.baddbmm({P(2,2)}, {x}.reshape(-1, {m}, {n})[:, :2], {P(1,n,2)}.expand({x}.
 torch.linalg.multi_dot([{x}, {P(n,2)}, {P(2,3)}])
 torch.block_diag({x}, {y})
 torch.rot90({x})
-F.group_norm({x}.contiguous(), 1)
-F.group_norm({x}.unsqueeze(-1), 1)
+F.layer_norm({x}.contiguous(), ({n},))
+F.layer_norm({x}.unsqueeze(-1), ({n}, 1))
 F.batch_norm({x}, None, None, training=True)
 F.max_pool1d({x}, 2, 1, 1)
 F.avg_pool1d({x}, 2, 1, 1)
@@ -242,7 +243,7 @@ F.local_response_norm({x}, 2)
 F.pixel_shuffle({x}.repeat_interleave(4, -3), 2)
 F.max_pool2d({x}, 2, 1, 1)
 F.avg_pool2d({x}, 2, 1, 1)
-F.group_norm({x}.contiguous(), 1) * {P(m)}.sum() + {P(m)}.sum()
+F.layer_norm({x}.contiguous(), ({n},)) * {P(m)}.sum() + {P(m)}.sum()
 F.layer_norm({x}, ({m}, {n}))
 torch.einsum("bij,bkj->bik", {x}, {y})
 """
