@@ -111,18 +111,22 @@ def chain_saving_one(ops: int) -> Program:
     return Program(lambda region: region(run, x), (x,))
 
 
-def blocks(count: int, width: int, batch: int, context: int) -> Program:
-    """Transformer blocks in a row, each a region, dropout off: what users checkpoint."""
-    stack = nn.ModuleList(Block(width, heads=4, dropout=0.0) for _ in range(count))
-    x = torch.randn(batch, context, width, requires_grad=True)
+def each_a_region(modules: nn.ModuleList, x: Tensor) -> Program:
+    """Modules in a row, each a region."""
 
     def forward(region: Region) -> Tensor:
         y = x
-        for block in stack:
-            y = region(block, y)
+        for module in modules:
+            y = region(module, y)
         return y
 
-    return Program(forward, (x, *stack.parameters()))
+    return Program(forward, (x, *modules.parameters()))
+
+
+def blocks(count: int, width: int, batch: int, context: int) -> Program:
+    """Transformer blocks in a row, each a region, dropout off: what users checkpoint."""
+    stack = nn.ModuleList(Block(width, heads=4, dropout=0.0) for _ in range(count))
+    return each_a_region(stack, torch.randn(batch, context, width, requires_grad=True))
 
 
 def row_of_regions(count: int) -> Program:
@@ -141,15 +145,7 @@ def row_of_regions(count: int) -> Program:
 def batch_norms(count: int, width: int, batch: int) -> Program:
     """Layers with running statistics, each a region: state of a module that a recompute must find as it was."""
     layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU()) for _ in range(count))
-    x = torch.randn(batch, width, requires_grad=True)
-
-    def forward(region: Region) -> Tensor:
-        y = x
-        for layer in layers:
-            y = region(layer, y)
-        return y
-
-    return Program(forward, (x, *layers.parameters()))
+    return each_a_region(layers, torch.randn(batch, width, requires_grad=True))
 
 
 PROGRAMS: dict[str, Callable[[], Program]] = {

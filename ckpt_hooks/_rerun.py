@@ -341,27 +341,29 @@ class FunctionFrame(Frame):
     def _call_under(self, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            context = self._context
             if self._weights is not None and self.complete and (changed := self._weights.changed()):
                 self._call_watched(WatchReads(changed, self._mutated), args, kwargs)
-            elif context is None and self._contexts is None and not copy_context():
+            elif self._context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)
             else:
-                # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-                (Context() if context is None else context.copy()).run(self._call, args, kwargs)
+                self._call_in_context(args, kwargs)
         finally:
             pop_saved_tensors_hooks()
 
     def _call_watched(self, watch: WatchReads, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         try:
             with watch:
-                (Context() if self._context is None else self._context.copy()).run(self._call, args, kwargs)
+                self._call_in_context(args, kwargs)
         except StopRecompute:
             if watch.found is not None:  # and swallowed by the function
                 raise watch.found from None
             raise
         if watch.found is not None:
             raise watch.found
+
+    def _call_in_context(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
+        (Context() if self._context is None else self._context.copy()).run(self._call, args, kwargs)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -27,6 +27,15 @@ def _seeded() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Small operators gain nothing from several threads, and several test processes lose by them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def no_gc() -> Iterator[None]:
     """Switches the garbage collector off: what dies in such a test dies by reference counting alone (Rule 9)."""
     gc.collect()

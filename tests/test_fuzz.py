@@ -16,14 +16,7 @@ from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
 from tests.fuzz.programs import CONTAINERS, MODES, Region, walk
 from tests.fuzz.run import Tally, fuzz, is_failure, minimal
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small operators gain nothing from several threads, and several test processes lose by them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def first_difference(implementation, seeds, features=CORE):

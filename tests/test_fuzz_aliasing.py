@@ -13,14 +13,7 @@ from tests.fuzz.aliasing import check, recorded, script, shrunk
 from tests.fuzz.aliasing_programs import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Small operators gain nothing from several threads, and several test processes lose by them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def first_difference(implementation, seeds):

@@ -33,7 +33,7 @@ _ARRAY_BYTES = 4 * _WORDS
 #: Seed and position, before the words; left-over normal numbers of either dtype, behind them.
 _BEFORE, _BEHIND = 24, 40
 #: What is looked at: how far from where the seed is, and how much.
-_HEAD, _TAIL = (0, _BEFORE + 4 * 8), (_BEFORE + _ARRAY_BYTES, _BEHIND)
+_LOOKED_AT = ((0, _BEFORE + 4 * 8), (_BEFORE + _ARRAY_BYTES, _BEHIND))
 #: In how much of the object the words have to begin.
 _SEARCHED = 256
 
@@ -59,7 +59,7 @@ class _Bytes:
 
 def _views(address: int) -> list[Any]:
     """Returns what is looked at of a generator whose state is at an address: ``raw`` has the bytes as they are now."""
-    return [(ctypes.c_char * size).from_address(address + offset) for offset, size in (_HEAD, _TAIL)]
+    return [(ctypes.c_char * size).from_address(address + offset) for offset, size in _LOOKED_AT]
 
 
 def _find_views() -> list[Any] | None:

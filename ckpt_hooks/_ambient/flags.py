@@ -15,7 +15,7 @@ from typing import Any
 
 from ckpt_hooks._torch import CUDNN_PRECISION, FLAGS, GUARDED_FLAGS, MKLDNN_PRECISION, StateGuard, new_state_guard
 
-__all__ = ["Snapshot", "Undo", "are_deterministic", "capture", "enter", "get_default_dtype", "leave", "read_fast"]
+__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_fast"]
 
 
 def _reader(getters: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
@@ -36,7 +36,7 @@ _setters: list[Callable[[Any], object]] = [
     *(setter for _, setter in GUARDED_FLAGS),
 ]
 # The first two of the guarded ones are looked at after a recompute.
-(get_default_dtype, _), (are_deterministic, _) = GUARDED_FLAGS[:2]
+(_get_default_dtype, _), (_are_deterministic, _) = GUARDED_FLAGS[:2]
 
 
 def _read_unguarded() -> list[Any]:
@@ -106,5 +106,5 @@ def leave(undo: Undo) -> None:
     captured, before = undo
     if before is not None:
         before.write()
-    elif get_default_dtype() is not captured.guarded[0] or are_deterministic() is not captured.guarded[1]:
+    elif _get_default_dtype() is not captured.guarded[0] or _are_deterministic() is not captured.guarded[1]:
         captured.write()

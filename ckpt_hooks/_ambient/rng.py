@@ -18,7 +18,7 @@ import torch
 
 from ckpt_hooks._bytes import same_bytes
 
-from .streams import Stream, any_device, device_streams, stream_of_generator
+from .streams import Stream, device_streams, find_devices, stream_of_generator
 from .tracking import TRACKED
 
 __all__ = ["Snapshot", "Undo", "capture", "default_states", "enter", "leave"]
@@ -44,7 +44,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     global _latest
     if not preserve:
         return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
-    devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if any_device() else _NONE
+    devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if find_devices() else _NONE
     others = _NONE
     if generators or TRACKED:
         streams = (*TRACKED, *map(stream_of_generator, generators))
@@ -67,7 +67,7 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
     state, _, others = captured
     before = read_cpu() if defaults else None
     undo = _NONE
-    if others or TRACKED or (defaults and any_device()):
+    if others or TRACKED or (defaults and find_devices()):
         undo = _enter_others(captured, defaults=defaults)
     if state is not None and defaults:
         write_cpu(state)

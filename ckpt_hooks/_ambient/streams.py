@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["TORCH_NAMES", "Stream", "any_device", "device_streams", "stream_of_generator"]
+__all__ = ["TORCH_NAMES", "Stream", "any_device", "device_streams", "find_devices", "stream_of_generator"]
 
 
 class Stream:
@@ -63,11 +63,16 @@ TORCH_NAMES = vars(torch)
 names_without_devices = -1
 
 
-def any_device() -> bool:
-    """Whether an accelerator is initialised."""
+def find_devices() -> list[Any]:
+    """Returns what this build of torch has of accelerators, be they initialised or not: the same list each time."""
     if len(TORCH_NAMES) != _modules_known_for:
         _find_modules(private_backend_name())
-    return any(initialised() for initialised, _ in _modules)
+    return _modules
+
+
+def any_device() -> bool:
+    """Whether an accelerator is initialised."""
+    return any(initialised() for initialised, _ in find_devices())
 
 
 def _find_modules(private_backend: str) -> None:

@@ -181,7 +181,8 @@ class Frame(abc.ABC):
             where it was modified in the course of the recompute and has to be asked for by itself.
         """
 
-    def _recompute_observed(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+    def _bring_back(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Recomputes, and tells the observer."""
         observer = self.observer
         if observer is None:
             return self.recompute(wanted)
@@ -216,10 +217,10 @@ class Frame(abc.ABC):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:
-                return Pass(self._recompute_observed((index,)))
+                return Pass(self._bring_back((index,)))
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.recompute(None) if self.observer is None else self._recompute_observed(None))
+                opened = Pass(self._bring_back(None))
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
@@ -242,14 +243,14 @@ class Frame(abc.ABC):
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
-            values = self._recompute_observed(frozenset(wanted))
+            values = self._bring_back(frozenset(wanted))
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
             for position in wanted:
                 if position < len(values):  # handles that are dead by now are not brought back
                     opened.values[position] = values[position]
             value = opened.values[index]
             if value is MISSING and len(wanted) > 1:
-                value = self._recompute_observed((index,))[index]
+                value = self._bring_back((index,))[index]
             opened.values[index] = MISSING
             taken.append(index)
             if value is MISSING:
