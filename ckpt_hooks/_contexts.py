@@ -10,6 +10,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol
 
+import torch
+
+from .errors import DeterminismError
+
 __all__ = ["ContextPair", "Selects", "both", "call_context_fn", "noop_context_fn", "reusable", "selection_of"]
 
 #: Wraps a forward, and each of its recomputes.
@@ -80,11 +84,14 @@ class Selects(Protocol):
     def close(self, *, early_stop: bool) -> None:
         """Forward has ended well."""
 
-    def prepare(self, *, last: bool, has_stopped: Callable[[], bool]) -> None:
+    def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
         """A recompute is about to begin."""
 
     def settle(self) -> None:
         """A recompute has ended."""
+
+    def misplaced(self, index: int) -> DeterminismError | None:
+        """The values of a recompute are about to be handed out."""
 
 
 def selection_of(context: AbstractContextManager[Any]) -> Selects | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
@@ -16,6 +18,7 @@ __all__ = [
     "PausableDispatchMode",
     "QuietDispatchMode",
     "count_writes",
+    "is_compiled_code_running",
     "only_quiet_modes",
     "pause_modes",
     "resume_modes",
@@ -80,6 +83,24 @@ def count_writes(operator: Any, args: Any) -> None:
             increment_version(tensor)
 
 
+def is_compiled_code_running() -> bool:
+    """Whether the operator that runs is called by code that Inductor made, whose kernels reuse buffers behind everybody's back.
+
+    Such code runs with gradients off, so others are not even looked at. 2.11 to 2.15: its callers are modules of Inductor.
+    """
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(1)
+    for _ in range(12):
+        caller = frame.f_back
+        if caller is None:
+            return False
+        frame = caller
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
+            return True
+    return False
+
+
 _NO_MODES: Sequence[PausableDispatchMode] = ()
 
 
@@ -95,7 +116,7 @@ def pause_modes() -> Sequence[PausableDispatchMode]:
 
 def only_quiet_modes() -> bool:
     """Whether all modes that are active on this thread are the package's own, which do not care for a ``detach``."""
-    return all(isinstance(mode, QuietDispatchMode) for mode in _active_modes())
+    return not num_dispatch_modes() or all(isinstance(mode, QuietDispatchMode) for mode in _active_modes())
 
 
 def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:

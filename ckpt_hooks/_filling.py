@@ -56,6 +56,8 @@ class Filling:
     """The values of one rerun.
 
     Attributes:
+        last: The number of the last tensor that is wanted.
+        values: One entry a tensor that the rerun saved so far: the tensor, or :data:`MISSING` where it was not wanted.
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
 
@@ -64,12 +66,11 @@ class Filling:
         "_early_stop",
         "_frame",
         "_function",
-        "_last",
-        "_surplus",
-        "_values",
         "_wanted",
         "_without_grad",
+        "last",
         "stopped",
+        "values",
     )
 
     def __init__(self, frame: Frame, function: Any, *, early_stop: bool, selective: bool = False) -> None:
@@ -85,11 +86,10 @@ class Filling:
         self._frame = frame
         self._function = function
         self._early_stop = early_stop
-        self._values: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
         self._wanted: Collection[int] | None = None
         self._without_grad: list[int] = []
-        self._last = -1
-        self._surplus = 0
+        self.last = -1
         self.stopped = False
 
     def hook(
@@ -106,14 +106,14 @@ class Filling:
             wanted: Which handles to fill; None for all that are alive.
             exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
         """
-        values = self._values
+        values = self.values
         asked: list[Any] = self._frame.alive()
         final = len(asked) - 1 if wanted is None else -1
         if wanted is not None:
             asked = [alive and index in wanted for index, alive in enumerate(asked)]
         while asked and not asked[-1]:
             asked.pop()
-        self._last, self._wanted = len(asked) - 1, wanted
+        self.last, self._wanted = len(asked) - 1, wanted
         if asked and self._early_stop:
             asked[-1] = _STOP
         next_asked = chain(asked, repeat(None)).__next__
@@ -155,12 +155,12 @@ class Filling:
         return fill
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
-        self._surplus += 1
+        self.values.append(MISSING)
         if self._early_stop:
             if unfinished != sequence_number():
                 self.stopped = True
                 raise StopRecompute
-        elif self._frame.complete and len(self._values) + self._surplus > len(self._frame.numbers):
+        elif self._frame.complete and len(self.values) > len(self._frame.numbers):
             raise StopRecompute
         return tensor.detach()
 
@@ -177,11 +177,14 @@ class Filling:
             DeterminismError: If the rerun saved other tensors than forward.
             MutationError: If the only value wanted was modified in place since forward saved it.
         """
-        values, frame = self._values, self._frame
-        if not self._early_stop and frame.complete and len(values) + self._surplus != len(frame.numbers):
+        values, frame = self.values, self._frame
+        if not self._early_stop and frame.complete and len(values) != len(frame.numbers):
             self._raise_miscounted()
-        if len(values) <= self._last:
-            self._raise_miscounted()
+        end = self.last + 1
+        if len(values) != end:
+            if len(values) < end:
+                self._raise_miscounted()
+            del values[end:]
         found = list(map(check.facts, values))
         expected = frame.facts
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):
@@ -200,27 +203,27 @@ class Filling:
                 f"{_in_words(differences)}",
                 *differences[0],
             )
-        for index, (value, expected, now) in enumerate(zip(self._values, self._frame.facts, found, strict=False)):
+        for index, (value, expected, now) in enumerate(zip(self.values, self._frame.facts, found, strict=False)):
             if value is not MISSING and expected != now:
                 if self._wanted is not None and len(self._wanted) == 1:
                     raise mutation_error(self._name(index), value, version_of(expected), format_path(self._frame.path))
-                self._values[index] = MISSING
+                self.values[index] = MISSING
 
     def _name(self, index: int) -> str:
         default = f"tensor {index} of those that it saved"
-        return name_of(self._values[index], self._function, default)
+        return name_of(self.values[index], self._function, default)
 
     def _compare_values(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
         frame = self._frame
-        expected = frame.fingerprints[: len(self._values)]
+        expected = frame.fingerprints[: len(self.values)]
         with torch.no_grad():
             found = [
                 None if one is None or value is MISSING else fingerprint(value)
-                for one, value in zip(expected, self._values, strict=True)
+                for one, value in zip(expected, self.values, strict=True)
             ]
             index = first_difference(expected, found)
         if index is not None:
-            value = self._values[index]
+            value = self.values[index]
             what = describe(value.shape, value.dtype, value.device)
             raise self._error(
                 "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
@@ -231,7 +234,7 @@ class Filling:
             )
 
     def _compare_grad(self) -> None:
-        expected = [index for index in self._frame.without_grad if index < len(self._values)]
+        expected = [index for index in self._frame.without_grad if index < len(self.values)]
         found = self._without_grad
         if expected != found:
             index = min(set(expected) ^ set(found))
@@ -245,7 +248,7 @@ class Filling:
             )
 
     def _raise_miscounted(self) -> None:
-        expected, found = len(self._frame.numbers), len(self._values) + self._surplus
+        expected, found = len(self._frame.numbers), len(self.values)
         differences = _in_words(self._differences())
         if found > expected:
             raise self._error(
@@ -267,7 +270,7 @@ class Filling:
     def _differences(self) -> list[tuple[int, str, str]]:
         """Returns position, saved and recomputed metadata of each value that differs; what was not wanted does not."""
         differences = []
-        for index, (value, expected) in enumerate(zip(self._values, self._frame.facts, strict=False)):
+        for index, (value, expected) in enumerate(zip(self.values, self._frame.facts, strict=False)):
             if value is not MISSING and isinstance(expected, tuple):
                 shape, dtype, device = expected[:3]
                 if (value.shape, value.dtype, value.device) != (shape, dtype, device):

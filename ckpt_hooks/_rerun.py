@@ -227,8 +227,7 @@ class FunctionFrame(Frame):
             resume_modes(paused)
 
     def _explain(self, found: DeterminismError) -> None:
-        """Lets an error say more, or raises another one that does."""
-        blame(found, self, self._function, self._arguments.path_of)
+        """Raises an error that says more, if there is to be one."""
         if self.explain is not None:
             raise self.explain(found) from found
 
@@ -250,7 +249,8 @@ class FunctionFrame(Frame):
             set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, handed_out)
             if self._selection is not None:
-                self._selection.prepare(last=wanted is None and _is_last_backward(), has_stopped=lambda: filling.stopped)
+                last = wanted is None and _is_last_backward()
+                self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
             state = self._state
             if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
                 self._call_with_more(filling, wanted, args, kwargs, borrows=borrows)
@@ -272,8 +272,8 @@ class FunctionFrame(Frame):
         except (DeterminismError, MutationError) as error:
             # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
             own = error.region == self._region()
-            if own and self.explain is not None and isinstance(error, DeterminismError):
-                raise self.explain(error) from error
+            if own and isinstance(error, DeterminismError):
+                self._explain(error)
             if own or not filling.stopped:
                 raise
         except Exception:
@@ -295,10 +295,15 @@ class FunctionFrame(Frame):
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:
-            return filling.result(options.check)
+            values = filling.result(options.check)
         except DeterminismError as found:  # not those of regions around, which restore the arguments
+            blame(found, self, self._function, self._arguments.path_of)
             self._explain(found)
             raise
+        if self._selection is not None and (misplaced := self._selection.misplaced(filling.last)) is not None:
+            self._explain(misplaced)
+            raise misplaced
+        return values
 
     def _call_with_more(
         self,

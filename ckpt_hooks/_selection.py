@@ -1,8 +1,8 @@
 """What a selective region remembers of its operators: which ones ran, and the outputs that a policy said to keep.
 
-Operators are known by their place in the sequence that ran in forward. A recompute runs the same sequence, and each operator in
-it is compared with the one that forward ran at that place; so an output stands in for the operator that made it, and never for
-another one that came to its place because something was left out before it.
+Operators are known by their place in the sequence that ran in forward (:mod:`ckpt_hooks._sequence`). A recompute runs the same
+sequence and is held to it; so an output stands in for the operator that made it, and never for another one that came to its
+place because something was left out before it.
 
 An output that is kept is a cache, no more: where it is not what the operator returned any longer, or not there, the operator
 runs again. That is so for outputs that were modified since (their version tells, and forward sees who writes to them), for
@@ -22,19 +22,20 @@ from typing import Any
 import torch
 
 from ._ambient.draws import Draw, skip_draw
-from ._dispatch import unseen
-from ._operators import Kind
+from ._dispatch import is_compiled_code_running, unseen
 from ._refit import refit
-from ._runtime.frame import RegionPath, format_path
+from ._runtime.frame import RegionPath
 from ._runtime.hooks import UNPACKS, are_of_frame
 from ._runtime.passes import MISSING
-from ._torch import counted_detach, is_compiled_code_running, is_freed, storage_of, version_witness
+from ._sequence import OperatorSequence
+from ._torch import counted_detach, is_freed, storage_of, version_witness
 from .errors import DeterminismError, MutationError
 from .offload import Batch, Transfers, transfers_for
 
 __all__ = ["Selection"]
 
-_NO_NUMBERS: list[int] = []
+_NO_NUMBERS: Sequence[int] = ()
+_NO_VALUES: Sequence[torch.Tensor] = ()
 _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 
@@ -114,15 +115,13 @@ class _Entry:
 
     Attributes:
         value: Its output, with something to :meth:`get` in place of each tensor.
-        packs: How many tensors the region had saved when the operator ran.
         draw: What it drew from a random stream, if it did.
         aliases: What tells of tensors that share memory with it and have version counters of their own, and their versions.
     """
 
-    __slots__ = ("aliases", "draw", "packs", "value")
+    __slots__ = ("aliases", "draw", "value")
 
     value: Any
-    packs: int
     draw: Draw | None
     aliases: Sequence[tuple[torch.Tensor, int]]
 
@@ -131,11 +130,13 @@ class Selection:
     """The operators of one forward, and what was kept of them.
 
     Attributes:
-        operators: Those that ran, in order.
+        sequence: Those operators, in order.
+        numbers: One a tensor that the region has saved.
         entries: What was kept, by place in that order.
         places: Where in that order, by the storage of what was kept.
-        complete: Whether forward has ended.
         when_closed: What is called then, with the operators.
+        values: One a tensor that the recompute has saved that is running.
+        marks_of_rerun: Of each operator of the latest recompute, how many tensors that had saved before.
         last: Whether the recompute that begins is the last one, which may take what was kept.
         has_stopped: Whether the recompute that begins has been told to stop.
     """
@@ -143,28 +144,28 @@ class Selection:
     __slots__ = (
         "_batch",
         "_hooks",
-        "_numbers",
-        "_path",
-        "complete",
         "entries",
         "has_stopped",
         "last",
-        "operators",
+        "marks_of_rerun",
+        "numbers",
         "places",
+        "sequence",
+        "values",
         "when_closed",
     )
 
     def __init__(self) -> None:
-        self.operators: list[Any] = []
+        self.sequence = OperatorSequence()
+        self.marks_of_rerun: Sequence[int] = _NO_NUMBERS
+        self.numbers: Sequence[int] = _NO_NUMBERS
+        self.values: Sequence[torch.Tensor] = _NO_VALUES
         self.entries: dict[int, _Entry] = {}
         self.places: dict[int | None, int] = {}
-        self.complete = False
         self.when_closed: Callable[[list[Any]], None] | None = None
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
         self._batch: Batch | None = None
-        self._numbers = _NO_NUMBERS
-        self._path: RegionPath | None = None
         self._hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
 
     def attach(
@@ -186,13 +187,13 @@ class Selection:
         Raises:
             ValueError: If it is that of another frame already.
         """
-        if self._path is not None:
+        if self.sequence.path is not None:
             raise ValueError(
                 "the contexts of create_selective_checkpoint_contexts are for one region, which has run: its operators are "
                 "known by their places. Pass a context_fn that makes new ones each time, as functools.partial("
                 "create_selective_checkpoint_contexts, policy) does."
             )
-        self._numbers, self._path = numbers, path
+        self.numbers, self.sequence.path = numbers, path
         if hooks is not None and (respect_hooks or are_of_frame(hooks)):
             self._hooks = hooks
 
@@ -213,28 +214,26 @@ class Selection:
         if is_compiled_code_running():
             return
         outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
-        places = self.places
-        aliases: list[tuple[torch.Tensor, int]] = []
-        for tensor in outputs:
-            storage = storage_of(tensor)
-            for arg in args:
-                if type(arg) is torch.Tensor:
-                    if storage_of(arg) == storage:
-                        return
-                elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) == storage for other in _tensors_of(arg)):
+        storages = [storage_of(tensor) for tensor in outputs]
+        for arg in args:
+            if type(arg) is torch.Tensor:
+                if storage_of(arg) in storages:
                     return
-            if kwargs and any(storage_of(other) == storage for other in _tensors_of(kwargs)):
+            elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) in storages for other in _tensors_of(arg)):
                 return
-            if tensor.is_inference():  # whose versions nobody counts
-                return
-            places[storage] = place
-            if len(outputs) > 1:  # among them what subclasses hold, which others may write to
-                aliases.append((version_witness(tensor), tensor._version))
+        if kwargs and any(storage_of(other) in storages for other in _tensors_of(kwargs)):
+            return
+        if any(tensor.is_inference() for tensor in outputs):  # whose versions nobody counts
+            return
+        aliases: Sequence[tuple[torch.Tensor, int]] = _NO_ALIASES
+        if len(outputs) > 1:  # among them what subclasses hold, which others may write to
+            aliases = [(version_witness(tensor), tensor._version) for tensor in outputs]
+        for storage in storages:
+            self.places[storage] = place
         entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
         entry.value = self._kept(output, offload=offload and not as_it_is, as_it_is=as_it_is)
-        entry.packs = len(self._numbers)
         entry.draw = draw
-        entry.aliases = aliases or _NO_ALIASES
+        entry.aliases = aliases
         self.entries[place] = entry
 
     def _kept(self, output: Any, *, offload: bool, as_it_is: bool) -> Any:
@@ -271,27 +270,23 @@ class Selection:
 
     def close(self, *, early_stop: bool) -> None:
         """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to."""
-        self.complete = True
+        self.sequence.complete = True
         if self.when_closed is not None:
-            self.when_closed(self.operators)
-        if early_stop and self._numbers is not _NO_NUMBERS:
-            total = len(self._numbers)
-            beyond = []
-            for place, entry in reversed(self.entries.items()):
-                if entry.packs < total:
-                    break
-                beyond.append(place)
-            for place in beyond:
+            self.when_closed(self.sequence.operators)
+        if early_stop and self.numbers is not _NO_NUMBERS:
+            end = self.sequence.place_after(len(self.numbers))
+            for place in [place for place in self.entries if place >= end]:
                 del self.entries[place]
 
-    def prepare(self, *, last: bool, has_stopped: Callable[[], bool]) -> None:
+    def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
         """Gets ready for a recompute, before it has begun.
 
         Args:
+            values: Gets one entry a tensor that the recompute saves.
             last: Whether what is kept may go as it is used.
             has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
         """
-        self.last, self.has_stopped = last, has_stopped
+        self.values, self.last, self.has_stopped = values, last, has_stopped
         if self._hooks is not None and self._hooks[1] in UNPACKS:
             for entry in self.entries.values():
                 for saved in _packed_in(entry.value):
@@ -301,7 +296,7 @@ class Selection:
 
     def settle(self) -> None:
         """Forgets the recompute, which has ended and would be kept alive."""
-        self.last, self.has_stopped = False, _never
+        self.values, self.last, self.has_stopped = _NO_VALUES, False, _never
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
@@ -327,36 +322,13 @@ class Selection:
             del self.entries[place]
         return output
 
-    def compare(self, place: int, operator: Any, kind: Kind) -> DeterminismError | None:
-        """Looks at an operator that is not the very one that forward ran; returns an error if it should have been.
+    def misplaced(self, index: int) -> DeterminismError | None:
+        """Returns an error if the recompute that has ended ran other operators than forward before a tensor that was saved.
 
         Args:
-            place: Where it stands in the sequence of the recompute.
-            operator: What runs there.
-            kind: Its kind.
+            index: The last tensor that was wanted.
         """
-        if place >= len(self.operators):
-            if not self.complete:  # a recompute in the middle of forward
-                return None
-            expected = "nothing more"
-        else:
-            before = self.operators[place]
-            # Where threads besides the main one run regions, draws get a generator, by another overload.
-            if kind in (Kind.RANDOM, Kind.FACTORY) and getattr(before, "overloadpacket", None) is operator.overloadpacket:
-                return None
-            expected = str(before)
-        region = format_path(self._path)
-        name = f"region {'/'.join(region)!r}: " if region else ""
-        return DeterminismError(
-            f"{name}operator {place} of the recompute is {operator}, where forward ran {expected}. Outputs that a policy kept "
-            "are known by their place in the sequence of operators, so a recompute must run the same ones. Usual causes: a "
-            "cache that forward filled and the recompute finds there (fill it before the region), a branch on "
-            "is_recomputing() or on a global that changed, and operators for logging in one of the two runs only.",
-            region=region,
-            index=place,
-            expected=expected,
-            found=str(operator),
-        )
+        return self.sequence.compare_marks(self.marks_of_rerun, index)
 
 
 def _never() -> bool:

@@ -7,7 +7,6 @@ running the suite. Timings are for torch 2.13 on one x86-64 core.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -75,24 +74,6 @@ _PYTHON, _SNAPSHOT, _COUNTING = (
 )
 
 
-def is_compiled_code_running() -> bool:
-    """Whether the operator that runs is called by code that Inductor made, whose kernels reuse buffers behind everybody's back.
-
-    Such code runs with gradients off, so others are not even looked at. 2.11 to 2.15: its callers are modules of Inductor.
-    """
-    if torch.is_grad_enabled():
-        return False
-    frame = sys._getframe(1)
-    for _ in range(12):
-        caller = frame.f_back
-        if caller is None:
-            return False
-        frame = caller
-        if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
-            return True
-    return False
-
-
 def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an alias that shares the version counter also from within a dispatch mode, where a plain ``detach`` does not."""
     excluded = _is_excluded(_COUNTING)
@@ -129,8 +110,16 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor.detach()`` without a word to dispatch modes: 0.7 us, where a mode that does nothing makes it 2.1."""
-    return _past_modes(torch.Tensor.detach, tensor) if type(tensor) is torch.Tensor else tensor.detach()
+    """Returns ``tensor.detach()`` without a word to dispatch modes: 0.6 us, where a mode that does nothing makes it 1.9."""
+    if type(tensor) is not torch.Tensor or _is_excluded(_PYTHON):
+        return tensor.detach()
+    _exclude(_PYTHON, True)  # as in ``_past_modes``, written out: 0.2 us less
+    _exclude(_SNAPSHOT, True)
+    try:
+        return tensor.detach()
+    finally:
+        _exclude(_PYTHON, False)
+        _exclude(_SNAPSHOT, False)
 
 
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
@@ -255,13 +244,12 @@ new_state_guard: Callable[[], StateGuard] = GlobalStateGuard
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Returns which storage a tensor is in, the same for all views of it; None for tensors that have none.
 
-    2.11 to 2.15. The public ``data_ptr`` is 0 for all whose memory is freed, and makes a lazy copy a real one.
+    The public ``data_ptr`` is 0 for all whose memory is freed, and makes a lazy copy a real one.
     """
     try:
-        storage: int = tensor.untyped_storage()._cdata
+        return storage_address(tensor)
     except (NotImplementedError, RuntimeError):
         return None
-    return storage
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:

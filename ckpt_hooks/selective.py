@@ -1,8 +1,9 @@
 """Selective checkpointing: a policy says of each operator whether its output is kept or computed again.
 
 Two dispatch modes see the operators below autograd. The one of forward notes each of them and asks the policy; the one of a
-recompute hands out what was kept instead of running the operator. What is noted and kept is :mod:`ckpt_hooks._selection`; which
-operators may be skipped at all, :mod:`ckpt_hooks._operators`.
+recompute hands out what was kept instead of running the operator. What is kept is :mod:`ckpt_hooks._selection`; how a recompute
+is held to the operators of forward, :mod:`ckpt_hooks._sequence`; which ones may be skipped at all,
+:mod:`ckpt_hooks._operators`.
 
 A policy that looks at the operator alone is asked once an operator in the program, and the answer is looked up from then on.
 """
@@ -10,10 +11,12 @@ A policy that looks at the operator alone is asked once an operator in the progr
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import Self
 
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode, count_writes
@@ -83,10 +86,16 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._policy = policy
         self._ask: PolicyFn = policy.start()
         self._plan: dict[int, _Plan] = policy.plan
-        self._note = selection.operators.append
+        sequence = selection.sequence
+        self._note, self._mark = sequence.operators.append, sequence.marks.append
+        self._saved: Sequence[int] = ()
         self._task = graph_task_id()
         if policy.expects:
             selection.when_closed = functools.partial(warn_of_unseen, policy)  # not this mode: that would be a cycle
+
+    def __enter__(self) -> Self:
+        self._saved = self.selection.numbers
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
@@ -103,6 +112,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             return output
         if action == _REPLAY:
             self._note(func)
+            self._mark(len(self._saved))
             return call(*args, **kwargs) if kwargs else call(*args)
         if action == _SAVE:
             return self._save(func, call, kind, args, kwargs or {})
@@ -115,13 +125,15 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if action == _OFFLOAD:
             return self._save(func, call, kind, args, kwargs or {}, offload=True)
         self._note(func)
+        self._mark(len(self._saved))
         output = call(*args, **(kwargs or {}))
         self._look_at(func, kind, args, kwargs or {}, output)
         return output
 
     def _save(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any, *, offload: bool = False) -> Any:
-        place = len(self.selection.operators)
+        place = len(self.selection.sequence.operators)
         self._note(func)
+        self._mark(len(self._saved))
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
         output = call(*args, **kwargs)
         draw = None if watch is None else watch()
@@ -130,9 +142,10 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         selection = self.selection
-        place = len(selection.operators)
+        place = len(selection.sequence.operators)
         if kind is not _VIEW:
             self._note(func)
+            self._mark(len(self._saved))
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
         output = call(*args, **kwargs)
         context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
@@ -165,15 +178,17 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         error: The first operator that should not have run.
+        marks: Of each operator that ran, how many tensors the region had saved before.
     """
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()
         self.error: DeterminismError | None = None
         self._selection = selection
-        self._operators = selection.operators
+        self._sequence, self._operators = selection.sequence, selection.sequence.operators
         self._entries = selection.entries
-        self._place = 0
+        self.marks: list[int] = []
+        self._saved = selection.values
         self._task = graph_task_id()
         self._draw_modes = num_draw_modes()
         self._last, self._has_stopped = selection.last, selection.has_stopped
@@ -192,11 +207,11 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
             and graph_task_id() == self._task
             and not (kind is _CASTS and _is_cached_cast(args))
         ):
-            place = self._place
-            self._place = place + 1
+            place = len(self.marks)
+            self.marks.append(len(self._saved))
             operators = self._operators
             if place >= len(operators) or operators[place] is not func:
-                error = self._selection.compare(place, func, kind)
+                error = self._sequence.compare(place, func, kind)
                 if error is not None and not self._has_stopped():
                     self.error = self.error or error
                     raise error
@@ -225,6 +240,7 @@ class _Recompute:
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         mode = self._running.pop()
         mode.__exit__(kind, error, traceback)
+        self.selection.marks_of_rerun = mode.marks
         if mode.error is not None and error is not mode.error:
             raise mode.error  # which the function swallowed
 

@@ -15,13 +15,12 @@ import torch
 
 from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
 from ckpt_hooks._ambient.flags import read_fast
-from ckpt_hooks._dispatch import PausableDispatchMode, count_writes
+from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.stack import Presence
 from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
-    is_compiled_code_running,
     is_kept_anyway,
     num_function_modes,
     storage_address,

@@ -187,6 +187,47 @@ def test_operators_for_logging_in_one_run_only():
     assert error.region[-1].endswith("function")
 
 
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early stop", "to the end"])
+@pytest.mark.parametrize("kept", ["both", "the one for logging"])
+def test_an_operator_that_is_missing_before_another_one_of_its_kind(kept, early_stop):
+    """That one moves up to its place, and no other operator comes before the recompute stops: saved tensors tell."""
+    x, w = leaf(3), leaf(2)
+
+    def policy(ctx, op, tensor, *args, **kwargs):
+        return SAVE if op is aten.sum.default and (kept == "both" or len(tensor) == 2) else RECOMPUTE
+
+    def function(x, w):
+        if not ckpt_hooks.is_recomputing():
+            w.sum()
+        return x.sum() * w
+
+    with ckpt_hooks.set_checkpoint_early_stop(early_stop):
+        y = Run("ours").selecting(policy)(function, x, w)
+    with pytest.raises(ckpt_hooks.DeterminismError, match="operator 1 of the recompute is") as caught:
+        y.sum().backward()
+    error = caught.value
+    if early_stop:
+        assert (error.expected, error.found) == ("aten.sum.default after 0 saved tensors", "missing")
+    else:
+        assert (error.expected, error.found) == ("aten.sum.default", "aten.mul.Tensor")
+
+
+def test_an_operator_for_logging_after_all_that_is_saved():
+    """What runs behind the last tensor that is wanted does not matter."""
+    x = leaf(3)
+
+    def function(x):
+        y = x.sin().exp()
+        if not ckpt_hooks.is_recomputing():
+            y.detach().sum()
+        return y
+
+    def program(run):
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, Run("ours").selecting([aten.sin.default]))
+
+
 def test_a_difference_cannot_be_swallowed():
     """A function that catches the error is told again when it is through."""
     x = leaf(3)
