@@ -29,6 +29,9 @@ __all__ = [
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that neither imports Dynamo nor keeps compiled functions from running compiled."""
 
+    # Operators of operators, such as flex_attention, come here like others.
+    supports_higher_order_operators = True
+
     # Without this Dynamo would be imported to wrap the handler.
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -49,9 +52,6 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         paused: How many times it is paused.
     """
-
-    # Operators of operators, such as flex_attention, come here like others.
-    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         self.paused = 0  # and nothing of torch's: that is for its way to enter a mode

@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
 
 from ._reach import Search
 
-__all__ = ["PLAN", "ModulePlan", "Slot", "is_idle", "plan_of"]
+__all__ = ["PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
 
 #: The attribute of a module that has its plan.
 PLAN = "_ckpt_hooks_plan"
@@ -61,6 +61,7 @@ class ModulePlan:
     """What there is to capture of one module.
 
     Attributes:
+        parameters: Those of the module and its submodules, but for such as keep no version; they may be gone by now.
         lock: Held by a recompute that rewinds the module.
     """
 
@@ -77,6 +78,7 @@ class ModulePlan:
         "_stateless",
         "_used",
         "lock",
+        "parameters",
     )
 
     def __init__(self, root: Module) -> None:
@@ -96,6 +98,7 @@ class ModulePlan:
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
         self._epoch, self._used = -1, 0
         self._stateless = False
+        self.parameters = _parameters_of(modules)
         self.lock = threading.RLock()
 
     def is_idle(self, root: Module) -> bool:
@@ -128,6 +131,7 @@ class ModulePlan:
             or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
         ):
             return False
+        self.parameters = _parameters_of(modules)
         self._stateless = not (
             self._names
             or self._scripted
@@ -158,11 +162,6 @@ class ModulePlan:
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
         return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
 
-    def parameters(self) -> list[torch.Tensor]:
-        """Returns the parameters that the module and its submodules have now."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        return [parameter for module in modules for parameter in module._parameters.values() if parameter is not None]
-
     def names(self) -> list[tuple[dict[str, Any], frozenset[str]]]:
         """Returns the names that a module and its submodules have now, as long as they may still get others."""
         if self._used > _LOOKS and self._stateless:
@@ -172,6 +171,15 @@ class ModulePlan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _parameters_of(modules: list[Module]) -> list[weakref.ref[torch.Tensor]]:
+    return [
+        weakref.ref(parameter)
+        for module in modules
+        for parameter in module._parameters.values()
+        if type(parameter) is torch.nn.Parameter and not parameter.is_inference()
+    ]
 
 
 def _holds_something(value: Any) -> bool:
@@ -191,9 +199,9 @@ def plan_of(module: Module) -> ModulePlan:
     return plan
 
 
-def is_idle(function: Any) -> bool:
-    """Whether a function is a module that was looked at before and has no state to capture."""
+def idle_plan(function: Any) -> ModulePlan | None:
+    """Returns the plan of a function that is a module, which was looked at before and has no state to capture."""
     if not isinstance(function, Module):
-        return False
+        return None
     plan: ModulePlan | None = function.__dict__.get(PLAN)
-    return plan is not None and plan.is_idle(function)
+    return plan if plan is not None and plan.is_idle(function) else None

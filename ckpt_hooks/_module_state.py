@@ -20,10 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.nn import Module
 
 from ._bytes import same_bytes
-from ._module_plan import ModulePlan, Slot, plan_of
+from ._module_plan import ModulePlan, Slot
 from ._refit import copy_of
 from ._torch import set_grad_enabled, set_versions, storage_of
 
@@ -254,11 +253,11 @@ def _fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Ten
         set_grad_enabled(grad_enabled)
 
 
-def capture_state(modules: Iterable[Module], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:
+def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:
     """Takes copies of what a forward may change; None where there is nothing of the kind.
 
     Args:
-        modules: Whose buffers, attributes that are tensors, and tensors in containers and objects.
+        plans: Those of modules, of which it is buffers, attributes that are tensors, and tensors in containers and objects.
         tensors: Others, of which those that require no grad are looked at.
 
     Returns:
@@ -266,13 +265,11 @@ def capture_state(modules: Iterable[Module], tensors: Sequence[torch.Tensor]) ->
     """
     if torch.is_inference_mode_enabled():  # no backward will come
         return None, []
-    plans, slots, own, generators = [], [], [], []
-    for module in modules:
-        plan = plan_of(module)
-        plans.append(plan)
+    slots, own, generators = [], [], []
+    for plan in plans:
         more = plan.contents()
         slots += more[0]
         own += more[1]
         generators += more[2]
-    state = State(plans, slots, own, tensors)
+    state = State(list(plans), slots, own, tensors)
     return state if state.slots or state.entries or state._names else None, generators

@@ -25,7 +25,7 @@ from ._blame import blame, mutation_error, name_of
 from ._contexts import ContextPair, reusable, selection_of
 from ._dispatch import pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
-from ._module_plan import is_idle
+from ._module_plan import idle_plan, plan_of
 from ._module_state import State, StateUndo, capture_state
 from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._reach import NOTHING, Reached, reach
@@ -45,7 +45,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import WatchReads, Weights
+from ._weights import NO_PARAMETERS, WatchReads, changed, references_of, versions_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
@@ -82,10 +82,11 @@ class FunctionFrame(Frame):
         "_finish",
         "_function",
         "_options",
+        "_parameters",
         "_plain",
         "_selection",
         "_state",
-        "_weights",
+        "_versions",
         "explain",
     )
 
@@ -126,7 +127,7 @@ class FunctionFrame(Frame):
         self._selection = None if contexts is None else selection_of(contexts[0])
         self._state: State | None = None
         self._draws: RecordDraws | None = None
-        self._weights: Weights | None = None
+        self._parameters = NO_PARAMETERS
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
@@ -134,15 +135,15 @@ class FunctionFrame(Frame):
         paused = pause_modes() if num_dispatch_modes() else None
         try:
             function, options = self._function, self._options
-            reached = NOTHING
+            generators = _NO_GENERATORS
             # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
-            if self._arguments.objects or type(function) is FunctionType or not is_idle(function):
-                reached = reach(function, self._arguments.objects)
-            generators = _NO_GENERATORS if reached is NOTHING else self._look_into(reached)
+            objects = self._arguments.objects
+            plan = None if objects or type(function) is FunctionType else idle_plan(function)
+            if plan is not None:
+                self._parameters = plan.parameters
+            elif (reached := reach(function, objects)) is not NOTHING:
+                generators = self._look_into(reached)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
-            if self._ambient.casts is not None:
-                modules = (function,) if isinstance(function, torch.nn.Module) else reached.modules
-                self._weights = Weights(modules, reached.tensors)
             self._context = copy_context() or None
             crowded = is_crowded()
             left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
@@ -160,7 +161,6 @@ class FunctionFrame(Frame):
             self._state is None
             and self._finish is None
             and self._draws is None
-            and self._weights is None
             and self._contexts is None
             and self.observer is None
         )
@@ -177,15 +177,19 @@ class FunctionFrame(Frame):
 
     def _look_into(self, reached: Reached) -> Sequence[torch.Generator]:
         """Captures state that the function reaches besides its arguments; returns the generators among that."""
+        plans = [plan_of(module) for module in reached.modules]
+        self._parameters = references_of(plans, reached.tensors)
         if not self._options.preserve_buffers:
             return reached.generators
-        self._state, more = capture_state(reached.modules, reached.tensors)
+        self._state, more = capture_state(plans, reached.tensors)
         return [*reached.generators, *more]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._plain:
             close_frame(self)
             self._arguments.live = None
+            if self._parameters:
+                self._versions = versions_of(self._parameters)
             self.complete = error is None
             return
         suppressed: bool | None = False
@@ -197,6 +201,7 @@ class FunctionFrame(Frame):
                 raise
         self._close(error)
         if error is None:
+            self._versions = versions_of(self._parameters)
             self.complete = True
             if self._selection is not None:
                 self._selection.close(early_stop=self._options.early_stop)
@@ -216,8 +221,6 @@ class FunctionFrame(Frame):
                 self._draws.__exit__(None, None, None)
             if self._state is not None and not self._state.settle():
                 self._state = None
-            if self._weights is not None:
-                self._weights.settle()
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 finish()
@@ -346,8 +349,8 @@ class FunctionFrame(Frame):
     def _call_under(self, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            if self._weights is not None and self.complete and (changed := self._weights.changed()):
-                self._call_watched(WatchReads(changed, self._mutated), args, kwargs)
+            if self._parameters and self.complete and versions_of(self._parameters) != self._versions:
+                self._call_watched(args, kwargs)
             elif self._context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)
             else:
@@ -355,7 +358,8 @@ class FunctionFrame(Frame):
         finally:
             pop_saved_tensors_hooks()
 
-    def _call_watched(self, watch: WatchReads, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _call_watched(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        watch = WatchReads(changed(self._parameters, self._versions), self._mutated)
         try:
             with watch:
                 self._call_in_context(args, kwargs)

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_hooks import checkpoint
 from ckpt_hooks._module_plan import PLAN as _PLAN
-from ckpt_hooks._module_plan import is_idle
+from ckpt_hooks._module_plan import idle_plan, plan_of
 from ckpt_hooks._module_state import capture_state
 
 
@@ -65,9 +65,9 @@ def test_views_and_aliases_of_a_buffer_see_it_rewound():
 def test_a_module_with_nothing_to_capture_is_idle_after_a_few_forwards():
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(3)
     for _ in range(5):
-        state, _ = capture_state([module], [])
+        state, _ = capture_state([plan_of(module)], [])
     assert state is None
-    assert is_idle(module)
+    assert idle_plan(module) is not None
     assert checkpoint(module, x).shape == (3,)
 
 
@@ -84,10 +84,10 @@ def test_a_module_with_nothing_to_capture_is_idle_after_a_few_forwards():
 def test_state_that_appears_later_is_found(change):
     module = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
     for _ in range(5):
-        capture_state([module], [])
+        capture_state([plan_of(module)], [])
     change(module)
-    assert not is_idle(module)
-    assert capture_state([module], [])[0] is not None
+    assert idle_plan(module) is None
+    assert capture_state([plan_of(module)], [])[0] is not None
 
 
 def test_attributes_that_the_first_forward_adds_are_found():
@@ -160,12 +160,12 @@ def test_regions_share_copies_of_what_nobody_writes_to():
     module, x = nn.Module(), leaf(3)
     module.register_buffer("scale", torch.ones(100_000, dtype=torch.float64))
     module.forward = lambda x: (x * module.scale[0]).sin()
-    states = [capture_state([module], [])[0] for _ in range(3)]
+    states = [capture_state([plan_of(module)], [])[0] for _ in range(3)]
     assert len({id(state.entries[0].copy) for state in states}) == 1
     assert checkpoint(module, x).shape == (3,)
     with torch.no_grad():
         module.scale.add_(1)
-    assert capture_state([module], [])[0].entries[0].copy is not states[0].entries[0].copy
+    assert capture_state([plan_of(module)], [])[0].entries[0].copy is not states[0].entries[0].copy
 
 
 def test_preserve_buffers_false_looks_at_nothing():

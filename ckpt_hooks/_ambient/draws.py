@@ -6,7 +6,9 @@ the main one run regions, and where two recomputes overlap, a dispatch mode note
 it to that draw in a recompute, which touches no default generator. That costs microseconds an operator, which is why a program
 of one thread goes by :mod:`ckpt_hooks._ambient.rng` instead.
 
-An operator that takes no generator runs on the default one, set for that call alone.
+An operator that takes no generator runs on the default one, set for that call alone. Which operators draw is told by their
+tags (``nondeterministic_seeded``); to take the untagged ones of other libraries for such as well would have them wait for each
+other across threads, collectives among them.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._bytes import same_bytes
-from ckpt_hooks._dispatch import QuietDispatchMode, unseen
+from ckpt_hooks._dispatch import QuietDispatchMode, count_writes, unseen
 
 __all__ = [
     "Draw",
@@ -60,7 +62,7 @@ _NO_DRAW: _Form = (None, -1)
 
 @functools.cache
 def _form_of(operator: Any) -> _Form:
-    if torch.Tag.nondeterministic_seeded not in operator.tags:
+    if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # operators of operators have none
         return _NO_DRAW
     names = [argument.name for argument in operator._schema.arguments]
     if "generator" in names:
@@ -105,7 +107,9 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         form = _form_of(func)
         if form is _NO_DRAW:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            count_writes(func, args)
+            return output
         operator, position = form
         if operator is func and position >= 0:
             given = args[position] if position < len(args) else kwargs.get("generator")

@@ -119,23 +119,77 @@ def test_optimizer_step_too_early(run):
     assert_notices(run, lambda run: run(layer, x), optimizer.step)
 
 
+class Casting(nn.Sequential):
+    """Enters autocast itself."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
 @runs(*FORMS, torch_fails=SILENT)
+@pytest.mark.parametrize("forwards", [1, 6], ids=["first", "seventh"])
 @pytest.mark.parametrize("trainable", [True, False], ids=["trainable", "frozen"])
-@pytest.mark.parametrize("name", ["weight", "bias"])
-def test_parameter_mutated_under_autocast(run, trainable, name):
-    """Autograd has saved a cast of a weight, and nothing of a bias; a rerun would cast what is there by then."""
+@pytest.mark.parametrize(
+    ("name", "autocast"), [("weight", "around"), ("weight", "inside"), ("bias", "around"), ("bias", "inside"), ("bias", "not")]
+)
+def test_parameter_mutated_that_autograd_has_not_saved(run, name, autocast, trainable, forwards):
+    """Under autocast it has saved a cast of a weight, and of a bias nothing; a rerun would read what is there by then."""
 
     def program(run):
         torch.manual_seed(0)
-        layer = nn.Sequential(nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).requires_grad_(trainable)
+        kind = Casting if autocast == "inside" else nn.Sequential
+        layer = kind(nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).requires_grad_(trainable)
         x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(layer, x)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "around"):
+            for _ in range(forwards):
+                y = run(layer, x)
         with torch.no_grad():
             getattr(layer[1], name).add_(1)
         return gradients(y.float(), x)
 
-    assert_as_eager_or_error(program, run, naming=f"the parameter '1.{name}' of Sequential")
+    assert_as_eager_or_error(program, run, naming=f"the parameter '1.{name}' of {'Casting' if autocast == 'inside' else 'Seq'}")
+
+
+@runs("region", torch_fails=UNNOTICED)
+def test_parameter_mutated_of_a_module_that_an_argument_has(run):
+    """An embedding saves the indices alone."""
+
+    @dataclasses.dataclass
+    class Inputs:
+        table: nn.Embedding
+
+    def program(run):
+        torch.manual_seed(0)
+        inputs, x = Inputs(nn.Embedding(4, 3)), torch.ones(2, 3, requires_grad=True)
+        y = run(lambda inputs, x: (inputs.table(torch.tensor([1, 3])) * x).sin(), inputs, x)
+        with torch.no_grad():
+            inputs.table.weight.add_(1)
+        return gradients(y, x)
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        program(run)
+
+
+@runs("region")
+@pytest.mark.parametrize("kept", [True, False])
+def test_bias_mutated_under_a_policy(run, kept):
+    """Where the output of the layer is kept, no recompute reads its bias."""
+    aten = torch.ops.aten
+
+    def program(run):
+        torch.manual_seed(0)
+        layer, x = nn.Linear(3, 3), torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        run = run.selecting([aten.addmm.default if kept else aten.tanh.default])
+        y = run(lambda x: layer(x.tanh()).sin(), x)
+        with torch.no_grad():
+            layer.bias.add_(1)
+        return gradients(y, x)
+
+    if kept:
+        assert_as_eager(program, run)
+    elif run.ours:
+        assert_as_eager_or_error(program, run, naming="the parameter 'bias' of Linear")
 
 
 @runs("region", torch_fails=SILENT)
@@ -165,8 +219,9 @@ def test_parameter_of_no_module_mutated_under_autocast(run, swallows):
 
 
 @runs("region", "nested")
+@pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("reached", ["method", "closure"])
-def test_parameters_that_a_region_reaches_and_does_not_read_may_change_under_autocast(run, reached):
+def test_parameters_that_a_region_reaches_and_does_not_read_may_change(run, reached, autocast):
     """An optimizer that steps in the course of a backward has changed the layers behind."""
 
     class Model(nn.Module):
@@ -184,7 +239,7 @@ def test_parameters_that_a_region_reaches_and_does_not_read_may_change_under_aut
             optimizer = torch.optim.SGD([parameter], lr=0.1)
             parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
         x = y = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             for index in range(3):
                 y = run(model.step if reached == "method" else lambda i, x: model.step(i, x), index, y)
         return [*gradients(y.float(), x), *model.parameters()]
@@ -193,24 +248,66 @@ def test_parameters_that_a_region_reaches_and_does_not_read_may_change_under_aut
 
 
 @runs("region")
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("reached", ["module", "method", "closure"])
-def test_parameter_that_forward_clamps_under_autocast(run, reached):
-    """Where forward itself writes to a parameter, that is no error: it is so in each forward."""
+def test_parameter_that_forward_clamps(run, reached, calls, autocast):
+    """Where forward itself writes to a parameter, that is no error: it is so in each forward, and in each region with it."""
 
     class Clamped(nn.Linear):
         def forward(self, x):
             with torch.no_grad():
-                self.weight.clamp_(-0.25, 0.25)
+                self.bias.clamp_(-0.25, 0.25)
+                torch._foreach_clamp_max_([self.bias], 0.25)
             return super().forward(x).tanh()
 
     def program(run):
         torch.manual_seed(0)
         layer = Clamped(3, 3)
-        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        x = y = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
         function = {"module": layer, "method": layer.forward, "closure": lambda x: layer(x)}[reached]
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(function, x)
-        return gradients(y.float(), x, *layer.parameters())
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            for _ in range(calls):
+                y = run(function, y)
+        return gradients(y, x, *layer.parameters())
+
+    assert_as_eager(program, run)
+
+
+@runs("region")
+def test_an_embedding_that_renormalises_in_two_regions(run):
+    """``max_norm`` has each forward write to the table, between the forward of the other region and its recompute."""
+
+    def program(run):
+        torch.manual_seed(0)
+        table, x = nn.Embedding(4, 3, max_norm=0.5), torch.ones(2, 3, requires_grad=True)
+        y = run(lambda x: (table(torch.tensor([1, 3])) * x).sin(), x)
+        z = run(lambda y: (table(torch.tensor([1, 2])) * y).sin(), y)
+        return gradients(z, x, table.weight)
+
+    assert_as_eager(program, run)
+
+
+@runs("region")
+def test_parameters_that_come_and_go(run):
+    """A parameter that is exchanged in forward, one that is gone by backward, and one that is there only then."""
+
+    class Changing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bias = nn.Parameter(torch.ones(3))
+            self.unused = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            return (x + self.bias).sin()
+
+    def program(run):
+        module, x = Changing(), torch.ones(3, requires_grad=True)
+        for _ in range(6):
+            y = run(module, x)
+        del module.unused
+        module.another = nn.Parameter(torch.zeros(3))
+        return gradients(y, x, module.bias)
 
     assert_as_eager(program, run)
 

@@ -1,0 +1,140 @@
+"""What all dispatch modes of the package owe to the operators that they pass on."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch._ops import HigherOrderOperator
+from torch.autograd import grad
+
+from ckpt_hooks import MutationError, checkpoint, checkpoint_region
+from tests.measure import leaf
+
+aten = torch.ops.aten
+
+
+class Twice(HigherOrderOperator):
+    """Runs a function twice: an operator of operators, as ``flex_attention`` is one."""
+
+    def __init__(self):
+        super().__init__("ckpt_hooks_tests_twice")
+
+    def __call__(self, function, x):
+        return super().__call__(function, x)
+
+
+@pytest.fixture(scope="module")
+def twice():
+    operator = Twice()
+    operator.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda function, x: function(function(x)))
+    operator.py_impl(torch._C.DispatchKey.Autograd)(lambda function, x: operator(function, x))
+    operator.fallthrough(torch._C.DispatchKey.AutogradCPU)
+    return operator
+
+
+class Reached(nn.Module):
+    """Reaches a parameter that it does not read; once that was written to, a rerun is watched."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.unread = nn.Parameter(torch.ones(1))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def plainly(function, x):
+    return grad(function(x).sum(), x)[0]
+
+
+def under_a_policy(function, x):
+    return grad(checkpoint(policy=[aten.sin.default])(function)(x).sum(), x)[0]
+
+
+def with_debug(function, x):
+    return grad(checkpoint(function, x, debug=True).sum(), x)[0]
+
+
+def watched(function, x):
+    module = Reached(function)
+    y = checkpoint(module, x)
+    with torch.no_grad():
+        module.unread.add_(1)
+    return grad(y.sum(), x)[0]
+
+
+def in_a_thread(function, x):
+    results = []
+    thread = threading.Thread(target=lambda: results.append(grad(checkpoint(function, x).sum(), x)[0]))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+def recorded(function, x):
+    with checkpoint_region():
+        y = function(x)
+    return grad(y.sum(), x)[0]
+
+
+WAYS = [under_a_policy, with_debug, watched, in_a_thread, recorded]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_operators_of_operators(way, twice):
+    """They go through every mode like others."""
+
+    def function(x):
+        return (twice(torch.cos, x.detach()) * x.sin()).exp()
+
+    x = leaf(3)
+    assert torch.equal(way(function, x), plainly(function, x))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_writes_to_lists_are_counted(way):
+    """As they are without a mode, under which torch does not count them; in forward, and in a rerun if there is one."""
+    versions = []
+
+    def function(x):
+        h = x * 1
+        torch._foreach_mul_([h], 2.0)
+        versions.append(h._version)
+        return h.sin().exp()
+
+    x = leaf(3)
+    expected = plainly(function, x)
+    assert versions == [1]
+    assert torch.equal(way(function, x), expected)
+    assert set(versions) == {1}
+    assert len(versions) == (2 if way is recorded else 3)
+
+
+def test_parameters_in_one_memory():
+    """A parameter that has not changed may be read though its neighbour has."""
+    flat = torch.linspace(-1, 1, 8)
+
+    class Flat(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (nn.Parameter(torch.empty(0)) for _ in range(2))
+            self.one.data, self.other.data = flat[:4], flat[4:]
+
+        def forward(self, x):
+            return (x + self.one.view(2, 2).mT.reshape(4)).sin()
+
+    for name in ("other", "one"):
+        module, x = Flat(), torch.ones(4, requires_grad=True)
+        expected = grad(module(x).sum(), x)[0]
+        y = checkpoint(module, x)
+        with torch.no_grad():
+            getattr(module, name).mul_(3)
+        if name == "other":
+            assert torch.equal(grad(y.sum(), x)[0], expected)
+        else:
+            with pytest.raises(MutationError, match="the parameter 'one' of Flat"):
+                y.sum().backward()
