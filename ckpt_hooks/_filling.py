@@ -31,7 +31,7 @@ from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
 from .determinism import Check, describe, first_difference, version_of
-from .errors import DeterminismError
+from .errors import DeterminismError, MutationError
 
 __all__ = ["Filling", "StopRecompute"]
 
@@ -66,6 +66,8 @@ class Filling:
         "_early_stop",
         "_frame",
         "_function",
+        "_mutated",
+        "_trusted",
         "_wanted",
         "_without_grad",
         "last",
@@ -91,6 +93,17 @@ class Filling:
         self._without_grad: list[int] = []
         self.last = -1
         self.stopped = False
+        self._trusted = -1
+        self._mutated: Callable[[], MutationError] | None = None
+
+    def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
+        """Tells that the rerun read what has changed since forward.
+
+        Args:
+            trusted: How many tensors it had saved by then.
+            error: Returns the error for whoever asks for one of the others.
+        """
+        self._trusted, self._mutated = trusted, error
 
     def hook(
         self, wanted: Collection[int] | None, exchanged: frozenset[int | None] = frozenset()
@@ -185,6 +198,10 @@ class Filling:
             if len(values) < end:
                 self._raise_miscounted()
             del values[end:]
+        if self._mutated is not None and self._trusted < end:
+            if self._wanted is not None and len(self._wanted) == 1:
+                raise self._mutated()
+            values[self._trusted :] = [MISSING] * (end - self._trusted)  # and each is asked for by itself
         found = list(map(check.facts, values))
         expected = frame.facts
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):

@@ -14,17 +14,16 @@ classes than torch's own. Closed-over tensors are copied up to a size; larger on
 
 from __future__ import annotations
 
-import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
-from ._refit import copy_of
-from ._torch import set_grad_enabled, set_versions, storage_of
+from ._refit import copy_of, fill_all, same_layout
+from ._torch import storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
@@ -59,16 +58,9 @@ def _has_storage(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= needed
 
 
-_kind_of = operator.attrgetter("shape", "dtype", "device")
-
-
-def _same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
-
-
 def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a tensor still equals its copy, if its version says so: other devices than the CPU are not made to wait."""
-    if not _same_layout(tensor, copy):
+    if not same_layout(tensor, copy):
         return False
     if copy.nbytes > _COMPARED_BYTES:
         return True
@@ -208,15 +200,15 @@ class State:
                 _bind(slot, value)
         for tensor, _, _ in stale:
             undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
-        _fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
+        fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
 
     @staticmethod
     def restore(undo: StateUndo) -> None:
         """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did."""
         for slot, value in undo.slots:
             _bind(slot, value)
-        _fill_all(undo.exchanged)
-        _fill_all(
+        fill_all(undo.exchanged)
+        fill_all(
             (tensor, version, content, None)
             for tensor, version, content in undo.others
             if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content))
@@ -233,24 +225,6 @@ def _bind(slot: Slot, value: Any) -> None:
         owner.pop(name, None)
     else:
         owner[name] = value
-
-
-def _fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
-    """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
-    grad_enabled = torch.is_grad_enabled()
-    set_grad_enabled(False)
-    try:
-        for tensor, version, content, layout in tensors:
-            fits = _same_layout(tensor, content)
-            if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
-                tensor.data, fits = layout, True
-            if fits:
-                tensor.copy_(content)
-            else:
-                tensor.data = copy_of(content)  # an observer gave it another shape
-            set_versions((tensor,), (version,))
-    finally:
-        set_grad_enabled(grad_enabled)
 
 
 def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:

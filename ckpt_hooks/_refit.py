@@ -7,13 +7,15 @@ with other roundings, and other tensors saved. And that what the function saves 
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from ._torch import set_versions
+from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["copy_of", "refit"]
+__all__ = ["copy_of", "fill_all", "refit", "same_layout"]
 
 
 def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
@@ -63,3 +65,29 @@ class _Copy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return gradient, None
+
+
+_kind_of = operator.attrgetter("shape", "dtype", "device")
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and strides."""
+    return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
+
+
+def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
+    grad_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    try:
+        for tensor, version, content, layout in tensors:
+            fits = same_layout(tensor, content)
+            if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
+                tensor.data, fits = layout, True
+            if fits:
+                tensor.copy_(content)
+            else:
+                tensor.data = copy_of(content)  # an observer gave it another shape
+            set_versions((tensor,), (version,))
+    finally:
+        set_grad_enabled(grad_enabled)

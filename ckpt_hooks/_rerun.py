@@ -141,6 +141,7 @@ class FunctionFrame(Frame):
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
                 self._parameters = plan.parameters
+                self._versions = versions_of(plan.parameters)
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
@@ -179,6 +180,7 @@ class FunctionFrame(Frame):
         """Captures state that the function reaches besides its arguments; returns the generators among that."""
         plans = [plan_of(module) for module in reached.modules]
         self._parameters = references_of(plans, reached.tensors)
+        self._versions = versions_of(self._parameters)
         if not self._options.preserve_buffers:
             return reached.generators
         self._state, more = capture_state(plans, reached.tensors)
@@ -188,8 +190,6 @@ class FunctionFrame(Frame):
         if self._plain:
             close_frame(self)
             self._arguments.live = None
-            if self._parameters:
-                self._versions = versions_of(self._parameters)
             self.complete = error is None
             return
         suppressed: bool | None = False
@@ -201,7 +201,6 @@ class FunctionFrame(Frame):
                 raise
         self._close(error)
         if error is None:
-            self._versions = versions_of(self._parameters)
             self.complete = True
             if self._selection is not None:
                 self._selection.close(early_stop=self._options.early_stop)
@@ -260,7 +259,7 @@ class FunctionFrame(Frame):
             elif state is None:
                 undo = _ambient.enter(self._ambient)
                 try:
-                    self._call_under(filling.hook(wanted), args, kwargs)
+                    self._call_under(filling, filling.hook(wanted), args, kwargs)
                 finally:
                     _ambient.leave(undo)
             else:
@@ -331,7 +330,7 @@ class FunctionFrame(Frame):
             if not borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
             if state is None:
-                self._call_under(filling.hook(wanted), args, kwargs)
+                self._call_under(filling, filling.hook(wanted), args, kwargs)
             else:
                 self._call_rewound(state, filling, wanted, args, kwargs)
 
@@ -342,15 +341,17 @@ class FunctionFrame(Frame):
         undo = StateUndo()
         try:
             state.rewind(undo, self._mutated)
-            self._call_under(filling.hook(wanted, undo.storages()), args, kwargs)
+            self._call_under(filling, filling.hook(wanted, undo.storages()), args, kwargs)
         finally:
             State.restore(undo)
 
-    def _call_under(self, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _call_under(
+        self, filling: Filling, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
         push_saved_tensors_hooks(hook, hand_back)
         try:
             if self._parameters and self.complete and versions_of(self._parameters) != self._versions:
-                self._call_watched(args, kwargs)
+                self._call_watched(filling, args, kwargs)
             elif self._context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)
             else:
@@ -358,17 +359,14 @@ class FunctionFrame(Frame):
         finally:
             pop_saved_tensors_hooks()
 
-    def _call_watched(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        watch = WatchReads(changed(self._parameters, self._versions), self._mutated)
+    def _call_watched(self, filling: Filling, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        watch = WatchReads(changed(self._parameters, self._versions), filling.values)
         try:
             with watch:
                 self._call_in_context(args, kwargs)
-        except StopRecompute:
-            if watch.found is not None:  # and swallowed by the function
-                raise watch.found from None
-            raise
-        if watch.found is not None:
-            raise watch.found
+        finally:
+            if watch.found is not None:
+                filling.distrust(watch.trusted, functools.partial(self._mutated, *watch.found))
 
     def _call_in_context(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.

@@ -3,21 +3,24 @@
 A parameter whose value backward needs is saved, and its version is compared when it comes back. Others are only read: a bias,
 an embedding, and under autocast every weight, of which a cast is saved that a rerun makes anew. Should one of these be modified
 between forward and backward, then the rerun computes something else without a word, where plain autograd has no need of it any
-more and gives the right gradients. So the versions of the parameters that a region reaches are noted when its forward has
-ended, and compared when it is rerun; and with them those of other tensors that require grad and that the function closes over.
+more and gives the right gradients. So the versions of the parameters that a region reaches are noted when its forward
+begins, and compared when it is rerun; and with them those of other tensors that require grad and that the function closes over.
 (Those that require none are put back for a rerun, see :mod:`ckpt_hooks._module_state`.)
 
 A region may reach parameters that it does not read, and those may well change in between: an optimizer that steps in the course
-of a backward has changed the layers behind. So a rerun that finds some changed goes on, watched, and fails as soon as an
-operator reads one of them. One that the function writes to before it reads it, as to clamp it, was written to in forward as
-well, maybe by several regions that share it, and is left alone from there on.
+of a backward has changed the layers behind. So a rerun that finds some changed goes on, watched. As soon as an operator reads
+one of them, what is saved from there on is not trusted: whoever asks for it gets an error.
+
+Functions that write to a parameter themselves, as to clamp it or to renormalise an embedding, write again in a rerun. One that
+is written to before it is read is read as forward read it, and what the rerun wrote is undone when it ends, the version
+included: another rerun, and whoever saved the parameter, finds it as forward left it.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from ._dispatch import QuietDispatchMode, count_writes
 from ._module_plan import ModulePlan
 from ._operators import Kind, facts_of, written_by
+from ._refit import copy_of, fill_all
 from ._torch import storage_of
 
 __all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "references_of", "versions_of"]
@@ -36,15 +40,13 @@ References = Sequence["weakref.ref[torch.Tensor]"]
 
 NO_PARAMETERS: References = ()
 
+_TYPES = frozenset({torch.Tensor, Parameter})
+
 
 def references_of(plans: Iterable[ModulePlan], tensors: Iterable[torch.Tensor]) -> References:
-    """Returns the parameters of modules, and those among other tensors that are parameters or require grad."""
+    """Returns the parameters of modules, and those among other tensors that require grad."""
     lists = [plan.parameters for plan in plans]
-    own: list[torch.Tensor] = [
-        tensor
-        for tensor in tensors
-        if (type(tensor) is Parameter or (type(tensor) is torch.Tensor and tensor.requires_grad)) and not tensor.is_inference()
-    ]
+    own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in _TYPES and not tensor.is_inference()]
     if len(lists) == 1 and not own:
         return lists[0]
     return [*itertools.chain.from_iterable(lists), *map(weakref.ref, own)]
@@ -68,7 +70,7 @@ def changed(references: References, versions: list[int]) -> list[tuple[torch.Ten
     ]
 
 
-#: A storage, None if there is none, and from where to where in it, in elements.
+#: A storage, None if there is none, and from where to where in it, in bytes.
 _Place = tuple["int | None", int, int]
 
 
@@ -76,49 +78,70 @@ def _place_of(tensor: torch.Tensor) -> _Place:
     storage = storage_of(tensor)
     if storage is None or tensor.is_nested:
         return None, 0, 0
-    start, extent = tensor.storage_offset(), 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        extent += (size - 1) * stride
-    return storage, int(start), int(start + extent)
+    start, extent, size = tensor.storage_offset(), 1, tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        extent += (length - 1) * stride
+    return storage, int(start * size), int((start + extent) * size)
+
+
+def _places_in(values: Any) -> list[_Place]:
+    return [_place_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def _overlap(one: _Place, other: _Place) -> bool:
     return one[0] is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
+#: Hand out memory without looking at it, or look at nothing but its shape.
+_HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
+
+
 class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
-    """Fails as soon as an operator reads from the memory of a parameter that has changed; views do not read.
+    """Notes when an operator first reads from the memory of a parameter that has changed, and undoes writes to those.
 
     Attributes:
-        found: The error, which the function may have swallowed.
+        found: The parameter that was read, and the version that it should have.
+        trusted: How many tensors had been saved by then.
     """
 
-    def __init__(self, changed: list[tuple[torch.Tensor, int]], error: Callable[[torch.Tensor, int], Exception]) -> None:
+    def __init__(self, changed: list[tuple[torch.Tensor, int]], saved: Sequence[torch.Tensor]) -> None:
+        """Prepares to watch.
+
+        Args:
+            changed: The parameters, and the versions that they should have.
+            saved: Gets one entry a tensor that the rerun saves.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
-        self._error = error
-        self.found: Exception | None = None
+        self._saved = saved
+        self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self.found: tuple[torch.Tensor, int] | None = None
+        self.trusted = 0
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = facts_of(func)[1]
         if kind is Kind.WRITES:
-            written = _places_in(written_by(func, args, kwargs))
-            self._watched = [entry for entry in self._watched if not any(_overlap(entry[0], place) for place in written)]
-        if kind not in _HARMLESS and self._watched:
+            self._about_to_write(_places_in(written_by(func, args, kwargs)))
+        if kind not in _HARMLESS and self._watched and self.found is None:
             for place in _places_in((args, kwargs)):
                 for watched, parameter, version in self._watched:
-                    if _overlap(watched, place):
-                        self.found = self._error(parameter, version)
-                        raise self.found
+                    if self.found is None and _overlap(watched, place):
+                        self.found, self.trusted = (parameter, version), len(self._saved)
         output = func(*args, **kwargs)
         count_writes(func, args)
         return output
 
-
-#: Hand out memory without looking at it, or look at nothing but its shape.
-_HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
-
-
-def _places_in(values: Any) -> list[_Place]:
-    return [_place_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    def _about_to_write(self, written: list[_Place]) -> None:
+        left = []
+        for entry in self._watched:
+            place, parameter, _ = entry
+            if any(_overlap(place, other) for other in written):
+                self._undo.append((parameter, parameter._version, copy_of(parameter)))
+            else:
+                left.append(entry)
+        self._watched = left
