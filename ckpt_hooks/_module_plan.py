@@ -19,10 +19,11 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.nn.parameter import is_lazy
 
 from ._reach import Search
 
-__all__ = ["PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
+__all__ = ["KNOWN", "PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
 
 #: The attribute of a module that has its plan.
 PLAN = "_ckpt_hooks_plan"
@@ -32,7 +33,11 @@ _LOOKS = 3
 _DEPTH = 2
 
 _MACHINERY = frozenset(vars(Module())) | {PLAN}
+_NUMBERS = (int, float, complex, bool)
 _MUTABLE = (dict, OrderedDict, defaultdict, list, set, deque)
+
+#: Stands for a value that is of no interest.
+KNOWN: Any = object()
 
 #: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]
@@ -74,6 +79,7 @@ class ModulePlan:
         "_own_size",
         "_root",
         "_scripted",
+        "_simple",
         "_size",
         "_stateless",
         "_used",
@@ -93,7 +99,11 @@ class ModulePlan:
         #: Attributes that are tensors, or None and may become one: number of the module, and name.
         self._names = [(n, name) for n, name, value in names if value is None or isinstance(value, torch.Tensor)]
         #: Attributes that hold tensors or generators, or may come to hold some.
-        self._holders = [(n, name) for n, name, value in names if type(value) in _MUTABLE or _holds_something(value)]
+        self._holders = [
+            (n, name) for n, name, value in names if type(value) in _MUTABLE or value == () or _holds_something(value)
+        ]
+        #: Attributes that are numbers, and may become tensors.
+        self._simple = [(n, name) for n, name, value in names if type(value) in _NUMBERS]
         self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
         self._epoch, self._used = -1, 0
@@ -129,6 +139,7 @@ class ModulePlan:
             or sum(map(len, map(vars, modules))) != self._size
             or len(children) != len(self._children)
             or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
+            or any(isinstance(vars(modules[number]).get(name), torch.Tensor) for number, name in self._simple)
         ):
             return False
         self.parameters = _parameters_of(modules)
@@ -162,12 +173,20 @@ class ModulePlan:
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
         return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
 
-    def names(self) -> list[tuple[dict[str, Any], frozenset[str]]]:
-        """Returns the names that a module and its submodules have now, as long as they may still get others."""
+    def names(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns the names that a module and its submodules have now, as long as they may still get others.
+
+        Each with its value where that is a number and the module is new, and :data:`KNOWN` for all others.
+        """
         if self._used > _LOOKS and self._stateless:
             return []
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        return [(owner, frozenset(owner)) for module in modules for owner in (vars(module), module._buffers)]
+        owners = [owner for module in modules for owner in (vars(module), module._buffers)]
+        if self._used > _LOOKS:
+            return [(owner, dict.fromkeys(owner, KNOWN)) for owner in owners]
+        return [
+            (owner, {name: value if type(value) in _NUMBERS else KNOWN for name, value in owner.items()}) for owner in owners
+        ]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -178,7 +197,7 @@ def _parameters_of(modules: list[Module]) -> list[weakref.ref[torch.Tensor]]:
         weakref.ref(parameter)
         for module in modules
         for parameter in module._parameters.values()
-        if type(parameter) is torch.nn.Parameter and not parameter.is_inference()
+        if isinstance(parameter, torch.nn.Parameter) and not is_lazy(parameter) and not parameter.is_inference()
     ]
 
 

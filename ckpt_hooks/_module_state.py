@@ -21,13 +21,14 @@ from typing import Any
 import torch
 
 from ._bytes import same_bytes
-from ._module_plan import ModulePlan, Slot
+from ._module_plan import KNOWN, ModulePlan, Slot
 from ._refit import copy_of, fill_all, same_layout
 from ._torch import storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
-#: Up to this size tensors on the CPU are compared byte by byte, since batch norm moves no version.
+#: Up to this size tensors on the CPU are compared byte by byte, since batch norm moves no version; its own, which have one
+#: dimension, up to the other size.
 _COMPARED_BYTES = 1 << 16
 #: Up to this size tensors that are not a module's are copied.
 _MOST_BYTES = 1 << 20
@@ -62,7 +63,7 @@ def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a tensor still equals its copy, if its version says so: other devices than the CPU are not made to wait."""
     if not same_layout(tensor, copy):
         return False
-    if copy.nbytes > _COMPARED_BYTES:
+    if copy.nbytes > (_COMPARED_BYTES if copy.dim() > 1 else _MOST_BYTES):
         return True
     return tensor.device.type == "cpu" and same_bytes(tensor, copy)
 
@@ -165,9 +166,9 @@ class State:
             (slot, _HAD_GRAPH if _carries_graph(value) and slot[0].get(slot[1]) is not value else value)
             for slot, value in self.slots
         ]
-        for owner, names in self._names:  # a cache that the first forward builds, say
-            added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
-            self.slots += [((owner, name), _ABSENT) for name in added]
+        for owner, names in self._names:  # a cache that the first forward builds, say, or a mean that begins as 0.0
+            found = [name for name, value in owner.items() if isinstance(value, torch.Tensor) and names.get(name) is not KNOWN]
+            self.slots += [((owner, name), names.get(name, _ABSENT)) for name in found]
         self._names, self._settled = [], True
         return bool(self.slots or self.entries)
 

@@ -73,7 +73,7 @@ class _Packed:
 
     def prepare(self) -> None:
         """Brings the tensor back if a frame has it, whose recompute cannot run from within an operator."""
-        if self._unpack in UNPACKS and self._packed is not None:
+        if _recomputes(self._unpack) and self._packed is not None:
             try:
                 self._value = self._unpack(self._packed)
             except MutationError:  # something around the region wrote to it
@@ -84,7 +84,7 @@ class _Packed:
         """Returns the tensor, or :data:`MISSING` if the hooks have handed on one that was modified."""
         value, self._value = self._value, MISSING
         if value is MISSING:
-            if self._unpack in UNPACKS:
+            if _recomputes(self._unpack):
                 return MISSING  # type: ignore[no-any-return]
             value = self._unpack(self._packed)
             if is_freed(value) or (storage_of(value) == self._storage and value._version > self._version):
@@ -287,7 +287,7 @@ class Selection:
             has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
         """
         self.values, self.last, self.has_stopped = values, last, has_stopped
-        if self._hooks is not None and self._hooks[1] in UNPACKS:
+        if self._hooks is not None and _recomputes(self._hooks[1]):
             for entry in self.entries.values():
                 for saved in _packed_in(entry.value):
                     saved.prepare()
@@ -329,6 +329,11 @@ class Selection:
             index: The last tensor that was wanted.
         """
         return self.sequence.compare_marks(self.marks_of_rerun, index)
+
+
+def _recomputes(unpack: Callable[[Any], Any]) -> bool:
+    """Whether an unpack hook is that of a region, torch's included, and runs its function again."""
+    return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
 
 
 def _never() -> bool:

@@ -214,7 +214,10 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 error = self._sequence.compare(place, func, kind)
                 if error is not None and not self._has_stopped():
                     self.error = self.error or error
-                    raise error
+                    try:
+                        raise error
+                    finally:
+                        del error  # its traceback has this call, which would keep it alive in turn
             if place in self._entries:
                 output = self._selection.take(place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes)
                 if output is not MISSING:
@@ -241,8 +244,12 @@ class _Recompute:
         mode = self._running.pop()
         mode.__exit__(kind, error, traceback)
         self.selection.marks_of_rerun = mode.marks
-        if mode.error is not None and error is not mode.error:
-            raise mode.error  # which the function swallowed
+        found, mode.error = mode.error, None  # which what the error's traceback has would keep alive
+        try:
+            if found is not None and error is not found:
+                raise found  # which the function swallowed
+        finally:
+            del found, error
 
 
 def create_selective_checkpoint_contexts(

@@ -43,7 +43,9 @@ def group_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
     for reference in store.held or ():
         value = reference()
         kept = None if value is None or value.saved is None else value.saved.tensor
-        if value is not None and kept is not None and type(value.group) is not Unsettled and _share_versions(tensor, kept):
+        if value is None or kept is None or not store.has(kept):
+            continue
+        if type(value.group) is not Unsettled and _share_versions(tensor, kept):
             return value.group
     return object()
 

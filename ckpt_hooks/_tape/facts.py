@@ -56,6 +56,9 @@ _REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resi
 #: Choose among kernels by switches of the process that only a full look at them tells of.
 _LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 
+#: Return more where an argument requires grad, which no argument of a replay does: what they returned is kept.
+_LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
+
 #: Libraries whose operators return new memory, or an argument's.
 _TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
 
@@ -109,6 +112,7 @@ class OpFacts:
         is_collective: Whether its result is complete only when somebody has waited for it.
         is_trusted: Whether its outputs are new, or share memory with its arguments.
         looks_at_switches: Whether switches of the process matter that change without notice.
+        looks_at_grad: Whether it matters too which arguments require grad.
     """
 
     __slots__ = (
@@ -128,6 +132,7 @@ class OpFacts:
         "keywords",
         "kind",
         "lists",
+        "looks_at_grad",
         "looks_at_switches",
         "may_drop_out",
         "name",
@@ -174,8 +179,10 @@ class OpFacts:
         self.is_collective = kind is Kind.COLLECTIVE
         self.is_trusted = namespace in _TRUSTED
         self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
+        self.looks_at_grad = aten and self.name in _LOOKS_AT_GRAD
         self.is_fast = self.is_trusted and not (
             self.is_opaque
+            or self.looks_at_grad
             or self.written
             or self.lists
             or self.is_random

@@ -24,6 +24,7 @@ from ckpt_hooks._torch import (
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
+    storage_of,
     top_saved_tensors_hooks,
 )
 
@@ -31,7 +32,6 @@ from .deciding import RECOMPUTE, Deciding
 from .kept import Kept
 from .recorder import Recorder
 from .replay import Replay, bring_back
-from .tables import address_of
 from .values import Value, values_of
 
 __all__ = ["Pin", "RecordedFrame", "unpack"]
@@ -162,7 +162,7 @@ class RecordedFrame(Frame):
         reference = weakref.ref(pin)
         self.pins.append(reference)
         value.store.pins = [*(value.store.pins or ()), reference]
-        self.bytes += tensor.nbytes
+        self.bytes += tensor.nbytes if tensor.layout is torch.strided else 0
         if self.observer is not None:
             self.observer.packed(self, pin.index, tensor)
         return pin
@@ -173,7 +173,7 @@ class RecordedFrame(Frame):
         assert tape is not None
         if value is None and is_kept_anyway(tensor):
             return [tensor, tensor._version, self.path]
-        if value is None or address_of(tensor) != value.store.address:
+        if value is None or storage_of(tensor) != value.store.address:
             store = tape.store_of(tensor)
             if store.blank:
                 value = tape.input_of(tensor, store)  # what it is when it has been written to

@@ -24,6 +24,7 @@ from ckpt_hooks._torch import (
     is_kept_anyway,
     num_function_modes,
     storage_address,
+    storage_of,
 )
 
 from . import writes
@@ -31,7 +32,7 @@ from .around import Around, look_around
 from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
-from .tables import Tables, address_of
+from .tables import Tables
 from .values import Op, Store, Unsettled, Value, cut, flatten
 
 __all__ = ["Recorder"]
@@ -261,6 +262,8 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
     def decide(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
         """Returns what the policy says of an operator that has run; of one of a backward in the region it is not asked."""
         deciding = self.deciding
+        if facts.looks_at_grad:
+            return SAVE
         if deciding is None or graph_task_id() != self._task:
             return SAVE if facts.is_collective else RECOMPUTE
         decision = deciding.of(facts)
@@ -299,7 +302,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             value = self.blank.get(key) if key in overwritten else None
             if value is None:
                 value = self.known.get(key)
-            if value is None or address_of(argument) != value.store.address:
+            if value is None or storage_of(argument) != value.store.address:
                 value = self.value_of(argument, facts)
             values.append(value)
             return value

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._runtime.frame import RegionPath
-from ckpt_hooks._torch import counted_detach, is_kept_anyway, storage_address
+from ckpt_hooks._torch import counted_detach, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.offload import Batch, transfers_for
 
 from .aliases import alias_of, group_in
@@ -26,7 +26,7 @@ from .facts import OpFacts, facts_of
 from .kept import PLAIN, Hooks, Kept, Moved
 from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
 
-__all__ = ["Tables", "address_of"]
+__all__ = ["Tables"]
 
 _Tensor = torch.Tensor
 _weakref = weakref.ref
@@ -199,7 +199,7 @@ class Tables:
 
     def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
         """Makes a storage one that comes from outside, since what made it cannot be replayed."""
-        address = address_of(tensor)
+        address = storage_of(tensor)
         if address is not None:
             store = self.stores.get(address)
             if store is None or not store.is_alive():
@@ -209,7 +209,7 @@ class Tables:
 
     def note_blank(self, tensor: Any) -> None:
         """Puts memory on the tape that nobody has written to."""
-        address = address_of(tensor) if isinstance(tensor, _Tensor) else None
+        address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
         if address is None or tensor.layout is not torch.strided:
             return
         value = self._blank_like(tensor, address)
@@ -248,7 +248,7 @@ class Tables:
     def store_of(self, tensor: torch.Tensor) -> Store:
         """Returns the storage that a tensor is in; one from outside, where the tape does not know it."""
         value = self.value_now(tensor)
-        address = address_of(tensor)
+        address = storage_of(tensor)
         if value is not None and value.store.address == (address or 0):
             return value.store
         store = None if address is None else self.stores.get(address)
@@ -278,7 +278,7 @@ class Tables:
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 return found
-        address = address_of(tensor)
+        address = storage_of(tensor)
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
             store = self.store_outside(address)
@@ -332,7 +332,7 @@ class Tables:
 
     def live_members(self, store: Store) -> Iterator[torch.Tensor]:
         """Goes through the tensors that are in a storage, each once."""
-        members = {id(tensor): tensor for member in store.members if (tensor := member()) is not None}
+        members = {id(tensor): tensor for member in store.members if (tensor := member()) is not None and store.has(tensor)}
         store.members = [_weakref(tensor) for tensor in members.values()]
         return iter(members.values())
 
@@ -371,11 +371,3 @@ class Tables:
 
 def _reason_for(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}, which is kept as it is"
-
-
-def address_of(tensor: torch.Tensor) -> int | None:
-    """Returns where the storage of a tensor is; None for those that have none."""
-    try:
-        return storage_address(tensor)
-    except (NotImplementedError, RuntimeError):
-        return None

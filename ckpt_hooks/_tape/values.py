@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._torch import storage_of
+
 from .facts import OpFacts
 from .kept import Kept
 
@@ -53,13 +55,17 @@ class Store:
 
     def is_alive(self) -> bool:
         """Whether a tensor that the tape knows of is still in the storage, so that its address is not somebody else's."""
-        if any(member() is not None for member in self.members):
+        if any(self.has(member()) for member in self.members):
             return True
         for reference in self.held or ():
             value = reference()
-            if value is not None and value.saved is not None and value.saved.tensor is not None:
+            if value is not None and value.saved is not None and self.has(value.saved.tensor):
                 return True
         return False
+
+    def has(self, tensor: torch.Tensor | None) -> bool:
+        """Whether a tensor is in the storage, and was not given another one (``tensor.data = other``)."""
+        return tensor is not None and (storage_of(tensor) or 0) == self.address
 
 
 class Op:

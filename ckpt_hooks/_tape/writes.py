@@ -20,13 +20,12 @@ import torch
 
 from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._torch import counted_detach, storage_address
+from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
 from .aliases import group_of, is_in
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
 from .kept import PLAIN, Clones, Overwritten
-from .tables import address_of
 from .values import Op, Store, Value, cut, flatten, new_value
 
 if TYPE_CHECKING:
@@ -222,7 +221,7 @@ def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> t
     if storage_address(tensor) == store.address:
         return tensor
     for face in faces:
-        if address_of(face) == store.address and face.dtype is tensor.dtype and not (face.is_conj() or face.is_neg()):
+        if storage_of(face) == store.address and face.dtype is tensor.dtype and not (face.is_conj() or face.is_neg()):
             return face.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
     return None
 
