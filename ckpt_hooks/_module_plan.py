@@ -6,10 +6,11 @@ That is found once for a module and its submodules, and used as long as it has t
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class ModulePlan:
         "_size",
         "_stateless",
         "_used",
+        "_written",
         "lock",
         "parameters",
     )
@@ -108,6 +110,8 @@ class ModulePlan:
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
         self._epoch, self._used = -1, 0
         self._stateless = False
+        #: Parameters without gradients that forward was seen to write to: number of the module, and name.
+        self._written: set[tuple[int, str]] = set()
         self.parameters = _parameters_of(modules)
         self.lock = threading.RLock()
 
@@ -145,6 +149,7 @@ class ModulePlan:
         self.parameters = _parameters_of(modules)
         self._stateless = not (
             self._names
+            or self._written
             or self._scripted
             or any(module._buffers for module in modules)
             or next(self._held(modules), None) is not None
@@ -166,12 +171,28 @@ class ModulePlan:
             return [], [], []
         slots: list[Slot] = [(module._buffers, name) for module in modules for name in module._buffers]
         slots += [(vars(modules[number]), name) for number, name in self._names]
+        slots += [(modules[number]._parameters, name) for number, name in self._written]
         held = list(self._held(modules))
         tensors = [value for value in held if isinstance(value, torch.Tensor)]
         for reference in self._scripted:
             scripted = reference()
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
         return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
+
+    def frozen(self) -> list[tuple[Callable[[], None], Slot]]:
+        """Returns parameters without gradients, as long as the module is new, and what to call if forward writes to one.
+
+        Most never change, and some modules keep their state in such: the codes of a quantiser, the averages of a teacher.
+        """
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if self._used > _LOOKS or len(modules) != len(self._modules):
+            return []
+        return [
+            (functools.partial(self._written.add, (number, name)), (module._parameters, name))
+            for number, module in enumerate(modules)
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
+        ]
 
     def names(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Returns the names that a module and its submodules have now, as long as they may still get others.

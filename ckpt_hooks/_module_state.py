@@ -32,6 +32,8 @@ __all__ = ["State", "StateUndo", "capture_state"]
 _COMPARED_BYTES = 1 << 16
 #: Up to this size tensors that are not a module's are copied.
 _MOST_BYTES = 1 << 20
+#: Up to this size parameters without gradients are copied, in the first few forwards of a module.
+_MOST_FROZEN_BYTES = 1 << 24
 
 _ABSENT = object()
 #: Stands for an object that carried a graph, which to keep would keep the graph of the forward before.
@@ -103,6 +105,33 @@ class _Entry:
         return self.copy is not None and _has_storage(self.tensor) and not _same(self.tensor, self.copy)
 
 
+class _Frozen(_Entry):
+    """A parameter without gradients, which forward may turn out to write to."""
+
+    __slots__ = ("_note", "_storage", "slot")
+
+    def __init__(self, tensor: torch.Tensor, slot: Slot, note: Callable[[], None]) -> None:
+        super().__init__(tensor, copy_of(tensor))
+        self._note, self._storage = note, storage_of(tensor)
+        self.slot = slot
+
+    def was_written(self) -> bool:
+        """Whether forward has written to it, or bound its name to another one; notes it if so.
+
+        One that was given another storage is in the hands of a framework, which frees parameters and gathers them.
+        """
+        tensor, copy = self.tensor, self.copy
+        assert copy is not None
+        written = self.slot[0].get(self.slot[1]) is not tensor or (
+            storage_of(tensor) == self._storage
+            and same_layout(tensor, copy)
+            and (tensor._version != self.before or (tensor.device.type == "cpu" and not same_bytes(tensor, copy)))
+        )
+        if written:
+            self._note()
+        return written
+
+
 class StateUndo:
     """What a rerun found, to be put back.
 
@@ -131,9 +160,10 @@ class State:
         slots: Names in modules with the objects that they had.
         entries: Tensors.
         plans: Of the modules.
+        parameters: Those among the tensors that are parameters, by their ``id``.
     """
 
-    __slots__ = ("_names", "_settled", "entries", "plans", "slots")
+    __slots__ = ("_frozen", "_names", "_settled", "entries", "parameters", "plans", "slots")
 
     def __init__(
         self, plans: list[ModulePlan], slots: list[Slot], own: list[torch.Tensor], others: Sequence[torch.Tensor]
@@ -143,6 +173,13 @@ class State:
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
         self._names = [entry for plan in plans for entry in plan.names()]
         self.entries: list[_Entry] = []
+        self._frozen = [
+            _Frozen(tensor, slot, note)
+            for plan in plans
+            for note, slot in plan.frozen()
+            if (tensor := slot[0][slot[1]]).nbytes <= _MOST_FROZEN_BYTES and _is_plain(tensor)
+        ]
+        self.parameters: frozenset[int] = frozenset()
         seen = set()
         owned = [value for _, value in self.slots if isinstance(value, torch.Tensor)] + own
         for number, tensor in enumerate((*owned, *others)):
@@ -169,7 +206,13 @@ class State:
         for owner, names in self._names:  # a cache that the first forward builds, say, or a mean that begins as 0.0
             found = [name for name, value in owner.items() if isinstance(value, torch.Tensor) and names.get(name) is not KNOWN]
             self.slots += [((owner, name), names.get(name, _ABSENT)) for name in found]
-        self._names, self._settled = [], True
+        for frozen in self._frozen:
+            if frozen.was_written():
+                frozen.after = frozen.tensor._version
+                self.entries.append(frozen)
+                self.slots.append((frozen.slot, frozen.tensor))
+        self.parameters = frozenset(id(entry.tensor) for entry in self.entries if isinstance(entry.tensor, torch.nn.Parameter))
+        self._names, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
 
     def storages(self) -> frozenset[int | None]:
@@ -247,4 +290,4 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
         own += more[1]
         generators += more[2]
     state = State(list(plans), slots, own, tensors)
-    return state if state.slots or state.entries or state._names else None, generators
+    return state if state.slots or state.entries or state._names or state._frozen else None, generators

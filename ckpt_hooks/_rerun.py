@@ -45,7 +45,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import NO_PARAMETERS, WatchReads, changed, references_of, versions_of
+from ._weights import NO_PARAMETERS, WatchReads, changed, references_of, versions_of, without
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
@@ -218,8 +218,10 @@ class FunctionFrame(Frame):
             self._arguments.live = None
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
-            if self._state is not None and not self._state.settle():
-                self._state = None
+            if self._state is not None:
+                self._state = self._state if self._state.settle() else None
+            if self._state is not None and self._state.parameters:  # which a rerun finds as they were
+                self._parameters, self._versions = without(self._parameters, self._versions, self._state.parameters)
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 finish()

@@ -33,7 +33,7 @@ from ._operators import Kind, facts_of, written_by
 from ._refit import copy_of, fill_all
 from ._torch import storage_of
 
-__all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "references_of", "versions_of"]
+__all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "references_of", "versions_of", "without"]
 
 #: Parameters; they may be gone by now.
 References = Sequence["weakref.ref[torch.Tensor]"]
@@ -58,6 +58,13 @@ def versions_of(references: References) -> list[int]:
         return [reference()._version for reference in references]  # type: ignore[union-attr]
     except AttributeError:
         return [-1 if (parameter := reference()) is None else parameter._version for reference in references]
+
+
+def without(references: References, versions: list[int], left_out: frozenset[int]) -> tuple[References, list[int]]:
+    """Returns parameters and their versions without some, which are given by the ``id`` of each."""
+    found = zip(references, versions, strict=True)
+    left = [(reference, version) for reference, version in found if id(reference()) not in left_out]
+    return [reference for reference, _ in left], [version for _, version in left]
 
 
 def changed(references: References, versions: list[int]) -> list[tuple[torch.Tensor, int]]:
