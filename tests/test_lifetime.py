@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import GraphExecGroup, checkpoint
+from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
 from ckpt_hooks._runtime.observers import observe
 from ckpt_hooks._runtime.passes import MISSING, Pass
 from tests.measure import Frames, leaf
@@ -295,3 +295,27 @@ def test_a_handle_that_died_is_not_brought_back_with_those_after_which_it_was_ta
     assert torch.equal(frame.reopen_pass(opened, 1), taken[0])
     assert opened.values[2] is MISSING
     del node
+
+
+def test_errors_keep_nothing():
+    """Neither that of a parameter that has changed, nor that of another operator under a policy."""
+    layer, w = torch.nn.Linear(3, 3, dtype=torch.float64), leaf(3)
+
+    def differs(x):
+        if not is_recomputing():
+            x.detach().cos()
+        return x.sin().exp()
+
+    for region, change in (
+        (lambda x: checkpoint(lambda x: (layer(x.sin())).exp(), x), lambda: layer.bias.detach().add_(1)),
+        (lambda x: checkpoint(lambda x: (x.sin() + w).exp(), x), lambda: w.detach().add_(1)),
+        (lambda x: checkpoint(policy=[torch.ops.aten.sin.default])(differs)(x), lambda: None),
+    ):
+        h = leaf(3) * 1
+        alive = weakref.ref(h)
+        y = region(h)
+        change()
+        with pytest.raises(CheckpointError):
+            y.sum().backward()
+        del h, y
+        assert alive() is None

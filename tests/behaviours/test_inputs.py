@@ -274,6 +274,78 @@ def test_parameter_that_forward_clamps(run, reached, calls, autocast):
     assert_as_eager(program, run)
 
 
+@runs("region", "nested")
+@pytest.mark.parametrize("calls", [1, 2])
+def test_parameter_that_forward_clamps_and_autograd_saves(run, calls):
+    """What a recompute writes is undone, so that the version which was saved is still the parameter's."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor([-0.5, 0.05, 2.0]))
+            self.weight = nn.Parameter(torch.linspace(-1, 1, 9).reshape(3, 3))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.scale.clamp_(min=0.1)
+                self.weight.clamp_(min=0)
+            return ((x.sin() * self.scale).exp() @ self.weight.t()).tanh()
+
+    def program(run):
+        module = Scaled()
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        if calls == 2:  # another module's region between two of one module would be an error under plain autograd too
+            return gradients(run(Scaled(), run(module, x)), x, *module.parameters())
+        return gradients(run(module, x), x, *module.parameters())
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested")
+@pytest.mark.parametrize("early_stop", [True, False])
+@pytest.mark.parametrize("auxiliary", [True, False])
+def test_optimizer_in_backward_steps_what_is_read_last(run, auxiliary, early_stop):
+    """What was saved before the recompute read it is right, and all that this backward asks for."""
+
+    def program(run):
+        torch.manual_seed(0)
+        layer, last = nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        for parameter in (*layer.parameters(), last):
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+            parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+
+        def function(x):
+            y = layer(x).tanh() + last
+            return y, y.detach() * last.exp().sin() if auxiliary else None
+
+        run = run.having(early_stop=early_stop) if run is not plain else run
+        y, unused = run(function, x)
+        (y * torch.arange(3.0)).sum().backward()
+        return x.grad, layer.weight, layer.bias, last, unused
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=(SILENT, RuntimeError))
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_closed_over_averages_that_forward_updates(run, kind):
+    """Without gradients: put back for a recompute, as a parameter too."""
+
+    def program(run):
+        mean = nn.Parameter(torch.ones(3), requires_grad=False) if kind is nn.Parameter else torch.ones(3)
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+
+        def function(x):
+            y = (x.sin() + mean).exp()
+            mean.mul_(0.9).add_(x.detach().mean(0))
+            return y
+
+        return gradients(run(function, run(function, x)), x), mean
+
+    assert_as_eager(program, run)
+
+
 @runs("region")
 def test_an_embedding_that_renormalises_in_two_regions(run):
     """``max_norm`` has each forward write to the table, between the forward of the other region and its recompute."""

@@ -237,6 +237,36 @@ def test_sparse_tensors(run, layout):
     assert_as_eager(program, run)
 
 
+@runs("region", "inside")
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_tensors_under_hooks(run):
+    """A sparse tensor that is packed has no size in bytes."""
+
+    def program(run):
+        x = leaf(4, 4)
+        fixed = torch.eye(4, dtype=torch.float64).to_sparse()
+        with torch.autograd.graph.save_on_cpu():
+            return gradients(run(lambda x: torch.sparse.mm(fixed * 2, x.sin()).exp(), x), x)
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested")
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("reduce", ["sum", "amax", "amin"])
+def test_sparse_reductions(run, reduce):
+    """Whose operator returns where the largest is only if a gradient will be asked for: read beyond its end otherwise."""
+
+    def program(run):
+        sparse = torch.eye(4).to_sparse_csr().requires_grad_()
+        x = torch.randn(4, 4, requires_grad=True)
+        found = run(lambda sparse, x: torch.sparse.mm(sparse * 1.0, x.sin() * 1.0, reduce).cos(), sparse, x)
+        rows, dense = torch.autograd.grad(found.sum(), (sparse, x))
+        return rows.values(), dense
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8])
 def test_small_types(run, dtype):

@@ -14,6 +14,30 @@ aten = torch.ops.aten
 
 
 @runs("region", "nested", "inside")
+@pytest.mark.parametrize("way", ["tensor", "numpy"])
+def test_memory_that_a_tensor_has_left(run, way):
+    """Another tensor may get the storage that ``h.data = ...`` has freed, at its very address."""
+    numpy = pytest.importorskip("numpy")
+    other = torch.ones(4, 4, dtype=torch.float64)
+
+    def function(x):
+        h = x.exp()
+        h.data = other
+        fours = [[4.0] * 4] * 4
+        c = torch.tensor(fours, dtype=x.dtype) if way == "tensor" else torch.from_numpy(numpy.array(fours))
+        return (x * c).sin() * c.cos() + h.detach()
+
+    def program(run):
+        found = []
+        for _ in range(20):
+            x = leaf(4, 4)
+            found.append(gradients(run(function, x), x))
+        return found
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", "inside")
 @pytest.mark.parametrize("name", ["operators", "views", "indices", "copies", "out", "foreach", "transpose", "resize"])
 def test_writes_inside(run, name):
     """To what the region made itself."""

@@ -228,6 +228,26 @@ def test_an_operator_for_logging_after_all_that_is_saved():
     assert_as_eager(program, Run("ours").selecting([aten.sin.default]))
 
 
+@pytest.mark.parametrize("inputs", ["leaf", "nothing", "result"])
+@pytest.mark.parametrize("kept", [aten.mm.default, aten.sin.default, aten._softmax.default])
+def test_a_region_with_a_policy_inside_one_of_torch(kept, inputs):
+    """What the policy keeps is that region's to bring back, and its recompute cannot run from within an operator."""
+    x, w = leaf(4, 4), leaf(4, 4)
+
+    def net(x):
+        h = torch.matmul(x, w).sin()
+        return F.softmax(h, -1) * h
+
+    def outer(run, x):
+        if inputs == "nothing":
+            return run(lambda: net(x))
+        return run(net, x if inputs == "leaf" else x * 1)
+
+    y = torch.utils.checkpoint.checkpoint(outer, Run("ours").selecting([kept]), x, use_reentrant=False)
+    expected = grad(net(x).sum(), (x, w))
+    assert all(map(torch.equal, grad(y.sum(), (x, w)), expected))
+
+
 def test_a_difference_cannot_be_swallowed():
     """A function that catches the error is told again when it is through."""
     x = leaf(3)

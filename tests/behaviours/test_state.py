@@ -125,6 +125,83 @@ def test_buffers_of_a_module_that_two_regions_share(run, kind):
     assert_as_eager(program, run)
 
 
+class Codes(nn.Module):
+    """Keeps averages in a parameter without gradients, as the codes of a quantiser or a momentum teacher."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.codes = nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x):
+        h = self.layer(x)
+        y = (h + self.codes).sin()
+        new = 0.9 * self.codes.detach() + 0.1 * h.detach().mean(0)
+        if self.way == "copy":
+            self.codes.copy_(new)
+        elif self.way == "data":
+            self.codes.data.copy_(new)
+        else:
+            self.codes = nn.Parameter(new, requires_grad=False)
+        return (y + self.codes).exp()
+
+
+@runs(*FORMS, torch_fails=(SILENT, RuntimeError))
+@pytest.mark.parametrize("calls", [1, 2])
+@pytest.mark.parametrize("way", ["copy", "data", "rebound"])
+def test_parameters_without_gradients_that_forward_updates(run, way, calls):
+    """In each of several steps, and read before that as well as after it."""
+
+    def program(run):
+        module, found = Codes(way), []
+        for _ in range(6):
+            x = y = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            for _ in range(calls):
+                y = run(module, y)
+            found += [gradients(y, x, *module.layer.parameters()), module.codes.clone()]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=SILENT)
+@pytest.mark.parametrize("where", ["module", "submodule"])
+def test_an_average_that_begins_as_a_number(run, where):
+    """``self.mean = 0.0``, and a tensor from the first forward on."""
+
+    class Averaged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = 0.0
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().abs().mean()
+            return (x * self.mean).sin()
+
+    def program(run):
+        average = Averaged()
+        module = average if where == "module" else nn.Sequential(nn.Tanh(), average)
+        found = []
+        for _ in range(6):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            found += [gradients(run(module, x), x), average.mean.clone()]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@runs("region", torch_fails=SILENT)
+def test_a_wide_batch_norm(run):
+    """Its statistics move no version, and are larger than what is compared of other buffers."""
+
+    def program(run):
+        module, x = nn.BatchNorm1d(20_000), torch.randn(2, 20_000, requires_grad=True)
+        return gradients(run(module, x).sin(), x), module.running_mean, module.running_var
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested", torch_fails=SILENT)
 def test_batch_norm_with_several_backwards(run):
     """Two forwards before their backwards, one of which runs twice."""
