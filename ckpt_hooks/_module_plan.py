@@ -7,6 +7,7 @@ That is found once for a module and its submodules, and used as long as it has t
 from __future__ import annotations
 
 import functools
+import operator
 import threading
 import weakref
 from collections import OrderedDict, defaultdict, deque
@@ -24,7 +25,7 @@ from torch.nn.parameter import is_lazy
 
 from ._reach import Search
 
-__all__ = ["KNOWN", "PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
+__all__ = ["PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
 
 #: The attribute of a module that has its plan.
 PLAN = "_ckpt_hooks_plan"
@@ -34,11 +35,10 @@ _LOOKS = 3
 _DEPTH = 2
 
 _MACHINERY = frozenset(vars(Module())) | {PLAN}
-_NUMBERS = (int, float, complex, bool)
+_NUMBERS = frozenset({int, float, complex, bool})
 _MUTABLE = (dict, OrderedDict, defaultdict, list, set, deque)
 
-#: Stands for a value that is of no interest.
-KNOWN: Any = object()
+_NOTHING: dict[str, Any] = {}
 
 #: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]
@@ -61,6 +61,25 @@ class _Epoch:
     @staticmethod
     def _next(*_: Any) -> None:
         _Epoch.number += 1
+
+
+class _Simple:
+    """Attributes of one module that are numbers, and may become tensors."""
+
+    __slots__ = ("_get", "_number")
+
+    def __init__(self, number: int, own: dict[str, Any]) -> None:
+        names = [name for name, value in own.items() if type(value) in _NUMBERS]
+        self._number = number
+        self._get = operator.itemgetter("training", *names, "training")  # of one name alone it would answer no tuple
+
+    def have_turned(self, modules: list[Module]) -> bool:
+        """Whether one of them is a tensor by now, or gone."""
+        try:
+            values = self._get(modules[self._number].__dict__)
+        except KeyError:
+            return True
+        return not _NUMBERS.issuperset(map(type, values)) and any(isinstance(value, torch.Tensor) for value in values)
 
 
 class ModulePlan:
@@ -105,7 +124,8 @@ class ModulePlan:
             (n, name) for n, name, value in names if type(value) in _MUTABLE or value == () or _holds_something(value)
         ]
         #: Attributes that are numbers, and may become tensors.
-        self._simple = [(n, name) for n, name, value in names if type(value) in _NUMBERS]
+        simple = {n for n, _, value in names if type(value) in _NUMBERS}
+        self._simple = [_Simple(n, vars(modules[n])) for n in sorted(simple)]
         self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
         self._epoch, self._used = -1, 0
@@ -135,6 +155,7 @@ class ModulePlan:
             return False
         if self.is_idle(root):
             return True
+        is_new = self._epoch != _Epoch.number or self._used < _LOOKS
         self._epoch, self._used = _Epoch.number, self._used + 1
         modules = [module for reference in self._modules if (module := reference()) is not None]
         children = [child for module in modules for child in module._modules.values() if child is not None]
@@ -143,10 +164,11 @@ class ModulePlan:
             or sum(map(len, map(vars, modules))) != self._size
             or len(children) != len(self._children)
             or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
-            or any(isinstance(vars(modules[number]).get(name), torch.Tensor) for number, name in self._simple)
+            or any(simple.have_turned(modules) for simple in self._simple)
         ):
             return False
-        self.parameters = _parameters_of(modules)
+        if is_new:
+            self.parameters = _parameters_of(modules)
         self._stateless = not (
             self._names
             or self._written
@@ -179,14 +201,18 @@ class ModulePlan:
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
         return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
 
+    def has_written(self) -> bool:
+        """Whether parameters are among what forward changes."""
+        return bool(self._written)
+
     def frozen(self) -> list[tuple[Callable[[], None], Slot]]:
         """Returns parameters without gradients, as long as the module is new, and what to call if forward writes to one.
 
         Most never change, and some modules keep their state in such: the codes of a quantiser, the averages of a teacher.
         """
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        if self._used > _LOOKS or len(modules) != len(self._modules):
+        if self._used > _LOOKS:
             return []
+        modules = [module for reference in self._modules if (module := reference()) is not None]
         return [
             (functools.partial(self._written.add, (number, name)), (module._parameters, name))
             for number, module in enumerate(modules)
@@ -194,19 +220,20 @@ class ModulePlan:
             if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
         ]
 
-    def names(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    def names(self) -> list[tuple[dict[str, Any], frozenset[str], dict[str, Any]]]:
         """Returns the names that a module and its submodules have now, as long as they may still get others.
 
-        Each with its value where that is a number and the module is new, and :data:`KNOWN` for all others.
+        For each dictionary of them: the names, and the values of those that are numbers, where the module is new.
         """
         if self._used > _LOOKS and self._stateless:
             return []
         modules = [module for reference in self._modules if (module := reference()) is not None]
         owners = [owner for module in modules for owner in (vars(module), module._buffers)]
         if self._used > _LOOKS:
-            return [(owner, dict.fromkeys(owner, KNOWN)) for owner in owners]
+            return [(owner, frozenset(owner), _NOTHING) for owner in owners]
         return [
-            (owner, {name: value if type(value) in _NUMBERS else KNOWN for name, value in owner.items()}) for owner in owners
+            (owner, frozenset(owner), {name: value for name, value in owner.items() if type(value) in _NUMBERS})
+            for owner in owners
         ]
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ._bytes import same_bytes
-from ._module_plan import KNOWN, ModulePlan, Slot
+from ._module_plan import ModulePlan, Slot
 from ._refit import copy_of, fill_all, same_layout
 from ._torch import storage_of
 
@@ -36,6 +36,7 @@ _MOST_BYTES = 1 << 20
 _MOST_FROZEN_BYTES = 1 << 24
 
 _ABSENT = object()
+_NO_PARAMETERS: frozenset[int] = frozenset()
 #: Stands for an object that carried a graph, which to keep would keep the graph of the forward before.
 _HAD_GRAPH = object()
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -179,7 +180,7 @@ class State:
             for note, slot in plan.frozen()
             if (tensor := slot[0][slot[1]]).nbytes <= _MOST_FROZEN_BYTES and _is_plain(tensor)
         ]
-        self.parameters: frozenset[int] = frozenset()
+        self.parameters = _NO_PARAMETERS
         seen = set()
         owned = [value for _, value in self.slots if isinstance(value, torch.Tensor)] + own
         for number, tensor in enumerate((*owned, *others)):
@@ -203,15 +204,20 @@ class State:
             (slot, _HAD_GRAPH if _carries_graph(value) and slot[0].get(slot[1]) is not value else value)
             for slot, value in self.slots
         ]
-        for owner, names in self._names:  # a cache that the first forward builds, say, or a mean that begins as 0.0
-            found = [name for name, value in owner.items() if isinstance(value, torch.Tensor) and names.get(name) is not KNOWN]
-            self.slots += [((owner, name), names.get(name, _ABSENT)) for name in found]
+        for owner, names, numbers in self._names:
+            added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
+            if numbers:  # an average that begins as 0.0, say; and added is a cache that the first forward builds
+                added += [name for name in numbers if isinstance(owner.get(name), torch.Tensor)]
+            if added:
+                self.slots += [((owner, name), numbers.get(name, _ABSENT)) for name in added]
         for frozen in self._frozen:
             if frozen.was_written():
                 frozen.after = frozen.tensor._version
                 self.entries.append(frozen)
                 self.slots.append((frozen.slot, frozen.tensor))
-        self.parameters = frozenset(id(entry.tensor) for entry in self.entries if isinstance(entry.tensor, torch.nn.Parameter))
+        if any(plan.has_written() for plan in self.plans):
+            found = (entry.tensor for entry in self.entries)
+            self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
         self._names, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
 

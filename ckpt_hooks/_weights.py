@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,12 +43,12 @@ NO_PARAMETERS: References = ()
 _TYPES = frozenset({torch.Tensor, Parameter})
 
 
-def references_of(plans: Iterable[ModulePlan], tensors: Iterable[torch.Tensor]) -> References:
+def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> References:
     """Returns the parameters of modules, and those among other tensors that require grad."""
+    if len(plans) == 1 and not tensors:
+        return plans[0].parameters
     lists = [plan.parameters for plan in plans]
     own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in _TYPES and not tensor.is_inference()]
-    if len(lists) == 1 and not own:
-        return lists[0]
     return [*itertools.chain.from_iterable(lists), *map(weakref.ref, own)]
 
 
