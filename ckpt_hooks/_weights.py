@@ -11,9 +11,9 @@ A region may reach parameters that it does not read, and those may well change i
 of a backward has changed the layers behind. So a rerun that finds some changed goes on, watched. As soon as an operator reads
 one of them, what is saved from there on is not trusted: whoever asks for it gets an error.
 
-Functions that write to a parameter themselves, as to clamp it or to renormalise an embedding, write again in a rerun. One that
-is written to before it is read is read as forward read it, and what the rerun wrote is undone when it ends, the version
-included: another rerun, and whoever saved the parameter, finds it as forward left it.
+Functions that write to a parameter themselves write again in a rerun. One that is clamped, say, or filled before it is read is
+read as forward read it. What the rerun wrote is undone when it ends, the version included: another rerun, and whoever saved the
+parameter, finds it as forward left it.
 """
 
 from __future__ import annotations
@@ -103,6 +103,45 @@ def _overlap(one: _Place, other: _Place) -> bool:
 _HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
 
 
+#: Writing operators whose result is the same on what they have written to before: run again, they do what they did in forward.
+_OVERWRITES = frozenset(
+    {
+        "abs_",
+        "ceil_",
+        "clamp_",
+        "clamp_max_",
+        "clamp_min_",
+        "clip_",
+        "copy_",
+        "embedding_renorm_",
+        "fill_",
+        "fill_diagonal_",
+        "floor_",
+        "hardtanh_",
+        "index_copy_",
+        "index_fill_",
+        "masked_fill_",
+        "nan_to_num_",
+        "normal_",
+        "relu_",
+        "renorm_",
+        "round_",
+        "sign_",
+        "threshold_",
+        "tril_",
+        "triu_",
+        "trunc_",
+        "uniform_",
+        "zero_",
+        "_foreach_abs_",
+        "_foreach_clamp_max_",
+        "_foreach_clamp_min_",
+        "_foreach_copy_",
+        "_foreach_zero_",
+    }
+)
+
+
 class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
     """Notes when an operator first reads from the memory of a parameter that has changed, and undoes writes to those.
 
@@ -132,18 +171,21 @@ class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kind = facts_of(func)[1]
-        if kind is Kind.WRITES:
-            self._about_to_write(_places_in(written_by(func, args, kwargs)))
+        written = _places_in(written_by(func, args, kwargs)) if kind is Kind.WRITES else ()
+        if written and func._schema.name.partition("::")[2] in _OVERWRITES:
+            self._about_to_write(written)
         if kind not in _HARMLESS and self._watched and self.found is None:
             for place in _places_in((args, kwargs)):
                 for watched, parameter, version in self._watched:
                     if self.found is None and _overlap(watched, place):
                         self.found, self.trusted = (parameter, version), len(self._saved)
+        if written:
+            self._about_to_write(written)
         output = func(*args, **kwargs)
         count_writes(func, args)
         return output
 
-    def _about_to_write(self, written: list[_Place]) -> None:
+    def _about_to_write(self, written: Sequence[_Place]) -> None:
         left = []
         for entry in self._watched:
             place, parameter, _ = entry

@@ -274,6 +274,29 @@ def test_parameter_that_forward_clamps(run, reached, calls, autocast):
     assert_as_eager(program, run)
 
 
+@runs("region", torch_fails=SILENT)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_parameter_that_forward_decays(run, when):
+    """A rerun would start from what forward left: an error, whether forward reads it before that or after it."""
+
+    class Decaying(nn.Linear):
+        def forward(self, x):
+            if when == "before":
+                self.bias.detach().mul_(0.9)
+            y = super().forward(x).tanh()
+            if when == "after":
+                self.bias.detach().mul_(0.9)
+            return y.exp()
+
+    def program(run):
+        torch.manual_seed(0)
+        layer = Decaying(3, 3)
+        x = torch.linspace(-1, 1, 6).reshape(2, 3).requires_grad_()
+        return gradients(run(layer, x), x)
+
+    assert_as_eager_or_error(program, run, naming="the parameter 'bias' of Decaying")
+
+
 @runs("region", "nested")
 @pytest.mark.parametrize("calls", [1, 2])
 def test_parameter_that_forward_clamps_and_autograd_saves(run, calls):
