@@ -21,7 +21,6 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.nn.parameter import is_lazy
 
 from ._reach import Search
 
@@ -86,7 +85,7 @@ class ModulePlan:
     """What there is to capture of one module.
 
     Attributes:
-        parameters: Those of the module and its submodules, but for such as keep no version; they may be gone by now.
+        parameters: The module and its submodules as far as they have parameters of their own; see :mod:`ckpt_hooks._weights`.
         lock: Held by a recompute that rewinds the module.
     """
 
@@ -94,6 +93,7 @@ class ModulePlan:
         "_children",
         "_epoch",
         "_holders",
+        "_looks_at_frozen",
         "_modules",
         "_names",
         "_own_size",
@@ -108,7 +108,7 @@ class ModulePlan:
         "parameters",
     )
 
-    def __init__(self, root: Module) -> None:
+    def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
         self._root = weakref.ref(root)
         modules = [module for module in root.modules() if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
@@ -132,6 +132,8 @@ class ModulePlan:
         self._stateless = False
         #: Parameters without gradients that forward was seen to write to: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
+        #: How often parameters without gradients were looked at, which takes a copy of each: not anew for each new attribute.
+        self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
         self.lock = threading.RLock()
 
@@ -210,8 +212,9 @@ class ModulePlan:
 
         Most never change, and some modules keep their state in such: the codes of a quantiser, the averages of a teacher.
         """
-        if self._used > _LOOKS:
+        if self._looks_at_frozen > _LOOKS:
             return []
+        self._looks_at_frozen += 1
         modules = [module for reference in self._modules if (module := reference()) is not None]
         return [
             (functools.partial(self._written.add, (number, name)), (module._parameters, name))
@@ -240,13 +243,8 @@ class ModulePlan:
         return type(None), ()
 
 
-def _parameters_of(modules: list[Module]) -> list[weakref.ref[torch.Tensor]]:
-    return [
-        weakref.ref(parameter)
-        for module in modules
-        for parameter in module._parameters.values()
-        if isinstance(parameter, torch.nn.Parameter) and not is_lazy(parameter) and not parameter.is_inference()
-    ]
+def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()]]:
+    return [weakref.ref(module) for module in modules if module._parameters], ()
 
 
 def _holds_something(value: Any) -> bool:
@@ -262,7 +260,7 @@ def plan_of(module: Module) -> ModulePlan:
     plan: ModulePlan | None = module.__dict__.get(PLAN)
     if plan is None or not plan.holds(module):
         _Epoch.watch()
-        plan = module.__dict__[PLAN] = ModulePlan(module)
+        plan = module.__dict__[PLAN] = ModulePlan(module, plan)
     return plan
 
 

@@ -14,6 +14,7 @@ classes than torch's own. Closed-over tensors are copied up to a size; larger on
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,7 +33,7 @@ __all__ = ["State", "StateUndo", "capture_state"]
 _COMPARED_BYTES = 1 << 16
 #: Up to this size tensors that are not a module's are copied.
 _MOST_BYTES = 1 << 20
-#: Up to this size parameters without gradients are copied, in the first few forwards of a module.
+#: Parameters without gradients are copied up to this size, all of a region together, in the first few forwards of a module.
 _MOST_FROZEN_BYTES = 1 << 24
 
 _ABSENT = object()
@@ -133,6 +134,16 @@ class _Frozen(_Entry):
         return written
 
 
+def _frozen_of(plans: list[ModulePlan]) -> list[_Frozen]:
+    """Returns parameters without gradients to watch, the smallest first and as many as may be copied."""
+    found = [(slot[0][slot[1]], slot, note) for plan in plans for note, slot in plan.frozen()]
+    if not found:
+        return []
+    plain = sorted((entry for entry in found if _is_plain(entry[0])), key=lambda entry: entry[0].nbytes)
+    total = itertools.accumulate(entry[0].nbytes for entry in plain)
+    return [_Frozen(*entry) for entry, bytes_so_far in zip(plain, total, strict=True) if bytes_so_far <= _MOST_FROZEN_BYTES]
+
+
 class StateUndo:
     """What a rerun found, to be put back.
 
@@ -174,12 +185,7 @@ class State:
         self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
         self._names = [entry for plan in plans for entry in plan.names()]
         self.entries: list[_Entry] = []
-        self._frozen = [
-            _Frozen(tensor, slot, note)
-            for plan in plans
-            for note, slot in plan.frozen()
-            if (tensor := slot[0][slot[1]]).nbytes <= _MOST_FROZEN_BYTES and _is_plain(tensor)
-        ]
+        self._frozen = _frozen_of(plans)
         self.parameters = _NO_PARAMETERS
         seen = set()
         owned = [value for _, value in self.slots if isinstance(value, torch.Tensor)] + own

@@ -352,7 +352,7 @@ class FunctionFrame(Frame):
     ) -> None:
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            if self._parameters and self.complete and versions_of(self._parameters) != self._versions:
+            if self._parameters is not NO_PARAMETERS and self.complete and versions_of(self._parameters) != self._versions:
                 self._call_watched(filling, args, kwargs)
             elif self._context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)

@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ._dispatch import QuietDispatchMode, count_writes
@@ -35,10 +36,11 @@ from ._torch import storage_of
 
 __all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "references_of", "versions_of", "without"]
 
-#: Parameters; they may be gone by now.
-References = Sequence["weakref.ref[torch.Tensor]"]
+#: Modules whose own parameters are meant, and other tensors; they may be gone by now. No weak reference to a parameter outlives
+#: its region: ``torch.utils.swap_tensors``, by which modules convert some, refuses those that have one.
+References = tuple[Sequence["weakref.ref[Module]"], Sequence["weakref.ref[torch.Tensor]"]]
 
-NO_PARAMETERS: References = ()
+NO_PARAMETERS: References = ((), ())
 
 _TYPES = frozenset({torch.Tensor, Parameter})
 
@@ -47,33 +49,63 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     """Returns the parameters of modules, and those among other tensors that require grad."""
     if len(plans) == 1 and not tensors:
         return plans[0].parameters
-    lists = [plan.parameters for plan in plans]
     own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in _TYPES and not tensor.is_inference()]
-    return [*itertools.chain.from_iterable(lists), *map(weakref.ref, own)]
+    modules = itertools.chain.from_iterable(plan.parameters[0] for plan in plans)
+    return list(modules), list(map(weakref.ref, own))
 
 
 def versions_of(references: References) -> list[int]:
-    """Returns the version of each parameter; -1 where it is gone."""
+    """Returns the version of each parameter; -1 where it has none."""
+    modules, tensors = references
     try:
-        return [reference()._version for reference in references]  # type: ignore[union-attr]
-    except AttributeError:
-        return [-1 if (parameter := reference()) is None else parameter._version for reference in references]
+        found = [
+            parameter._version
+            for reference in modules
+            for parameter in reference()._parameters.values()  # type: ignore[union-attr]
+            if parameter is not None
+        ]
+    except (AttributeError, RuntimeError, ValueError):  # a module that is gone, a parameter without versions or not made yet
+        return [-1 if tensor is None else _version_of(tensor) for tensor in _tensors_of(references)]
+    if tensors:
+        found += [-1 if (tensor := reference()) is None else tensor._version for reference in tensors]
+    return found
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
+
+
+def _tensors_of(references: References) -> list[torch.Tensor | None]:
+    modules, tensors = references
+    owned = [
+        parameter
+        for reference in modules
+        if (module := reference()) is not None
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
+    return [*owned, *(reference() for reference in tensors)]
 
 
 def without(references: References, versions: list[int], left_out: frozenset[int]) -> tuple[References, list[int]]:
     """Returns parameters and their versions without some, which are given by the ``id`` of each."""
-    found = zip(references, versions, strict=True)
-    left = [(reference, version) for reference, version in found if id(reference()) not in left_out]
-    return [reference for reference, _ in left], [version for _, version in left]
+    found = zip(_tensors_of(references), versions, strict=False)
+    left = [(tensor, version) for tensor, version in found if tensor is not None and id(tensor) not in left_out]
+    return ((), [weakref.ref(tensor) for tensor, _ in left]), [version for _, version in left]
 
 
 def changed(references: References, versions: list[int]) -> list[tuple[torch.Tensor, int]]:
-    """Returns the parameters that were written to since, and the versions that they should have."""
-    found = zip(references, versions, strict=True)
+    """Returns the parameters that were written to since, and the versions that they should have.
+
+    None, where some have been added or taken out meanwhile.
+    """
+    tensors = _tensors_of(references)
+    if len(tensors) != len(versions):
+        return []
     return [
-        (parameter, version)
-        for reference, version in found
-        if (parameter := reference()) is not None and parameter._version != version
+        (tensor, version)
+        for tensor, version in zip(tensors, versions, strict=True)
+        if tensor is not None and version >= 0 and _version_of(tensor) != version
     ]
 
 

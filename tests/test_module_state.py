@@ -186,3 +186,30 @@ def test_a_tensor_of_the_closure_is_rewound():
     assert state.item() == 1
     assert torch.equal(gradient, x.detach().cos())
     gc.collect()
+
+
+def test_parameters_can_be_swapped_after_a_step():
+    """As conversions of modules do it on demand, and refuse to where somebody has a weak reference."""
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(3)
+    for _ in range(5):
+        checkpoint(module, x).sum().backward()
+    module.zero_grad()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        module.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert checkpoint(module, x.double()).dtype is torch.float64
+
+
+def test_frozen_parameters_are_copied_up_to_a_size():
+    """In the first forwards, all of a region together, and the smallest first."""
+    module = nn.Module()
+    module.large, module.small = (nn.Parameter(torch.zeros(size), requires_grad=False) for size in (1 << 22, 8))
+    module.forward = lambda x: x * 2
+    state, _ = capture_state([plan_of(module)], [])
+    assert [frozen.tensor.numel() for frozen in state._frozen] == [8]
+    assert not state.settle()
+    for _ in range(4):
+        state, _ = capture_state([plan_of(module)], [])
+    assert state is None
