@@ -63,11 +63,10 @@ class Filling:
 
     __slots__ = (
         "_detach",
+        "_doubt",
         "_early_stop",
         "_frame",
         "_function",
-        "_mutated",
-        "_trusted",
         "_wanted",
         "_without_grad",
         "last",
@@ -93,8 +92,7 @@ class Filling:
         self._without_grad: list[int] = []
         self.last = -1
         self.stopped = False
-        self._trusted = -1
-        self._mutated: Callable[[], MutationError] | None = None
+        self._doubt: tuple[int, Callable[[], MutationError]] | None = None
 
     def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
         """Tells that the rerun read what has changed since forward.
@@ -103,7 +101,7 @@ class Filling:
             trusted: How many tensors it had saved by then.
             error: Returns the error for whoever asks for one of the others.
         """
-        self._trusted, self._mutated = trusted, error
+        self._doubt = trusted, error
 
     def hook(
         self, wanted: Collection[int] | None, exchanged: frozenset[int | None] = frozenset()
@@ -198,10 +196,11 @@ class Filling:
             if len(values) < end:
                 self._raise_miscounted()
             del values[end:]
-        if self._mutated is not None and self._trusted < end:
+        if self._doubt is not None and self._doubt[0] < end:
+            trusted, mutated = self._doubt
             if self._wanted is not None and len(self._wanted) == 1:
-                raise self._mutated()
-            values[self._trusted :] = [MISSING] * (end - self._trusted)  # and each is asked for by itself
+                raise mutated()
+            values[trusted:] = [MISSING] * (end - trusted)  # and each is asked for by itself
         found = list(map(check.facts, values))
         expected = frame.facts
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):

@@ -120,9 +120,7 @@ class ModulePlan:
         #: Attributes that are tensors, or None and may become one: number of the module, and name.
         self._names = [(n, name) for n, name, value in names if value is None or isinstance(value, torch.Tensor)]
         #: Attributes that hold tensors or generators, or may come to hold some.
-        self._holders = [
-            (n, name) for n, name, value in names if type(value) in _MUTABLE or value == () or _holds_something(value)
-        ]
+        self._holders = [(n, name) for n, name, value in names if type(value) in _MUTABLE or _holds_something(value)]
         #: Attributes that are numbers, and may become tensors.
         simple = {n for n, _, value in names if type(value) in _NUMBERS}
         self._simple = [_Simple(n, vars(modules[n])) for n in sorted(simple)]
@@ -250,6 +248,8 @@ def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tu
 def _holds_something(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, Module)):
         return False
+    if type(value) is tuple and not value:  # may be bound to a filled one
+        return True
     search = Search()
     search.look(value, _DEPTH + 1)
     return bool(search.tensors or search.generators)

@@ -283,7 +283,7 @@ def _bind(slot: Slot, value: Any) -> None:
         owner[name] = value
 
 
-def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:
+def capture_state(plans: list[ModulePlan], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:
     """Takes copies of what a forward may change; None where there is nothing of the kind.
 
     Args:
@@ -301,5 +301,5 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
         slots += more[0]
         own += more[1]
         generators += more[2]
-    state = State(list(plans), slots, own, tensors)
+    state = State(plans, slots, own, tensors)
     return state if state.slots or state.entries or state._names or state._frozen else None, generators

@@ -1,4 +1,6 @@
-"""Giving a tensor that went through somebody's saved-tensor hooks the strides and the version it had.
+"""Copies of tensors, and giving a tensor the content, strides and version that it had.
+
+Two need that: what was written to and is put back for a rerun, and what went through somebody's saved-tensor hooks.
 
 Hooks that copy (``torch.autograd.graph.save_on_cpu``) bring back a dense tensor that was never written to, whatever was packed.
 Plain autograd does not mind; a function that is called again does: a transposed input takes other kernels than a dense one,

@@ -213,3 +213,18 @@ def test_frozen_parameters_are_copied_up_to_a_size():
     for _ in range(4):
         state, _ = capture_state([plan_of(module)], [])
     assert state is None
+
+
+def test_attributes_that_do_not_compare_with_others():
+    """As arrays of NumPy, which answer element by element, or raise."""
+
+    class Incomparable:
+        def __eq__(self, other):
+            raise TypeError("not to be compared")
+
+        __hash__ = None
+
+    numpy = pytest.importorskip("numpy")
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(3)
+    module.mean, module.other = numpy.ones(3), Incomparable()
+    assert checkpoint(module, x).shape == (3,)
