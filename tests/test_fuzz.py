@@ -193,6 +193,7 @@ def test_the_fuzzer_finds_a_runtime_that(flaw, kinds):
         ("buffers", {"buffer", "gradient"}),
         ("generators", {"stream", "gradient"}),
         ("input_mutation", {"overlooked", "gradient", "raised"}),
+        ("module_state", {"attribute", "gradient", "output", "parameter", "raised"}),
         ("numpy_random", {"stream", "gradient", "output"}),
         ("python_random", {"stream", "gradient", "output"}),
         ("side_effects", {"state"}),

@@ -38,8 +38,10 @@ FEATURES = CORE | {
     "ambient",  # default dtype and device, context variables and backend flags that are others in backward
     "closure_mutation",  # writes to what regions close over and plain autograd has no need of
     "buffers",  # modules that update their own buffers
+    "first_run_only",  # operators that do not run in a recompute, whose outputs nobody uses
     "generators",  # torch.Generator objects in closures and arguments
     "input_mutation",  # writes to a region's arguments
+    "module_state",  # modules that update parameters and attributes of theirs
     "numpy_random",  # NumPy's global generator, with ckpt_hooks.track_rng
     "python_random",  # that of the random module, likewise
     "side_effects",  # a list that a region appends to, once

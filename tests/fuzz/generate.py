@@ -332,7 +332,7 @@ class _Generator(Draft):
     def is_hiding(self, region: Region) -> bool:
         """Whether there is something to find in a function that nobody finds in a module with the function."""
         found = {name[0] for name in names_in(" ".join(region.definition())) - set(region.defines())}
-        return not found.isdisjoint("mgf") and (self.has("buffers") or self.has("generators"))
+        return not found.isdisjoint("mgf") and any(map(self.has, ("buffers", "generators", "module_state")))
 
     def style(self) -> str:
         styles = ["positional"] * 5 + ["keyword", "partial", "partial keyword", *CONTAINERS]

@@ -28,6 +28,10 @@ def see_module(name, module, see):
         see("parameter", f"{name}.{key}", parameter)
     for key, buffer in module.named_buffers():
         see("buffer", f"{name}.{key}", buffer)
+    for path, part in module.named_modules():
+        for key, value in vars(part).items():
+            if isinstance(value, (torch.Tensor, float)):
+                see("attribute", f"{name}.{path}.{key}", value)
 
 
 def see_saved_fields(value, see):

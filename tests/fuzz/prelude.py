@@ -231,6 +231,77 @@ class Delayed(torch.nn.Module):
         return (x * scale).tanh()
 
 
+class Clamped(torch.nn.Module):
+    """A module that keeps its parameter in bounds."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-1, 1)
+        return x.sin() * self.weight.clone()
+
+
+class Centred(torch.nn.Module):
+    """A module that keeps an average in a parameter without gradient, and looks at it before it updates it."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.nn.Parameter(torch.zeros(()), requires_grad=False)
+
+    def forward(self, x):
+        y = (x - self.mean.clone()).sin()
+        self.mean.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+        return y
+
+
+class Coded(torch.nn.Module):
+    """A module that rounds to codes, which follow what they stand for, as in vector quantisation."""
+
+    def __init__(self):
+        super().__init__()
+        self.codes = torch.nn.Parameter(torch.linspace(-1, 1, 3), requires_grad=False)
+        self.register_buffer("sizes", torch.ones(3))
+
+    def forward(self, x):
+        values = x.detach().reshape(-1)
+        chosen = torch.nn.functional.one_hot((values[:, None] - self.codes).abs().argmin(-1), 3).to(values.dtype)
+        rounded = (chosen @ self.codes.to(values.dtype)).reshape(x.shape)
+        with torch.no_grad():
+            self.sizes.mul_(0.5).add_(chosen.sum(0), alpha=0.5)
+            self.codes.lerp_((values @ chosen).to(self.codes.dtype) / self.sizes.clamp(min=0.5), 0.3)
+        return ((rounded - x.detach()) + x).sin()
+
+
+class Remembering(torch.nn.Module):
+    """A module with state that is no buffer, and no tensor before its first call."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.largest = 0.0, None
+
+    def forward(self, x):
+        y = x.cos() / (1 + self.last)
+        self.last = x.detach().abs().mean()
+        self.largest = self.last if self.largest is None else torch.maximum(self.largest, self.last)
+        return y.tanh() * self.largest
+
+
+class Warming(torch.nn.Module):
+    """A module that does something else until it has been called a few times."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return x.sin() if self.calls < 3 else (x * self.weight).sin().exp()
+
+
 def noisy(x, generator):
     """Draws twice from a generator."""
     kept = torch.rand(x.shape, generator=generator) > 0.3

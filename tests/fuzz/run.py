@@ -29,8 +29,9 @@ class Difference:
         kind: ``"output"``, ``"gradient"``, ``"stream"`` and so on, ``"raised"``, or ``"no error"``. The latter is ``"lenient"``
             where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
             and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not;
-            ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one that
-            torch itself makes where regions run under a dispatch mode that does nothing.
+            ``"shifted"`` is a complaint, under a policy, of operators that run in forward only, or what comes of swallowing
+            it. ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one
+            that torch itself makes where regions run under a dispatch mode that does nothing.
         explanation: What differs.
         error: Type of the error that plain autograd raises, or None.
     """
@@ -47,11 +48,12 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     To go on with the values from before a write is no fault, where plain autograd complains. To complain where plain autograd
     does not is none where programs write to what regions were given: a rerun needs more than plain autograd does. Nor is it
     one to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
-    dispatch mode.
+    dispatch mode, nor to complain of operators that a policy met in forward only.
     """
     limits = {
         "lenient": features,
         "mode": features,
+        "shifted": features & {"first_run_only", "side_effects"},
         "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward"},
         "overlooked": features & {"closure_mutation", "stale_saves"},
     }
@@ -75,6 +77,8 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
         return Difference(program.seed, "mode", explanation, error and error[0]), error
     if kind == "raised" and _is_of_write(*other[1]):
         kind = "strict"
+    elif kind == "raised" and implementation.has_modes and "is_recomputing" in source and _may_be_shifted(other[1][0], source):
+        kind = "shifted"
     elif kind != "no error" and program.after:
         unwritten = dataclasses.replace(program, after=[])
         kind = kind if check(unwritten, implementation)[0] else "overlooked"
@@ -89,6 +93,12 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
 def _is_of_write(name: str, message: str) -> bool:
     marks = ("modified by an inplace operation", "modified inplace", "detached in-place")
     return name == "MutationError" or any(mark in message for mark in marks)
+
+
+def _may_be_shifted(name: str, source: str) -> bool:
+    # Where the program swallows the error, names that the rest would have defined are missing.
+    swallowed = name in ("NameError", "UnboundLocalError") and ("except " in source or "suppress(" in source)
+    return name == "DeterminismError" or swallowed
 
 
 def _with_copies(function):

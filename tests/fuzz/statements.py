@@ -168,6 +168,15 @@ MODULES = {
         (0, "Delayed()", "{f}({x})"),
         (1, "torch.nn.Sequential(Delayed(), torch.nn.Linear({n}, 2), Rescaled(), torch.nn.Tanh())", "{f}({x})"),
     ],
+    "module_state": [
+        (0, "Clamped()", "{f}({x})"),
+        (0, "Centred()", "{f}({x})"),
+        (1, "Coded()", "{f}({x})"),
+        (1, "Remembering()", "{f}({x})"),
+        (0, "Warming()", "{f}({x})"),
+        (1, "torch.nn.Sequential(Centred(), torch.nn.Linear({n}, 2), Coded(), Warming())", "{f}({x})"),
+        (1, "torch.nn.Sequential(torch.nn.Linear({n}, 2), Remembering(), Clamped())", "{f}({x})"),
+    ],
 }
 
 #: How a region comes to a module: each runs ``{f}`` on ``{input}``.
@@ -268,6 +277,11 @@ SIDE_EFFECTS = {
     "numpy_random": ["np.random.seed({seed})", "np.random.rand()"],
     "generators": ["{g}.manual_seed({seed})", "torch.rand(2, generator={g})"],
     "side_effects": ["if not ckpt_hooks.is_recomputing(): log.append(float({x}.detach().sum()))"],
+    "first_run_only": [
+        "if not ckpt_hooks.is_recomputing(): {x}.detach().sin()",
+        "if not ckpt_hooks.is_recomputing(): {x}.detach() * {k}",
+        "if not ckpt_hooks.is_recomputing(): ({x}.detach() + {b}.detach()).exp().cos()",
+    ],
 }
 
 #: What is written to between forward and backward: to a tensor, and to what a module has.
