@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ._torch import set_versions, version_witness
+from ._torch import sequence_number, set_versions, version_witness
 from .errors import MutationError
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "Batch", "Offloaded", "Transfers", "offload_saved_tensors", "transfers_for"]
@@ -233,28 +233,84 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
         if isinstance(min_offload_size, bool) or not isinstance(min_offload_size, int) or min_offload_size < 0:
             raise ValueError(f"min_offload_size should be a number of bytes, but got {min_offload_size!r}.")
 
+        waiting = self._waiting = _Waiting()
+
         def pack(tensor: torch.Tensor) -> Any:
+            if waiting.saved and waiting.sequence != sequence_number():
+                waiting.send()
             if tensor.is_leaf and tensor.requires_grad:
                 return tensor
             transfers = transfers_for(tensor, min_offload_size)
-            return tensor if transfers is None else (Batch().send(tensor, transfers), version_witness(tensor), tensor._version)
+            if transfers is None:
+                return tensor
+            saved = _Saved(tensor, transfers)
+            if tensor.requires_grad:
+                saved.send()
+            else:
+                waiting.add(saved)
+            return saved
 
         super().__init__(pack, _bring_back)
 
+    def __exit__(self, *args: Any) -> None:
+        super().__exit__(*args)
+        self._waiting.send()
+
+
+class _Saved:
+    """A tensor that autograd saved, on its device until it is sent to the host."""
+
+    __slots__ = ("_sent", "_tensor", "_transfers", "_version")
+
+    def __init__(self, tensor: torch.Tensor, transfers: Transfers) -> None:
+        self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
+        self._sent: Offloaded | None = None
+
+    def send(self) -> None:
+        """Sends it; what is left here tells of its version."""
+        self._sent = Batch().send(self._tensor, self._transfers)
+        self._tensor = version_witness(self._tensor)
+
+    def get(self) -> torch.Tensor:
+        """Returns it, on its device."""
+        version = self._tensor._version
+        if version != self._version:
+            raise MutationError(
+                "a tensor that was moved to the host has been modified by an inplace operation since it was saved, maybe while "
+                f"it was copied: it is at version {version}; expected version {self._version} instead. Modify a clone.",
+                region=(),
+                tensor="a saved tensor",
+                expected=self._version,
+                found=version,
+            )
+        if self._sent is None:
+            return self._tensor
+        self._sent.batch.fetch_with_next()
+        return self._sent.get()
+
+
+class _Waiting:
+    """What one operator has saved and may yet write to: ``rrelu`` saves its noise before it makes it.
+
+    Such tensors require no gradient, and are complete when another operator saves, or the block ends.
+    """
+
+    __slots__ = ("saved", "sequence")
+
+    def __init__(self) -> None:
+        self.saved: list[_Saved] = []
+        self.sequence = -1
+
+    def add(self, saved: _Saved) -> None:
+        self.saved.append(saved)
+        self.sequence = sequence_number()
+
+    def send(self) -> None:
+        """Sends them, now that they are complete."""
+        waiting, self.saved = self.saved, []
+        for saved in waiting:
+            saved.send()
+
 
 def _bring_back(packed: Any) -> torch.Tensor:
-    if isinstance(packed, torch.Tensor):
-        return packed
-    sent, witness, version = packed
-    if witness._version != version:
-        raise MutationError(
-            "a tensor that was moved to the host has been modified by an inplace operation since it was saved, maybe while it "
-            f"was copied: it is at version {witness._version}; expected version {version} instead. Modify a clone.",
-            region=(),
-            tensor="a saved tensor",
-            expected=version,
-            found=witness._version,
-        )
-    sent.batch.fetch_with_next()
-    found: torch.Tensor = sent.get()
-    return found
+    return packed if isinstance(packed, torch.Tensor) else packed.get()

@@ -284,6 +284,31 @@ def test_a_saved_tensor_that_was_written_to(transfers):
         y.sum().backward()
 
 
+def test_a_saved_tensor_that_is_filled_only_then(transfers):
+    """``rrelu`` saves its noise before it makes it: what is sent is what it made."""
+
+    def gradient(hooks):
+        torch.manual_seed(0)
+        x = torch.linspace(-1, 1, 4096).requires_grad_()
+        with hooks:
+            y = torch.nn.functional.rrelu(x * 1, training=True)
+        return grad(y.sum(), x)[0]
+
+    expected = gradient(contextlib.nullcontext())
+    assert torch.equal(gradient(offload_saved_tensors(min_offload_size=0)), expected)
+    assert ("send", 4096) in transfers.moved()
+
+
+@pytest.mark.usefixtures("transfers")
+def test_backward_before_the_block_ends():
+    """Of what was saved last and is not on its way yet."""
+    x = leaf(20)
+    with offload_saved_tensors(min_offload_size=0):
+        y = x.sin() * torch.ones(20)
+        found = grad(y.sum(), x)[0]
+    assert torch.equal(found, x.cos())
+
+
 @pytest.mark.parametrize("size", [-1, 2.5, True, "1MB"])
 def test_bad_thresholds(size):
     """A ValueError that says what came."""
