@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = ["DEFAULT_CHECK", "Check", "check_of", "describe", "first_difference", "version_of"]
 
@@ -51,8 +52,17 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 _HASHABLE = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64, torch.int16})
 
 
-def hash_of(tensor: torch.Tensor) -> torch.Tensor | None:
+def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> list[Any]:
+    """Returns the fingerprints of the tensors that one of another class is made of: the local shard of a DTensor, say."""
+    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+    parts = [getattr(tensor, name) for name in names]
+    return [fingerprint(part) for part in parts if isinstance(part, torch.Tensor)]
+
+
+def hash_of(tensor: torch.Tensor) -> Any:
     """Returns a hash of all bits of a tensor, on its device, which does not tell where they stand; None where it has none."""
+    if is_traceable_wrapper_subclass(tensor):
+        return _of_parts(hash_of, tensor)
     if not _has_bits(tensor) or tensor.numel() == 0:
         return None
     return torch.hash_tensor(tensor if tensor.dtype in _HASHABLE else _bits(tensor)).view(torch.int64)
@@ -62,8 +72,10 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor | None:
 _SAMPLES = 64
 
 
-def sample_of(tensor: torch.Tensor) -> torch.Tensor | None:
+def sample_of(tensor: torch.Tensor) -> Any:
     """Returns some values of a tensor, on its device: those at the same places each time, spread over all dimensions."""
+    if is_traceable_wrapper_subclass(tensor):
+        return _of_parts(sample_of, tensor)
     if not _has_bits(tensor) or tensor.numel() == 0:
         return None
     sizes, strides, offset, left = list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), _SAMPLES
@@ -128,10 +140,15 @@ def _equal(one: Any, other: Any) -> bool:
         return first_difference([one], [other]) is None
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
         return all(map(_equal, one, other))
+    if isinstance(one, dict) and type(one) is type(other):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     try:
         return bool(one == other) or bool(one != one and other != other)
-    except ValueError:  # arrays of NumPy
-        return bool((one == other).all())
+    except (RuntimeError, ValueError):  # of tensors in other objects, and of arrays of NumPy, which may have NaN in them too
+        equal = one == other
+        if hasattr(equal, "all") and not (same := equal.all()):
+            same = (equal | ((one != one) & (other != other))).all()
+        return bool(same)
 
 
 def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
