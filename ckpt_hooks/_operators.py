@@ -15,18 +15,28 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._torch import OVERLOAD
 
-__all__ = ["KNOWN", "SAC_IGNORED_OPS", "WRITES_UNSAID", "Facts", "Kind", "call_of", "facts_of", "kind_of", "written_by"]
+__all__ = [
+    "COUNTED",
+    "KNOWN",
+    "SAC_IGNORED_OPS",
+    "WRITES_UNSAID",
+    "Facts",
+    "Kind",
+    "call_of",
+    "facts_of",
+    "kind_of",
+    "written_by",
+]
 
 
 class Kind(enum.Enum):
     """What a recompute may do with an operator."""
 
-    #: Does no work, or comes and goes: not part of the sequence that forward and recompute have in common.
+    #: Does no work, or comes and goes.
     IGNORED = enum.auto()
-    #: A cast of a leaf, which autocast makes once and keeps until its block ends: in the sequence or not, as it happens.
+    #: A cast of a leaf, which autocast makes once and keeps until its block ends: it runs in a recompute or not, as it happens.
     CAST = enum.auto()
-    #: Another face of its input: has to be made again, and is not part of that sequence either, since autograd makes some anew
-    #: where the base of a view was written to.
+    #: Another face of its input: has to be made again.
     VIEW = enum.auto()
     #: Has to run again, since it writes to its arguments.
     WRITES = enum.auto()
@@ -45,9 +55,36 @@ class Kind(enum.Enum):
     RANDOM = enum.auto()
 
 
+#: Those that are part of the sequence which forward and recompute have in common.
+COUNTED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM})
+
 #: Operators of these libraries write to tensors that they are given, and neither their schemas nor versions tell:
 #: collectives that work in place, and the gathering and freeing of parameters.
 _REWRITING = frozenset({"c10d", "fsdp"})
+
+#: What operators of these libraries tell or note is nothing that a recompute could take from forward: how a tensor is laid out,
+#: which tensors of other classes keep once they were asked, and what a profiler shows.
+_NO_WORK = frozenset({"prim", "profiler"})
+
+#: The same, of torch's own: how a tensor of another class is laid out.
+_LAYOUT = frozenset(
+    {
+        "dim",
+        "is_contiguous",
+        "is_non_overlapping_and_dense",
+        "is_pinned",
+        "is_strides_like_format",
+        "numel",
+        "size",
+        "storage_offset",
+        "stride",
+        "sym_is_contiguous",
+        "sym_numel",
+        "sym_size",
+        "sym_storage_offset",
+        "sym_stride",
+    }
+)
 
 #: Update running statistics, which their schemas have as inputs: names of those arguments, by name of operator.
 WRITES_UNSAID = dict.fromkeys(
@@ -102,6 +139,8 @@ def kind_of(operator: Any) -> Kind:
     if schema is None:  # a higher-order operator
         return Kind.SAVEABLE if str(operator) in _PURE_HIGHER_ORDER else Kind.REWRITES
     name = schema.name.partition("::")[2]
+    if operator.namespace in _NO_WORK or (name in _LAYOUT and operator.namespace == "aten"):
+        return Kind.IGNORED
     if operator.namespace in _REWRITING or name in WRITES_UNSAID:
         return Kind.REWRITES
     if schema.is_mutable:

@@ -42,6 +42,9 @@ def assert_as_plain(function, *inputs, policy=policies.everything_saveable):
     ("operator", "kind"),
     [
         (aten.detach.default, Kind.IGNORED),
+        (aten.sym_size.default, Kind.IGNORED),
+        (torch.ops.prim.layout.default, Kind.IGNORED),
+        (torch.ops.profiler._record_function_exit._RecordFunction, Kind.IGNORED),
         (aten._to_copy.default, Kind.CAST),
         (aten.view.default, Kind.VIEW),
         (aten.split.Tensor, Kind.VIEW),
@@ -236,6 +239,29 @@ def test_a_distributed_linear_layer():
         assert torch.equal(found.to_local(), expected.to_local())
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_jagged_tensors():
+    """They keep what they were asked about their layout, so that forward asks and a recompute does not."""
+    layer = torch.nn.Linear(4, 4)
+    parts = [torch.randn(2, 4), torch.randn(3, 4)]
+
+    def gradient(call):
+        n = torch.nested.nested_tensor(parts, layout=torch.jagged, requires_grad=True)
+        return grad(call(lambda n: layer(n).relu(), n).values().sum(), layer.weight)[0]
+
+    expected = gradient(lambda function, n: function(n))
+    assert torch.equal(gradient(lambda function, n: region(function, [aten.mm.default])(n)), expected)
+
+
+def test_factories_and_writes_in_one_run_only():
+    """They run again in any case, so nothing that was kept is known by them."""
+
+    def function(x):
+        scratch = torch.empty(3) if ckpt_hooks.is_recomputing() else torch.zeros(3).add_(1).mul_(2)
+        return (x @ x).sin() + 0 * scratch.numel()
+
+    assert_as_plain(function, leaf(3, 3), policy=[aten.mm.default])
 
 
 # Whose it is, and for how long
