@@ -11,9 +11,9 @@ from ._reach import reach
 from ._runtime.frame import FIRST, Frame, RegionPath
 from ._torch import current_node, storage_of
 from .determinism import describe
-from .errors import DeterminismError, MutationError
+from .errors import CheckpointError, DeterminismError, MutationError
 
-__all__ = ["blame", "mutation_error", "name_of"]
+__all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "uninitialized"]
 
 
 def mutation_error(name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...]) -> MutationError:
@@ -164,3 +164,12 @@ def blame(error: DeterminismError, frame: Frame, function: Any, argument: Callab
     if error.grad_fn is not None:
         message += f" The tensor at position {error.index} was saved by {error.grad_fn}."
     error.args = (message,)
+
+
+def uninitialized(region: tuple[str, ...]) -> CheckpointError:
+    """Returns the error for a region that reaches lazy modules which have not run yet, and that has contexts to enter."""
+    return CheckpointError(
+        f"region {'/'.join(region)!r} has a policy, a context_fn or debug=True, and reaches lazy modules whose parameters are "
+        "not made yet. Run the model once before its first step, as torch advises for such modules.",
+        region=region,
+    )

@@ -15,6 +15,7 @@ from typing_extensions import ParamSpec, Self
 from ._torch import dispatch_mode_at, num_dispatch_modes, pop_dispatch_mode, push_dispatch_mode
 
 __all__ = [
+    "PassOn",
     "PausableDispatchMode",
     "QuietDispatchMode",
     "count_writes",
@@ -62,6 +63,15 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
 
     def __exit__(self, *exc_info: object) -> None:
         pop_dispatch_mode(None)
+
+
+class PassOn(QuietDispatchMode):  # type: ignore[no-untyped-call]
+    """Does nothing, and is there: some operators of torch take other ways under any dispatch mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        count_writes(func, args)
+        return output
 
 
 def _active_modes() -> Iterator[Any]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.modules.module import (
     register_module_buffer_registration_hook,
     register_module_module_registration_hook,
@@ -36,8 +37,6 @@ _DEPTH = 2
 _MACHINERY = frozenset(vars(Module())) | {PLAN}
 _NUMBERS = frozenset({int, float, complex, bool})
 _MUTABLE = (dict, OrderedDict, defaultdict, list, set, deque)
-
-_NOTHING: dict[str, Any] = {}
 
 #: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]
@@ -68,7 +67,7 @@ class _Simple:
     __slots__ = ("_get", "_number")
 
     def __init__(self, number: int, own: dict[str, Any]) -> None:
-        names = [name for name, value in own.items() if type(value) in _NUMBERS]
+        names = [name for name, value in list(own.items()) if type(value) in _NUMBERS]
         self._number = number
         self._get = operator.itemgetter("training", *names, "training")  # of one name alone it would answer no tuple
 
@@ -85,6 +84,7 @@ class ModulePlan:
     """What there is to capture of one module.
 
     Attributes:
+        is_lazy: Whether there are modules in it that make their parameters in their first forward.
         parameters: The module and its submodules as far as they have parameters of their own; see :mod:`ckpt_hooks._weights`.
         lock: Held by a recompute that rewinds the module.
     """
@@ -104,6 +104,7 @@ class ModulePlan:
         "_stateless",
         "_used",
         "_written",
+        "is_lazy",
         "lock",
         "parameters",
     )
@@ -115,7 +116,8 @@ class ModulePlan:
         self._children = [weakref.ref(child) for module in modules for child in module._modules.values() if child is not None]
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
         self._scripted = [weakref.ref(module) for module in root.modules() if type(module._modules) is not dict]
-        names = [(number, name, value) for number, own in enumerate(map(vars, modules)) for name, value in own.items()]
+        owners = [list(vars(module).items()) for module in modules]  # other threads may add a plan of theirs meanwhile
+        names = [(number, name, value) for number, own in enumerate(owners) for name, value in own]
         names = [entry for entry in names if entry[1] not in _MACHINERY]
         #: Attributes that are tensors, or None and may become one: number of the module, and name.
         self._names = [(n, name) for n, name, value in names if value is None or isinstance(value, torch.Tensor)]
@@ -126,6 +128,7 @@ class ModulePlan:
         self._simple = [_Simple(n, vars(modules[n])) for n in sorted(simple)]
         self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
+        self.is_lazy = any(isinstance(module, LazyModuleMixin) for module in modules)
         self._epoch, self._used = -1, 0
         self._stateless = False
         #: Parameters without gradients that forward was seen to write to: number of the module, and name.
@@ -173,6 +176,7 @@ class ModulePlan:
             self._names
             or self._written
             or self._scripted
+            or self.is_lazy
             or any(module._buffers for module in modules)
             or next(self._held(modules), None) is not None
         )
@@ -221,21 +225,15 @@ class ModulePlan:
             if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
         ]
 
-    def names(self) -> list[tuple[dict[str, Any], frozenset[str], dict[str, Any]]]:
-        """Returns the names that a module and its submodules have now, as long as they may still get others.
+    def namespaces(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+        """Returns where names of a module and its submodules are bound to objects, and a copy of each as it is now.
 
-        For each dictionary of them: the names, and the values of those that are numbers, where the module is new.
+        None of a module that has no state, once it is known well enough.
         """
         if self._used > _LOOKS and self._stateless:
             return []
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        owners = [owner for module in modules for owner in (vars(module), module._buffers)]
-        if self._used > _LOOKS:
-            return [(owner, frozenset(owner), _NOTHING) for owner in owners]
-        return [
-            (owner, frozenset(owner), {name: value for name, value in owner.items() if type(value) in _NUMBERS})
-            for owner in owners
-        ]
+        return [(owner, owner.copy()) for module in modules for owner in (vars(module), module._buffers)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

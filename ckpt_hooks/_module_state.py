@@ -8,14 +8,17 @@ For a rerun, names that were bound to other objects since (``self.history = ...`
 tensors that were written to get their content back, in place, so that every view and alias of them sees it. Both are undone
 when the rerun ends, versions included. What the rerun itself writes is undone as well.
 
-Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged, nor about those of other
-classes than torch's own. Closed-over tensors are copied up to a size; larger ones are only known by their versions.
+Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged. Those of other classes than
+torch's own, sparse ones and quantised ones are only known by their versions. Closed-over tensors are copied up to a size;
+larger ones are only known by their versions.
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import weakref
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +43,12 @@ _ABSENT = object()
 _NO_PARAMETERS: frozenset[int] = frozenset()
 #: Stands for an object that carried a graph, which to keep would keep the graph of the forward before.
 _HAD_GRAPH = object()
+#: Stands for None where it goes with a tensor of the same module.
+_WAS_NONE = object()
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Types of values that have no content to change.
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, torch.Size, torch.dtype, torch.device, type(None)})
+_CONTAINERS = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict})
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -52,6 +60,13 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.is_inference())
         and _has_storage(tensor)
     )
+
+
+def _is_versioned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of another class or kind, and tells whether it was written to."""
+    if tensor.requires_grad or tensor.is_inference() or tensor.is_meta:
+        return False
+    return type(tensor) not in _TYPES or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -117,16 +132,17 @@ class _Frozen(_Entry):
         self._note, self._storage = note, storage_of(tensor)
         self.slot = slot
 
-    def was_written(self) -> bool:
-        """Whether forward has written to it, or bound its name to another one; notes it if so.
+    def is_in_place(self) -> bool:
+        """Whether it is where it was; otherwise it is in the hands of a framework, which frees parameters and gathers them."""
+        assert self.copy is not None
+        return storage_of(self.tensor) == self._storage and same_layout(self.tensor, self.copy)
 
-        One that was given another storage is in the hands of a framework, which frees parameters and gathers them.
-        """
+    def was_written(self) -> bool:
+        """Whether forward has written to it, or bound its name to another one; notes it if so."""
         tensor, copy = self.tensor, self.copy
         assert copy is not None
         written = self.slot[0].get(self.slot[1]) is not tensor or (
-            storage_of(tensor) == self._storage
-            and same_layout(tensor, copy)
+            self.is_in_place()
             and (tensor._version != self.before or (tensor.device.type == "cpu" and not same_bytes(tensor, copy)))
         )
         if written:
@@ -175,15 +191,16 @@ class State:
         parameters: Those among the tensors that are parameters, by their ``id``.
     """
 
-    __slots__ = ("_frozen", "_names", "_settled", "entries", "parameters", "plans", "slots")
+    __slots__ = ("_frozen", "_namespaces", "_settled", "entries", "parameters", "plans", "slots")
 
     def __init__(
         self, plans: list[ModulePlan], slots: list[Slot], own: list[torch.Tensor], others: Sequence[torch.Tensor]
     ) -> None:
         self._settled = False
         self.plans = plans
-        self.slots = [(slot, slot[0].get(slot[1], _ABSENT)) for slot in slots]
-        self._names = [entry for plan in plans for entry in plan.names()]
+        bound = ((slot, slot[0].get(slot[1], _ABSENT)) for slot in slots)
+        self.slots = [(slot, value) for slot, value in bound if value is None or type(value) not in _ATOMS]
+        self._namespaces = [entry for plan in plans for entry in plan.namespaces()]
         self.entries: list[_Entry] = []
         self._frozen = _frozen_of(plans)
         self.parameters = _NO_PARAMETERS
@@ -195,6 +212,8 @@ class State:
                 copy = _known_copy(tensor)
                 if copy is None:
                     if not _is_plain(tensor):
+                        if _is_versioned(tensor):  # and all that there is to say is that it was modified
+                            self.entries.append(_Entry(tensor, None))
                         continue
                     if number < len(owned) or tensor.nbytes <= _MOST_BYTES:
                         copy = _copy(tensor)
@@ -210,12 +229,7 @@ class State:
             (slot, _HAD_GRAPH if _carries_graph(value) and slot[0].get(slot[1]) is not value else value)
             for slot, value in self.slots
         ]
-        for owner, names, numbers in self._names:
-            added = [name for name, value in owner.items() if name not in names and isinstance(value, torch.Tensor)]
-            if numbers:  # an average that begins as 0.0, say; and added is a cache that the first forward builds
-                added += [name for name in numbers if isinstance(owner.get(name), torch.Tensor)]
-            if added:
-                self.slots += [((owner, name), numbers.get(name, _ABSENT)) for name in added]
+        self.slots += self._rebound()
         for frozen in self._frozen:
             if frozen.was_written():
                 frozen.after = frozen.tensor._version
@@ -224,8 +238,39 @@ class State:
         if any(plan.has_written() for plan in self.plans):
             found = (entry.tensor for entry in self.entries)
             self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
-        self._names, self._frozen, self._settled = [], [], True
+        self._namespaces, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
+
+    def _rebound(self) -> list[tuple[Slot, Any]]:
+        """Returns the names that forward has bound to others, and that a rerun has to find as they were.
+
+        Numbers and flags go with the tensors of the same module, which they may guard: ``if n > self.size: self.table =
+        ...``. By themselves they are left as they are, like any effect of Python code: they may as well guard what nobody
+        puts back.
+        """
+        found: list[tuple[Slot, Any]] = []
+        # They come in pairs: a module's attributes, and its buffers.
+        for (own, before), (buffers, buffers_before) in zip(self._namespaces[::2], self._namespaces[1::2], strict=True):
+            if not _is_bound_alike(buffers, buffers_before):
+                found += _turned_to_tensors(buffers, buffers_before)
+            if _is_bound_alike(own, before):
+                continue
+            tensors = _turned_to_tensors(own, before)
+            others = [(name, value) for name, value in before.items() if own.get(name, _ABSENT) is not value]
+            tensors += [((own, name), value) for name, value in others if _are_of_tensors(value, own.get(name))]
+            plain = [entry for entry in others if type(entry[1]) in _ATOMS and type(own.get(entry[0], _ABSENT)) in _ATOMS]
+            if plain and (tensors or self._has_changed(own) or self._has_changed(buffers)):
+                found += [((own, name), _WAS_NONE if value is None else value) for name, value in plain]
+            found += tensors
+        return found
+
+    def _has_changed(self, owner: dict[str, Any]) -> bool:
+        """Whether forward changed a tensor that a module has a name for, or the name."""
+        own = [(name, value) for (other, name), value in self.slots if other is owner]
+        if any(isinstance(owner.get(name), torch.Tensor) and owner[name] is not value for name, value in own):
+            return True
+        tensors = {id(value) for _, value in own}
+        return any(id(entry.tensor) in tensors and entry.is_stale() for entry in self.entries)
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
@@ -238,8 +283,11 @@ class State:
             undo: Gets what :meth:`restore` needs, whatever happens.
             complain: Returns an error for a tensor that has changed and the version that it had, where no copy was taken.
         """
-        stale = []
-        for entry in self.entries:
+        stale, entries, slots = [], self.entries, self.slots
+        if not self._settled:  # a backward in the middle of forward
+            entries = entries + [frozen for frozen in self._frozen if frozen.is_in_place()]
+            slots = slots + self._rebound()
+        for entry in entries:
             tensor, copy = entry.tensor, entry.copy
             if entry.is_stale():
                 if copy is None:
@@ -250,10 +298,13 @@ class State:
                 stale.append((tensor, entry.before + tensor._version - after, copy))
             elif copy is not None:
                 undo.others.append((tensor, tensor._version, copy))
-        for slot, value in self.slots:
-            undo.slots.append((slot, slot[0].get(slot[1], _ABSENT)))
-            if value is not _HAD_GRAPH:
-                _bind(slot, value)
+        for slot, value in slots:
+            now = slot[0].get(slot[1], _ABSENT)
+            # What was None and is no tensor now is a part that forward made, a module or whatever else, and is there to stay.
+            if value is not None or isinstance(now, torch.Tensor):
+                undo.slots.append((slot, now))
+                if value is not _HAD_GRAPH:
+                    _bind(slot, None if value is _WAS_NONE else value)
         for tensor, _, _ in stale:
             undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
@@ -261,7 +312,7 @@ class State:
     @staticmethod
     def restore(undo: StateUndo) -> None:
         """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did."""
-        for slot, value in undo.slots:
+        for slot, value in reversed(undo.slots):
             _bind(slot, value)
         fill_all(undo.exchanged)
         fill_all(
@@ -271,8 +322,40 @@ class State:
         )
 
 
+def _is_bound_alike(owner: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Whether names are bound to the very objects that they were bound to."""
+    return len(owner) == len(before) and not any(map(operator.is_not, list(owner.values()), before.values()))
+
+
+def _turned_to_tensors(owner: dict[str, Any], before: dict[str, Any]) -> list[tuple[Slot, Any]]:
+    """Returns names that are bound to a tensor by now, and were not: caches that forward builds, averages that begin as 0.0."""
+    return [
+        ((owner, name), before.get(name, _ABSENT))
+        for name, value in list(owner.items())
+        if isinstance(value, torch.Tensor) and (name not in before or type(before[name]) in _ATOMS)
+    ]
+
+
+def _are_of_tensors(*values: Any) -> bool:
+    """Whether values are containers, and some of them hold tensors."""
+    if not all(type(value) in _CONTAINERS for value in values):
+        return False
+    return any(map(_is_of_tensors, values))
+
+
+def _is_of_tensors(value: Any, levels: int = 2) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if type(value) not in _CONTAINERS or not levels:
+        return False
+    return any(_is_of_tensors(inner, levels - 1) for inner in list(value.values() if isinstance(value, dict) else value))
+
+
 def _carries_graph(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+    try:
+        return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+        return True
 
 
 def _bind(slot: Slot, value: Any) -> None:
@@ -302,4 +385,4 @@ def capture_state(plans: list[ModulePlan], tensors: Sequence[torch.Tensor]) -> t
         own += more[1]
         generators += more[2]
     state = State(plans, slots, own, tensors)
-    return state if state.slots or state.entries or state._names or state._frozen else None, generators
+    return state if state.slots or state.entries or state._namespaces or state._frozen else None, generators

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
 
 from .determinism import DEFAULT_CHECK, Check
 
-__all__ = ["DEFAULT_OPTIONS", "RegionOptions"]
+__all__ = ["DEFAULT_OPTIONS", "RegionOptions", "name_of_function"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,3 +35,11 @@ class RegionOptions:
 
 
 DEFAULT_OPTIONS = RegionOptions()
+
+
+def name_of_function(function: Callable[..., Any]) -> str:
+    """Returns what a region is called that was given no name."""
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    if isinstance(function, Module):
+        return type(function).__qualname__
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -38,6 +38,9 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
 
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
     """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel."""
+    if torch.is_inference_mode_enabled():  # a copy made there would have no version
+        with torch.inference_mode(False):
+            return copy_of(tensor, strides)
     if strides is None and tensor.is_contiguous():
         plain = (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
         if tensor._version:

@@ -6,11 +6,11 @@ What it does with the tensors that autograd saves meanwhile, and when it ends, i
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
 from types import FunctionType
 from typing import Any
@@ -21,22 +21,20 @@ from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._ambient.tracking import hold, let_go
 from ._arguments import Arguments, HandedOut
-from ._blame import blame, mutation_error, name_of
-from ._contexts import ContextPair, reusable, selection_of
-from ._dispatch import pause_modes, resume_modes
+from ._blame import blame, mutation_error, name_of, uninitialized
+from ._contexts import ContextPair, both, reusable, selection_of
+from ._dispatch import PassOn, pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
 from ._module_plan import idle_plan, plan_of
 from ._module_state import State, StateUndo, capture_state
-from ._options import DEFAULT_OPTIONS, RegionOptions
+from ._options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from ._reach import NOTHING, Reached, reach
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, hand_back, open_frame
+from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
 from ._torch import (
-    graph_exec_group,
-    graph_task_id,
-    keeps_graph,
     num_dispatch_modes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -45,7 +43,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import NO_PARAMETERS, WatchReads, changed, references_of, versions_of, without
+from ._weights import NO_PARAMETERS, WatchReads, changed, parameters_of, references_of, versions_of, without
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
@@ -113,7 +111,7 @@ class FunctionFrame(Frame):
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
-        name = options.name or _name_of(function)
+        name = options.name or name_of_function(function)
         if settings is None:
             settings = current_settings()
         if settings is not DEFAULTS and settings.early_stop is not None:
@@ -128,6 +126,7 @@ class FunctionFrame(Frame):
         self._state: State | None = None
         self._draws: RecordDraws | None = None
         self._parameters = NO_PARAMETERS
+        self._plain: bool | None = False
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
@@ -140,10 +139,12 @@ class FunctionFrame(Frame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._parameters = plan.parameters
-                self._versions = versions_of(plan.parameters)
+                self._parameters = parameters_of(plan.parameters)
+                self._versions = versions_of(self._parameters)
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
+                if self._plain is None:
+                    return self
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._context = copy_context() or None
             crowded = is_crowded()
@@ -158,6 +159,9 @@ class FunctionFrame(Frame):
         finally:
             if paused:
                 resume_modes(paused)
+        if paused is not None and self._selection is None:  # a rerun has to take the ways that operators take under a mode
+            under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
+            self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
         self._plain = (
             self._state is None
             and self._finish is None
@@ -179,7 +183,13 @@ class FunctionFrame(Frame):
     def _look_into(self, reached: Reached) -> Sequence[torch.Generator]:
         """Captures state that the function reaches besides its arguments; returns the generators among that."""
         plans = [plan_of(module) for module in reached.modules]
-        self._parameters = references_of(plans, reached.tensors)
+        if any(plan.is_lazy for plan in plans):
+            # What a lazy module's first forward does to itself cannot be done twice. All is kept, this once.
+            if self._contexts is not None:
+                raise uninitialized(self._region())
+            self._plain = None
+            return reached.generators
+        self._parameters = parameters_of(references_of(plans, reached.tensors))
         self._versions = versions_of(self._parameters)
         if not self._options.preserve_buffers:
             return reached.generators
@@ -191,6 +201,8 @@ class FunctionFrame(Frame):
             close_frame(self)
             self._arguments.live = None
             self.complete = error is None
+            return
+        if self._plain is None:
             return
         suppressed: bool | None = False
         if self._contexts is not None:
@@ -253,7 +265,7 @@ class FunctionFrame(Frame):
             set_grad_enabled(True)
             args, kwargs = self._arguments.restore(self._region, handed_out)
             if self._selection is not None:
-                last = wanted is None and _is_last_backward()
+                last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
             state = self._state
             if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
@@ -320,7 +332,7 @@ class FunctionFrame(Frame):
     ) -> None:
         """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
         ambient, state = self._ambient, self._state
-        with contextlib.ExitStack() as undone:
+        with ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
             if ambient.has_streams:
                 undone.enter_context(_shared_streams)
@@ -352,7 +364,7 @@ class FunctionFrame(Frame):
     ) -> None:
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            if self._parameters is not NO_PARAMETERS and self.complete and versions_of(self._parameters) != self._versions:
+            if self._parameters and self.complete and versions_of(self._parameters) != self._versions:
                 self._call_watched(filling, args, kwargs)
             elif self._context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)
@@ -386,15 +398,3 @@ class FunctionFrame(Frame):
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self.path)
-
-
-def _is_last_backward() -> bool:
-    """Whether the backward that runs on this thread frees its graph, so that nobody asks for the same tensors again."""
-    return graph_task_id() != -1 and not keeps_graph() and graph_exec_group() is None
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
-    if isinstance(function, torch.nn.Module):
-        return type(function).__qualname__
-    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -34,78 +34,72 @@ from ._operators import Kind, facts_of, written_by
 from ._refit import copy_of, fill_all
 from ._torch import storage_of
 
-__all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "references_of", "versions_of", "without"]
+__all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "parameters_of", "references_of", "versions_of", "without"]
 
-#: Modules whose own parameters are meant, and other tensors; they may be gone by now. No weak reference to a parameter outlives
-#: its region: ``torch.utils.swap_tensors``, by which modules convert some, refuses those that have one.
-References = tuple[Sequence["weakref.ref[Module]"], Sequence["weakref.ref[torch.Tensor]"]]
+#: Where parameters are: modules whose own ones are meant, and other tensors.
+References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor]]
 
-NO_PARAMETERS: References = ((), ())
+#: What a region reaches that has none.
+NO_PARAMETERS: Sequence[torch.Tensor] = ()
 
 _TYPES = frozenset({torch.Tensor, Parameter})
 
 
 def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> References:
-    """Returns the parameters of modules, and those among other tensors that require grad."""
+    """Returns where the parameters of modules are, and those among other tensors that require grad."""
     if len(plans) == 1 and not tensors:
         return plans[0].parameters
     own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in _TYPES and not tensor.is_inference()]
-    modules = itertools.chain.from_iterable(plan.parameters[0] for plan in plans)
-    return list(modules), list(map(weakref.ref, own))
+    return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own
 
 
-def versions_of(references: References) -> list[int]:
-    """Returns the version of each parameter; -1 where it has none."""
+def parameters_of(references: References) -> Sequence[torch.Tensor]:
+    """Returns the parameters as they are now.
+
+    To be kept by the region as they are: a framework may have its modules hold others by the time of a rerun (a shard of each
+    in forward, say, and all of it then), and a weak reference to a parameter would keep ``torch.utils.swap_tensors`` from
+    exchanging it. The graph keeps those that require grad as well.
+    """
     modules, tensors = references
     try:
-        found = [
-            parameter._version
+        found: list[torch.Tensor] = [
+            parameter
             for reference in modules
             for parameter in reference()._parameters.values()  # type: ignore[union-attr]
             if parameter is not None
         ]
-    except (AttributeError, RuntimeError, ValueError):  # a module that is gone, a parameter without versions or not made yet
-        return [-1 if tensor is None else _version_of(tensor) for tensor in _tensors_of(references)]
-    if tensors:
-        found += [-1 if (tensor := reference()) is None else tensor._version for reference in tensors]
-    return found
+    except AttributeError:  # a module that is gone
+        alive = [reference for reference in modules if reference() is not None]
+        return parameters_of((alive, tensors)) if len(alive) < len(modules) else list(tensors)
+    return found + list(tensors) if tensors else found
+
+
+def versions_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+    """Returns the version of each parameter; -1 where it has none."""
+    try:
+        return [parameter._version for parameter in parameters]
+    except (RuntimeError, ValueError):  # without versions, or not made yet
+        return list(map(_version_of, parameters))
 
 
 def _version_of(tensor: torch.Tensor) -> int:
     return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
-def _tensors_of(references: References) -> list[torch.Tensor | None]:
-    modules, tensors = references
-    owned = [
-        parameter
-        for reference in modules
-        if (module := reference()) is not None
-        for parameter in module._parameters.values()
-        if parameter is not None
-    ]
-    return [*owned, *(reference() for reference in tensors)]
-
-
-def without(references: References, versions: list[int], left_out: frozenset[int]) -> tuple[References, list[int]]:
+def without(
+    parameters: Sequence[torch.Tensor], versions: list[int], left_out: frozenset[int]
+) -> tuple[Sequence[torch.Tensor], list[int]]:
     """Returns parameters and their versions without some, which are given by the ``id`` of each."""
-    found = zip(_tensors_of(references), versions, strict=False)
-    left = [(tensor, version) for tensor, version in found if tensor is not None and id(tensor) not in left_out]
-    return ((), [weakref.ref(tensor) for tensor, _ in left]), [version for _, version in left]
+    left = [pair for pair in zip(parameters, versions, strict=True) if id(pair[0]) not in left_out]
+    return [parameter for parameter, _ in left], [version for _, version in left]
 
 
-def changed(references: References, versions: list[int]) -> list[tuple[torch.Tensor, int]]:
-    """Returns the parameters that were written to since, and the versions that they should have.
-
-    None, where some have been added or taken out meanwhile.
-    """
-    tensors = _tensors_of(references)
-    if len(tensors) != len(versions):
-        return []
+def changed(parameters: Sequence[torch.Tensor], versions: list[int]) -> list[tuple[torch.Tensor, int]]:
+    """Returns the parameters that were written to since, and the versions that they should have."""
     return [
         (tensor, version)
-        for tensor, version in zip(tensors, versions, strict=True)
-        if tensor is not None and version >= 0 and _version_of(tensor) != version
+        for tensor, version in zip(parameters, versions, strict=True)
+        if version >= 0 and _version_of(tensor) != version
     ]
 
 

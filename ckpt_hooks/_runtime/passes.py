@@ -21,9 +21,19 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import queue_callback
+from ckpt_hooks._torch import graph_exec_group, graph_task_id, keeps_graph, queue_callback
 
-__all__ = ["MISSING", "NO_PASSES", "Ending", "Pass", "Scope", "drop_at_end", "graph_task_scope", "new_group_scope"]
+__all__ = [
+    "MISSING",
+    "NO_PASSES",
+    "Ending",
+    "Pass",
+    "Scope",
+    "drop_at_end",
+    "graph_task_scope",
+    "is_last_backward",
+    "new_group_scope",
+]
 
 
 class _Missing:
@@ -82,6 +92,11 @@ _group_keys = itertools.count(-2, -1)
 def new_group_scope() -> Scope:
     """Returns a scope whose key no graph task and no other group has."""
     return Scope(next(_group_keys))
+
+
+def is_last_backward() -> bool:
+    """Whether the backward that runs on this thread frees its graph, so that nobody asks for the same tensors again."""
+    return graph_task_id() != -1 and not keeps_graph() and graph_exec_group() is None
 
 
 _latest: Ending | None = None

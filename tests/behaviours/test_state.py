@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs, same
+import ckpt_hooks
+from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, assert_as_eager, gradients, runs, same
 from tests.measure import leaf
 
 # Buffers
@@ -189,6 +190,176 @@ def test_an_average_that_begins_as_a_number(run, where):
         return found
 
     assert_as_eager(program, run)
+
+
+class Guarded(nn.Module):
+    """Keeps tensors that numbers and flags beside them tell how to use."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(3, dtype=torch.float64))
+        self.ready, self.size, self.table, self.recent = False, None, None, []
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = self.scale_of(x)
+        return (x * scale).sin()
+
+
+class FromFirstBatch(Guarded):
+    """Takes the mean of its first batch, and then again and again a part of it."""
+
+    def scale_of(self, x):
+        if not self.ready:
+            self.mean.copy_(x.mean(0))
+        else:
+            self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+        self.ready = True
+        return 1 + self.mean.clone()
+
+
+class FromFirstBatchRebound(Guarded):
+    """Takes the mean of its first batch by binding another buffer."""
+
+    def scale_of(self, x):
+        if not self.ready:
+            self.mean, self.ready = x.mean(0), True
+        return 1 + self.mean
+
+
+class Rotary(Guarded):
+    """Makes other frequencies for a sequence longer than all before, as the dynamic form of rotary embeddings does."""
+
+    def scale_of(self, x):
+        if len(x) > (self.size or 4):
+            self.size = len(x)
+            self.register_buffer("mean", torch.linspace(0, 1, 3, dtype=torch.float64) ** self.size, persistent=False)
+        return 1 + self.mean
+
+
+class Tabled(Guarded):
+    """Makes a longer table where its own is too short."""
+
+    def scale_of(self, x):
+        if self.size is None or len(x) > self.size:
+            self.size, self.table = len(x), torch.arange(len(x), dtype=torch.float64)[:, None].cos()
+        return self.table[: len(x)]
+
+
+class Recent(Guarded):
+    """Keeps the last few means in a list, a new one each time."""
+
+    def scale_of(self, x):
+        self.recent = [*self.recent[-2:], x.mean(0)]
+        return 1 + sum(self.recent)
+
+
+@pytest.mark.parametrize("kind", [FromFirstBatch, Recent])
+@runs("region", "nested", torch_fails=SILENT)
+def test_tensors_and_what_guards_them(run, kind):
+    """Numbers and flags of a module go back with its tensors: a rerun must not find half of one state and half of another."""
+    assert_as_eager(functools.partial(steps_of_many_sizes, kind), run)
+
+
+@pytest.mark.parametrize("kind", [FromFirstBatchRebound, Rotary, Tabled])
+@runs("region", "nested")
+def test_tensors_that_are_made_once_and_what_guards_them(run, kind):
+    assert_as_eager(functools.partial(steps_of_many_sizes, kind), run)
+
+
+def steps_of_many_sizes(kind, run):
+    module, found = nn.Sequential(nn.Tanh(), kind()), []
+    for size in (4, 6, 3, 9, 5, 7):
+        x = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
+        found += [gradients(run(module, x), x), module[1].mean.clone(), module[1].ready, module[1].size]
+    return found
+
+
+@runs("region", "nested")
+@pytest.mark.parametrize("what", ["module", "parameter"])
+def test_a_part_that_the_first_forward_makes(run, what):
+    """It is the one that stays: gradients go to it, and the rerun uses it."""
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = None
+
+        def forward(self, x):
+            if self.part is None:
+                weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+                self.part = nn.ParameterList([weight]) if what == "module" else weight
+            return ((self.part[0] if what == "module" else self.part) * x).sin()
+
+    def program(run):
+        head, found = Head(), []
+        for _ in range(5):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            y = run(head, x)
+            (weight,) = head.parameters()
+            found += [*gradients(y, x, weight), next(head.parameters()) is weight]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "nested", torch_fails=SILENT)
+def test_lazy_modules(run):
+    """Their first forward, which makes parameters and draws for them, is kept whole."""
+
+    def program(run):
+        module, found = nn.Sequential(nn.LazyLinear(3), nn.Dropout(), nn.LazyBatchNorm1d(), nn.Tanh()), []
+        for _ in range(5):
+            x = torch.randn(4, 3, requires_grad=True)
+            found += [gradients(run(module, x), x, *module.parameters()), *module.buffers()]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("options", [{"debug": True}, {"policy": [torch.ops.aten.addmm.default]}], ids=["debug", "policy"])
+def test_lazy_modules_under_a_mode(options):
+    """Clear words before anything has run, where torch fails in the middle of a kernel's checks."""
+    module, x = nn.LazyLinear(3), torch.randn(2, 3, requires_grad=True)
+    with pytest.raises(ckpt_hooks.CheckpointError, match=r"region 'LazyLinear' .* lazy modules .* Run the model once before"):
+        ckpt_hooks.checkpoint(**options)(module)(x)
+    module(x)
+    ckpt_hooks.checkpoint(**options)(module)(x).sum().backward()
+
+
+class Plain(torch.Tensor):
+    """A tensor of another class, with nothing of its own."""
+
+
+OTHER_KINDS = {
+    "subclass": lambda: torch.ones(3, 3).as_subclass(Plain),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "quantised": lambda: torch.quantize_per_tensor(torch.ones(3, 3), 0.1, 0, torch.qint8),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+@pytest.mark.parametrize("kind", list(OTHER_KINDS))
+@runs("region", torch_fails=UNNOTICED)
+def test_buffers_of_other_kinds_that_forward_writes_to(run, kind):
+    """They cannot be put back; that they were written to is noticed."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", OTHER_KINDS[kind]())
+
+        def forward(self, x):
+            scale = self.scale.dequantize() if kind == "quantised" else self.scale
+            y = (scale.to_dense() @ x if kind == "sparse" else scale.as_subclass(torch.Tensor) * x).tanh()
+            with torch.no_grad():
+                self.scale.copy_(torch.zeros(3, 3)) if kind == "quantised" else self.scale.mul_(0.9)
+            return y.exp()
+
+    x = torch.randn(3, 3, requires_grad=True)
+    y = run(Scaled(), x)
+    with pytest.raises(ckpt_hooks.MutationError, match="the buffer 'scale' of Scaled"):
+        y.sum().backward()
 
 
 @runs("region", torch_fails=SILENT)
