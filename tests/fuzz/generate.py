@@ -19,7 +19,16 @@ __all__ = ["generate"]
 
 _DEEPEST = 4  # regions in regions
 _DRAWS = {"python_random": "random.random()", "numpy_random": "np.random.rand()"}
-_WEIGHTS = {"operators": 4, "in_place": 5, "ambient": 3, "buffers": 3, "generators": 2, "python_random": 2, "numpy_random": 2}
+_WEIGHTS = {
+    "operators": 4,
+    "in_place": 5,
+    "ambient": 3,
+    "buffers": 3,
+    "module_state": 3,
+    "generators": 2,
+    "python_random": 2,
+    "numpy_random": 2,
+}
 
 
 def generate(seed: int, features: frozenset[str] = CORE) -> Program:
