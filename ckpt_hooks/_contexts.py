@@ -90,8 +90,8 @@ class Selects(Protocol):
     def settle(self) -> None:
         """A recompute has ended."""
 
-    def misplaced(self, index: int) -> DeterminismError | None:
-        """The values of a recompute are about to be handed out."""
+    def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
+        """A recompute has ended, with its values up to some index about to be handed out, or by an exception."""
 
 
 def selection_of(context: AbstractContextManager[Any]) -> Selects | None:

@@ -29,7 +29,7 @@ __all__ = ["PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
 
 #: The attribute of a module that has its plan.
 PLAN = "_ckpt_hooks_plan"
-#: In how many forwards a module is looked at in any case: they may build caches, and add attributes.
+#: In how many forwards, and one more, a module is looked at in any case: they may build caches, and add attributes.
 _LOOKS = 3
 #: Levels of containers and objects that are opened below an attribute.
 _DEPTH = 2
@@ -93,6 +93,7 @@ class ModulePlan:
         "_children",
         "_epoch",
         "_holders",
+        "_is_looked_at",
         "_looks_at_frozen",
         "_modules",
         "_names",
@@ -129,11 +130,11 @@ class ModulePlan:
         self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
         self.is_lazy = any(isinstance(module, LazyModuleMixin) for module in modules)
-        self._epoch, self._used = -1, 0
+        self._epoch, self._used, self._is_looked_at = -1, 0, True
         self._stateless = False
         #: Parameters without gradients that forward was seen to write to: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
-        #: How often parameters without gradients were looked at, which takes a copy of each: not anew for each new attribute.
+        #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
         self.lock = threading.RLock()
@@ -159,7 +160,7 @@ class ModulePlan:
         if self.is_idle(root):
             return True
         is_new = self._epoch != _Epoch.number or self._used < _LOOKS
-        self._epoch, self._used = _Epoch.number, self._used + 1
+        self._epoch, self._is_looked_at = _Epoch.number, True
         modules = [module for reference in self._modules if (module := reference()) is not None]
         children = [child for module in modules for child in module._modules.values() if child is not None]
         if (
@@ -181,6 +182,18 @@ class ModulePlan:
             or next(self._held(modules), None) is not None
         )
         return True
+
+    def has_run(self) -> None:
+        """Tells that a forward has ended. Regions in regions begin several before that, which count as one."""
+        if self._is_looked_at:
+            self._is_looked_at = False
+            self._used += 1
+            self._looks_at_frozen += 1
+
+    def note_written(self, number: int, name: str) -> None:
+        """Tells of a parameter without gradients that forward has written to: number of the module, and name."""
+        self._written.add((number, name))
+        self._stateless = False
 
     def _held(self, modules: list[Module]) -> Iterator[Any]:
         """Goes through tensors and generators in containers and objects."""
@@ -216,10 +229,9 @@ class ModulePlan:
         """
         if self._looks_at_frozen > _LOOKS:
             return []
-        self._looks_at_frozen += 1
         modules = [module for reference in self._modules if (module := reference()) is not None]
         return [
-            (functools.partial(self._written.add, (number, name)), (module._parameters, name))
+            (functools.partial(self.note_written, number, name), (module._parameters, name))
             for number, module in enumerate(modules)
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad and (number, name) not in self._written

@@ -221,6 +221,8 @@ class State:
 
     def settle(self) -> bool:
         """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind."""
+        for plan in self.plans:
+            plan.has_run()
         for entry in self.entries:
             entry.after = entry.tensor._version
         # What carried a graph and was bound anew is of the forward before, as a loss that is only logged: to keep it would keep
@@ -385,4 +387,8 @@ def capture_state(plans: list[ModulePlan], tensors: Sequence[torch.Tensor]) -> t
         own += more[1]
         generators += more[2]
     state = State(plans, slots, own, tensors)
-    return state if state.slots or state.entries or state._namespaces or state._frozen else None, generators
+    if state.slots or state.entries or state._namespaces or state._frozen:
+        return state, generators
+    for plan in plans:
+        plan.has_run()
+    return None, generators

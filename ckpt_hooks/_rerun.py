@@ -192,6 +192,8 @@ class FunctionFrame(Frame):
         self._parameters = parameters_of(references_of(plans, reached.tensors))
         self._versions = versions_of(self._parameters)
         if not self._options.preserve_buffers:
+            for plan in plans:
+                plan.has_run()
             return reached.generators
         self._state, more = capture_state(plans, reached.tensors)
         return [*reached.generators, *more]
@@ -292,8 +294,10 @@ class FunctionFrame(Frame):
                 self._explain(error)
             if own or not filling.stopped:
                 raise
-        except Exception:
+        except Exception as error:
             if not filling.stopped:
+                if self._selection is not None:
+                    self._selection.check(len(filling.values) - 1, self._explain, error)
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
@@ -316,9 +320,8 @@ class FunctionFrame(Frame):
             blame(found, self, self._function, self._arguments.path_of)
             self._explain(found)
             raise
-        if self._selection is not None and (misplaced := self._selection.misplaced(filling.last)) is not None:
-            self._explain(misplaced)
-            raise misplaced
+        if self._selection is not None:
+            self._selection.check(filling.last, self._explain)
         return values
 
     def _call_with_more(
@@ -365,22 +368,14 @@ class FunctionFrame(Frame):
         push_saved_tensors_hooks(hook, hand_back)
         try:
             if self._parameters and self.complete and versions_of(self._parameters) != self._versions:
-                self._call_watched(filling, args, kwargs)
+                with WatchReads(changed(self._parameters, self._versions), filling, self._mutated):
+                    self._call_in_context(args, kwargs)
             elif self._context is None and self._contexts is None and not copy_context():
                 self._function(*args, **kwargs)
             else:
                 self._call_in_context(args, kwargs)
         finally:
             pop_saved_tensors_hooks()
-
-    def _call_watched(self, filling: Filling, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        watch = WatchReads(changed(self._parameters, self._versions), filling.values)
-        try:
-            with watch:
-                self._call_in_context(args, kwargs)
-        finally:
-            if watch.found is not None:
-                filling.distrust(watch.trusted, functools.partial(self._mutated, *watch.found))
 
     def _call_in_context(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.

@@ -322,13 +322,24 @@ class Selection:
             del self.entries[place]
         return output
 
-    def misplaced(self, index: int) -> DeterminismError | None:
-        """Returns an error if the recompute that has ended ran other operators than forward before a tensor that was saved.
+    def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
+        """Looks whether the recompute that has ended ran the operators that forward ran before a tensor was saved.
 
         Args:
-            index: The last tensor that was wanted.
+            index: The last tensor that is wanted.
+            explain: Is given the error, to raise one that says more.
+            cause: What ended the recompute: an output that was handed out in the place of another may be of the wrong shape.
+
+        Raises:
+            DeterminismError: If it ran others.
         """
-        return self.sequence.compare_marks(self.marks_of_rerun, index)
+        found = self.sequence.compare_marks(self.marks_of_rerun, index)
+        if found is not None:
+            try:
+                explain(found)
+                raise found from cause
+            finally:
+                del found, cause  # whose tracebacks have this call, which would keep them alive in turn
 
 
 def _recomputes(unpack: Callable[[Any], Any]) -> bool:

@@ -18,10 +18,11 @@ parameter, finds it as forward left it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Module, Parameter
@@ -33,6 +34,7 @@ from ._module_plan import ModulePlan
 from ._operators import Kind, facts_of, written_by
 from ._refit import copy_of, fill_all
 from ._torch import storage_of
+from .errors import MutationError
 
 __all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "parameters_of", "references_of", "versions_of", "without"]
 
@@ -168,27 +170,36 @@ _OVERWRITES = frozenset(
 )
 
 
+class Doubting(Protocol):
+    """What collects the values of a rerun (:class:`ckpt_hooks._filling.Filling`)."""
+
+    values: list[torch.Tensor]
+
+    def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
+        """Is told that values are not to be trusted from a number of them on."""
+
+
 class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes when an operator first reads from the memory of a parameter that has changed, and undoes writes to those.
+    """Notes when an operator first reads from the memory of a parameter that has changed, and undoes writes to those."""
 
-    Attributes:
-        found: The parameter that was read, and the version that it should have.
-        trusted: How many tensors had been saved by then.
-    """
-
-    def __init__(self, changed: list[tuple[torch.Tensor, int]], saved: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        changed: list[tuple[torch.Tensor, int]],
+        filling: Doubting,
+        error: Callable[[torch.Tensor, int], MutationError],
+    ) -> None:
         """Prepares to watch.
 
         Args:
             changed: The parameters, and the versions that they should have.
-            saved: Gets one entry a tensor that the rerun saves.
+            filling: Gets the values of the rerun, and is told from which on they are not to be trusted.
+            error: Returns the error for a parameter and the version that it should have.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
-        self._saved = saved
+        self._filling, self._error = filling, error
         self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
-        self.found: tuple[torch.Tensor, int] | None = None
-        self.trusted = 0
+        self._has_read = False
 
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
@@ -200,11 +211,12 @@ class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
         written = _places_in(written_by(func, args, kwargs)) if kind is Kind.WRITES else ()
         if written and func._schema.name.partition("::")[2] in _OVERWRITES:
             self._about_to_write(written)
-        if kind not in _HARMLESS and self._watched and self.found is None:
+        if kind not in _HARMLESS and self._watched and not self._has_read:
             for place in _places_in((args, kwargs)):
                 for watched, parameter, version in self._watched:
-                    if self.found is None and _overlap(watched, place):
-                        self.found, self.trusted = (parameter, version), len(self._saved)
+                    if not self._has_read and _overlap(watched, place):
+                        self._has_read = True
+                        self._filling.distrust(len(self._filling.values), functools.partial(self._error, parameter, version))
         if written:
             self._about_to_write(written)
         output = func(*args, **kwargs)

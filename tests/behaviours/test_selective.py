@@ -212,6 +212,21 @@ def test_an_operator_that_is_missing_before_another_one_of_its_kind(kept, early_
         assert (error.expected, error.found) == ("aten.sum.default", "aten.mul.Tensor")
 
 
+def test_an_operator_that_is_missing_and_one_of_another_shape():
+    """What stands in for it does not fit, and the error says why."""
+
+    def function(x):
+        if not ckpt_hooks.is_recomputing():
+            x.detach() * 2
+        return ((x[:2] * 3).sin().reshape(2, 1) * x).exp()
+
+    x = leaf(4)
+    y = ckpt_hooks.checkpoint(policy=[torch.ops.aten.mul.Tensor])(function)(x)
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"operator \d of the recompute") as caught:
+        y.sum().backward()
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
 def test_an_operator_for_logging_after_all_that_is_saved():
     """What runs behind the last tensor that is wanted does not matter."""
     x = leaf(3)

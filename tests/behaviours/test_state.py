@@ -166,6 +166,28 @@ def test_parameters_without_gradients_that_forward_updates(run, way, calls):
     assert_as_eager(program, run)
 
 
+@runs("region", torch_fails=SILENT)
+@pytest.mark.parametrize("kind", [functools.partial(Codes, "copy"), Rebound])
+def test_state_in_regions_in_regions(run, kind):
+    """So many that each sees the module before the first of them has ended, and backward inside forward runs some again."""
+
+    def program(run):
+        module, found = kind(), []
+
+        def level(depth, x):
+            y = (x * 2).sin()
+            z = module(y) if depth == 0 else run(level, depth - 1, y)
+            (g,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            return z + g
+
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            found += [gradients(run(level, 5, x), x), *(t.detach().clone() for t in module.state_dict().values())]
+        return found
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested", torch_fails=SILENT)
 @pytest.mark.parametrize("where", ["module", "submodule"])
 def test_an_average_that_begins_as_a_number(run, where):
