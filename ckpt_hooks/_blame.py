@@ -10,7 +10,7 @@ import torch
 from ._reach import reach
 from ._runtime.frame import FIRST, Frame, RegionPath
 from ._torch import current_node, storage_of
-from .determinism import describe
+from .determinism import describe_tensor
 from .errors import CheckpointError, DeterminismError, MutationError
 
 __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "uninitialized"]
@@ -26,7 +26,7 @@ def mutation_error(name: str, tensor: torch.Tensor, expected: int, region: tuple
         region: Names of the regions, outermost first.
     """
     return MutationError(
-        f"region {'/'.join(region)!r}: {name}, {describe(tensor.shape, tensor.dtype, tensor.device)}, has been modified by an "
+        f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, has been modified by an "
         f"inplace operation since forward: it is at version {tensor._version}; expected version {expected} instead. Backward "
         "reruns the region and needs the values that forward saw: modify the tensor after backward (is an optimizer's step "
         "too early?), or let forward use a clone.",
@@ -136,7 +136,12 @@ def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[t
             if not leaf.requires_grad:
                 frozen[id(leaf)] = leaf
         for packed in _packed_by(node):
-            if type(packed) is list and len(packed) == 3 and packed[2] == path and not packed[0].requires_grad:
+            if (
+                type(packed) is list
+                and len(packed) == 3
+                and packed[2] == path
+                and not (packed[0].requires_grad or packed[0].is_nested)
+            ):
                 frozen[id(packed[0])] = packed[0]
     lines = [
         f"{argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True in forward, and False now. "

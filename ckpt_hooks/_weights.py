@@ -29,7 +29,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ._dispatch import QuietDispatchMode, count_writes
+from ._dispatch import PausableDispatchMode, count_writes
 from ._module_plan import ModulePlan
 from ._operators import Kind, facts_of, written_by
 from ._refit import copy_of, fill_all
@@ -179,7 +179,7 @@ class Doubting(Protocol):
         """Is told that values are not to be trusted from a number of them on."""
 
 
-class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
+class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Notes when an operator first reads from the memory of a parameter that has changed, and undoes writes to those."""
 
     def __init__(
@@ -195,18 +195,20 @@ class WatchReads(QuietDispatchMode):  # type: ignore[no-untyped-call]
             filling: Gets the values of the rerun, and is told from which on they are not to be trusted.
             error: Returns the error for a parameter and the version that it should have.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
         self._filling, self._error = filling, error
         self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._has_read = False
 
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc_info)
         fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self.paused:
+            return func(*args, **kwargs)
         kind = facts_of(func)[1]
         written = _places_in(written_by(func, args, kwargs)) if kind is Kind.WRITES else ()
         if written and func._schema.name.partition("::")[2] in _OVERWRITES:

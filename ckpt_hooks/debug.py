@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ._dispatch import QuietDispatchMode, count_writes
 from ._runtime.settings import override
-from .determinism import describe
+from .determinism import describe_tensor
 from .errors import DeterminismError, rebuild_error
 
 __all__ = ["OperatorLogs", "set_checkpoint_debug_enabled"]
@@ -38,7 +38,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
 
 
 def _in_words(value: Any) -> str:
-    return str(tree_map_only(torch.Tensor, lambda tensor: describe(tensor.shape, tensor.dtype, tensor.device), value))
+    return str(tree_map_only(torch.Tensor, describe_tensor, value))
 
 
 class _OperatorLog(QuietDispatchMode):  # type: ignore[no-untyped-call]

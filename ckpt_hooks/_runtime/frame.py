@@ -50,8 +50,9 @@ FIRST = 1 << 20
 # before, counted from FIRST.
 Handle = tuple["Frame", int]
 
-# Stands in autograd's graph for a saved tensor that costs nothing to keep: the tensor, its version when it was saved, and the
-# path of the region that saved it. That is a leaf that requires grad, a parameter mostly, which the graph holds in any case.
+# Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
+# region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
+# any case; or a tensor that nothing can be compared of, a nested one without a shape.
 Kept = list[Any]
 
 # How many holders of a number in a list of numbers ``getrefcount`` tells of.
@@ -63,7 +64,8 @@ def mutated_leaf(kept: Kept) -> MutationError:
     tensor, version, path = kept
     region = format_path(path)
     kind = "leaf" if tensor.requires_grad else "tensor"
-    what = f"a {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} {kind}"
+    shape = "[nested]" if tensor.is_nested else list(tensor.shape)
+    what = f"a {str(tensor.dtype).removeprefix('torch.')}{shape} {kind}"
     return MutationError(
         f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
         f"{tensor._version}; expected version {version} instead. Backward needs the values that forward saw: modify the tensor "

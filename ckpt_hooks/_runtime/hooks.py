@@ -177,7 +177,11 @@ def open_frame(
                 note(missing)
                 return [tensor, tensor._version, path]
             without_grad.append(number - FIRST)
-        found = facts(tensor)
+        try:
+            found = facts(tensor)
+        except RuntimeError:  # a nested tensor has no shape
+            note(missing)
+            return [tensor.detach(), tensor._version, path]
         if found != latest:  # neighbours are often alike, and one tuple serves for all of them
             latest = found
         note(latest)

@@ -19,7 +19,7 @@ from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
-__all__ = ["PLAIN", "Clones", "Hooks", "Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor"]
+__all__ = ["PLAIN", "Clones", "Hooks", "Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor", "is_plain"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -32,7 +32,13 @@ Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 def describe_tensor(tensor: torch.Tensor) -> str:
     """Returns a tensor in words, as in ``"float32[4, 8]"``."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    shape = "[nested]" if tensor.is_nested else list(tensor.shape)
+    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 @unseen
@@ -44,7 +50,7 @@ def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
         clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
             that share memory do so in the copy as well.
     """
-    if tensor.layout is not torch.strided or type(tensor) not in PLAIN:
+    if not is_plain(tensor):
         copy: torch.Tensor = tensor.detach().clone()
         return copy
     address = storage_address(tensor)

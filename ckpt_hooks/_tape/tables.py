@@ -23,7 +23,7 @@ from .aliases import alias_of, group_in
 from .around import Around
 from .deciding import OFFLOAD, RECOMPUTE
 from .facts import OpFacts, facts_of
-from .kept import PLAIN, Hooks, Kept, Moved
+from .kept import PLAIN, Hooks, Kept, Moved, is_plain
 from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
 
 __all__ = ["Tables"]
@@ -210,7 +210,7 @@ class Tables:
     def note_blank(self, tensor: Any) -> None:
         """Puts memory on the tape that nobody has written to."""
         address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
-        if address is None or tensor.layout is not torch.strided:
+        if address is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return
         value = self._blank_like(tensor, address)
         value.store.blank = True
@@ -338,7 +338,7 @@ class Tables:
 
     def shape_of(self, tensor: torch.Tensor) -> Any:
         """Returns a value that has the shape, strides and so on of a tensor, and nothing in it."""
-        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+        if not is_plain(tensor):
             return self.known.get(id(tensor)) or self.value_of(tensor, None)
         value = self._blank_like(tensor, 0)
         value.tensor = _weakref(tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import re
@@ -14,7 +15,17 @@ import torch.utils.checkpoint
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, assert_as_eager, assert_as_eager_or_error, gradients, plain, runs
+from tests.behaviours.runs import (
+    FORMS,
+    SILENT,
+    UNNOTICED,
+    Run,
+    assert_as_eager,
+    assert_as_eager_or_error,
+    gradients,
+    plain,
+    runs,
+)
 from tests.measure import leaf
 
 
@@ -381,6 +392,26 @@ def test_an_embedding_that_renormalises_in_two_regions(run):
         return gradients(z, x, table.weight)
 
     assert_as_eager(program, run)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_embedding_that_renormalises_in_a_recorded_region_inside(tied):
+    """What the inner region copies before the write is its own business, and no read of the table."""
+
+    def program(run):
+        table, found = nn.Embedding(4, 3, max_norm=0.5), []
+
+        def function(x):
+            with ckpt_hooks.checkpoint_region() if run.ours else contextlib.nullcontext():
+                h = (table(torch.tensor([1, 3])) * x).sin()
+                return (h @ table.weight.t()).exp() if tied else h
+
+        for _ in range(2):
+            x = torch.ones(2, 3, requires_grad=True)
+            found += [*gradients(run(function, x), x, table.weight), table.weight.detach().clone()]
+        return found
+
+    assert_as_eager(program, Run("ours"))
 
 
 @runs("region")

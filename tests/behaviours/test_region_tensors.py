@@ -251,6 +251,43 @@ def test_sparse_tensors_under_hooks(run):
     assert_as_eager(program, run)
 
 
+@runs("region", "nested", "inside", torch_fails=RuntimeError)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["alike", "read"])
+def test_nested_tensors_without_a_shape(run, kind):
+    """Of torch's older layout: nothing asks for their sizes, and what is kept of them is told."""
+
+    def function(a, b):
+        nested = torch.nested.as_nested_tensor([a, b]).sin()
+        nested = nested * torch.ones_like(nested) if kind == "alike" else (nested * 2).cos()
+        return torch.nested.to_padded_tensor(nested, 0.0).sin()
+
+    def program(run):
+        a, b = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+        return gradients(run(function, a, b), a, b)
+
+    assert_as_eager(program, run)
+
+
+@runs("region", "inside")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_tensors(run):
+    """Made like another one, and read before they are written to: memory has the scale, and so have copies."""
+
+    def function(q, x):
+        made = torch.empty_like(q)
+        made.copy_(q)
+        y = (made.dequantize() * x).sin()
+        made.copy_(torch.zeros(4))
+        return (y + made.dequantize() * x).exp()
+
+    def program(run):
+        x = torch.linspace(-1, 1, 4).requires_grad_()
+        return gradients(run(function, torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8), x), x)
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested")
 @pytest.mark.filterwarnings("ignore:Sparse")
 @pytest.mark.parametrize("reduce", ["sum", "amax", "amin"])
