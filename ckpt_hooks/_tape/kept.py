@@ -19,7 +19,19 @@ from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
-__all__ = ["PLAIN", "Clones", "Hooks", "Kept", "Moved", "Overwritten", "Packed", "copy_in", "describe_tensor", "is_plain"]
+__all__ = [
+    "PLAIN",
+    "Clones",
+    "Exchanged",
+    "Hooks",
+    "Kept",
+    "Moved",
+    "Overwritten",
+    "Packed",
+    "copy_in",
+    "describe_tensor",
+    "is_plain",
+]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -246,22 +258,58 @@ class Moved(Kept):
         return self._moved.get()
 
 
-class Overwritten(Kept):
-    """Stands for a saved tensor that was modified in place in the region, for which plain autograd raises as well."""
+class Lost(Kept):
+    """Stands for a tensor whose content is not there any more."""
 
-    __slots__ = ("_name",)
+    __slots__ = ()
 
-    def __init__(self, name: str, path: RegionPath) -> None:
-        self.tensor, self.version, self.reason, self.path, self._name = None, None, "", path, name
+    def __init__(self, path: RegionPath) -> None:
+        self.tensor, self.version, self.reason, self.path = None, None, "", path
         self.is_fickle = self.by_policy = False
 
     def describe(self) -> str:
         """Returns nothing: nothing is kept."""
         return ""
 
+    def copy(self, clones: Clones) -> None:
+        """Does nothing: it is too late."""
+
     def sealed(self, hooks: Hooks | None) -> Kept:
         """Returns itself."""
         return self
+
+
+class Exchanged(Lost):
+    """Stands for a tensor from outside that the region read, and that was then given another storage in the region."""
+
+    __slots__ = ()
+
+    def get(self) -> torch.Tensor:
+        """Raises.
+
+        Raises:
+            MutationError: Always.
+        """
+        region = format_path(self.path)
+        raise MutationError(
+            f"a tensor from outside of region {'/'.join(region)!r} was given another storage (`tensor.data = ...`) between two "
+            "operators of the region that read it, so it is at another version than expected. A replay needs the one from "
+            "before: use two tensors, or leave the first operator out of the region.",
+            region=region,
+            tensor="a tensor from outside",
+            expected=0,
+            found=1,
+        )
+
+
+class Overwritten(Lost):
+    """Stands for a saved tensor that was modified in place in the region, for which plain autograd raises as well."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str, path: RegionPath) -> None:
+        super().__init__(path)
+        self._name = name
 
     def get(self) -> torch.Tensor:
         """Raises.

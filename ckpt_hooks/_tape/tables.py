@@ -23,7 +23,7 @@ from .aliases import alias_of, group_in
 from .around import Around
 from .deciding import OFFLOAD, RECOMPUTE
 from .facts import OpFacts, facts_of
-from .kept import PLAIN, Hooks, Kept, Moved, is_plain
+from .kept import PLAIN, Exchanged, Hooks, Kept, Moved, is_plain
 from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
 
 __all__ = ["Tables"]
@@ -271,14 +271,15 @@ class Tables:
             if facts is not None and facts.is_view:
                 return blank
             self.make_outside(blank.store, "memory that was not written to as a whole")
-        reference = self.inputs.get(key)
+        address, reference = storage_of(tensor), self.inputs.get(key)
         if reference is not None:
             found = reference()
             # Where the forward of a frame around meets one tensor twice, its rerun may meet two.
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
-                return found
-        address = storage_of(tensor)
+                if found.store.address == address or not is_kept_anyway(tensor):
+                    return found
+                found.saved = Exchanged(self.path)
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
             store = self.store_outside(address)
