@@ -62,6 +62,7 @@ class Filling:
         last: The number of the last tensor that is wanted.
         values: One entry a tensor that the rerun saved so far: the tensor, or :data:`MISSING` where it was not wanted.
         stopped: Whether the rerun was told to stop, which it is when every value is there.
+        undone: Storages to which the rerun wrote, content and versions of which are as forward left them again.
     """
 
     __slots__ = (
@@ -70,10 +71,12 @@ class Filling:
         "_early_stop",
         "_frame",
         "_function",
+        "_versions",
         "_wanted",
         "_without_grad",
         "last",
         "stopped",
+        "undone",
         "values",
     )
 
@@ -96,6 +99,8 @@ class Filling:
         self.last = -1
         self.stopped = False
         self._doubt: tuple[int, Callable[[], MutationError]] | None = None
+        self._versions: list[int] | None = None
+        self.undone: Collection[int | None] = ()
 
     def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
         """Tells that the rerun read what has changed since forward.
@@ -168,6 +173,20 @@ class Filling:
 
         return fill
 
+    def noting_versions(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Returns a pack hook that notes at which version each value was saved, to be compared with instead of forward's.
+
+        For a rerun under a dispatch mode whose forward ran without one: under any, torch does some things out of place that it
+        does in place otherwise (``torch.nn.functional.linear`` adds its bias so).
+        """
+        versions = self._versions = []
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            versions.append(-1 if tensor.is_inference() else tensor._version)
+            return hook(tensor)
+
+        return note
+
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
         if self._early_stop:
@@ -205,16 +224,22 @@ class Filling:
                 raise mutated()
             values[trusted:] = [MISSING] * (end - trusted)  # and each is asked for by itself
         found = list(map(check.facts, values))
-        expected = frame.facts
+        expected = frame.facts if self._versions is None else list(map(self._at_version, frame.facts, self._versions, values))
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):
-            self._look_into(found)
+            self._look_into(found, expected)
         if self._without_grad != frame.without_grad:
             self._compare_grad()
         if check.fingerprint is not None:
             self._compare_values(check.fingerprint)
         return values
 
-    def _look_into(self, found: list[Any]) -> None:
+    def _at_version(self, facts: Any, version: int, value: torch.Tensor) -> Any:
+        """Returns what was noted of a tensor in forward, with the version that it was saved at in the rerun."""
+        if value is MISSING or (self.undone and storage_of(value) in self.undone):
+            return facts
+        return (*facts[:-1], version) if isinstance(facts, tuple) else version
+
+    def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:
         differences = self._differences()
         if differences:
             raise self._error(
@@ -222,7 +247,7 @@ class Filling:
                 f"{_in_words(differences)}",
                 *differences[0],
             )
-        for index, (value, expected, now) in enumerate(zip(self.values, self._frame.facts, found, strict=False)):
+        for index, (value, expected, now) in enumerate(zip(self.values, expected_facts, found, strict=False)):
             if value is not MISSING and expected != now:
                 if self._wanted is not None and len(self._wanted) == 1:
                     raise mutation_error(self._name(index), value, version_of(expected), format_path(self._frame.path))

@@ -54,6 +54,8 @@ _default_generators = threading.RLock()
 # Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 _shared_streams = threading.RLock()
 
+_Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
+
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
@@ -265,24 +267,24 @@ class FunctionFrame(Frame):
         try:
             transforms = suspend_transforms()
             set_grad_enabled(True)
-            args, kwargs = self._arguments.restore(self._region, handed_out)
+            call = self._arguments.restore(self._region, handed_out)
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
             state = self._state
             if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
-                self._call_with_more(filling, wanted, args, kwargs, borrows=borrows)
+                self._call_with_more(filling, wanted, call, borrows=borrows)
             elif state is None:
                 undo = _ambient.enter(self._ambient)
                 try:
-                    self._call_under(filling, filling.hook(wanted), args, kwargs)
+                    self._call_under(filling, wanted, call)
                 finally:
                     _ambient.leave(undo)
             else:
                 with state.plans[0].lock:
                     undo = _ambient.enter(self._ambient)
                     try:
-                        self._call_rewound(state, filling, wanted, args, kwargs)
+                        self._call_rewound(state, filling, wanted, call)
                     finally:
                         _ambient.leave(undo)
         except StopRecompute:
@@ -324,15 +326,7 @@ class FunctionFrame(Frame):
             self._selection.check(filling.last, self._explain)
         return values
 
-    def _call_with_more(
-        self,
-        filling: Filling,
-        wanted: Collection[int] | None,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        *,
-        borrows: bool,
-    ) -> None:
+    def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: _Call, *, borrows: bool) -> None:
         """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
         ambient, state = self._ambient, self._state
         with ExitStack() as undone:
@@ -347,39 +341,45 @@ class FunctionFrame(Frame):
             if not borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
             if state is None:
-                self._call_under(filling, filling.hook(wanted), args, kwargs)
+                self._call_under(filling, wanted, call)
             else:
-                self._call_rewound(state, filling, wanted, args, kwargs)
+                self._call_rewound(state, filling, wanted, call)
 
-    def _call_rewound(
-        self, state: State, filling: Filling, wanted: Collection[int] | None, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
+    def _call_rewound(self, state: State, filling: Filling, wanted: Collection[int] | None, call: _Call) -> None:
         """Calls the function with state of modules as forward found it."""
         undo = StateUndo()
         try:
             state.rewind(undo, self._mutated)
-            self._call_under(filling, filling.hook(wanted, undo.storages()), args, kwargs)
+            self._call_under(filling, wanted, call, undo.storages())
         finally:
             State.restore(undo)
 
     def _call_under(
-        self, filling: Filling, hook: Callable[[torch.Tensor], torch.Tensor], args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        filling: Filling,
+        wanted: Collection[int] | None,
+        call: _Call,
+        exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
+        found_changed = self._parameters and self.complete and versions_of(self._parameters) != self._versions
+        hook = filling.hook(wanted, exchanged)
+        if found_changed or (num_dispatch_modes() and self._selection is None):
+            hook = filling.noting_versions(hook)
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            if self._parameters and self.complete and versions_of(self._parameters) != self._versions:
+            if found_changed:
                 with WatchReads(changed(self._parameters, self._versions), filling, self._mutated):
-                    self._call_in_context(args, kwargs)
+                    self._call_in_context(call)
             elif self._context is None and self._contexts is None and not copy_context():
-                self._function(*args, **kwargs)
+                self._function(*call[0], **call[1])
             else:
-                self._call_in_context(args, kwargs)
+                self._call_in_context(call)
         finally:
             pop_saved_tensors_hooks()
 
-    def _call_in_context(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _call_in_context(self, call: _Call) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-        (Context() if self._context is None else self._context.copy()).run(self._call, args, kwargs)
+        (Context() if self._context is None else self._context.copy()).run(self._call, *call)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
+import torch.utils.flop_counter
 from torch import nn
 
 import ckpt_hooks
@@ -252,6 +254,60 @@ def test_operators_that_save_memory_which_they_do_not_fill(kind, check):
         y = Run("ours").having(determinism_check=check)(function, module, x)
         del garbage
         y.sum().backward()
+
+
+class Clamped(nn.Module):
+    """Writes to its parameter in each forward, so that a rerun is watched, by a dispatch mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.scale.clamp_(-1, 1)
+        return (x.sin() * self.scale).exp()
+
+
+@pytest.mark.parametrize("mode", ["none", "in forward", "in backward", "watched", "in a region"])
+@pytest.mark.parametrize("check", ["default", "none"])
+def test_operators_that_write_unless_there_is_a_mode(mode, check):
+    """``linear`` adds its bias in place, and out of place under any dispatch mode: what is saved next has another version."""
+
+    def program(run):
+        linear, clamped = nn.Linear(4, 3), Clamped()
+        x = torch.randn(3, 2, 4, requires_grad=True)
+
+        def function(x):
+            h = linear(x)
+            return clamped(h) if mode == "watched" else h.sin().exp()
+
+        with contextlib.ExitStack() as around:
+            if mode == "in forward":
+                around.enter_context(torch.utils.flop_counter.FlopCounterMode(display=False))
+            if mode == "in a region" and run.ours:
+                around.enter_context(ckpt_hooks.checkpoint_region())
+            y = (run.having(determinism_check=check) if run.ours else run)(function, x.transpose(0, 1))
+        with torch.utils.flop_counter.FlopCounterMode(display=False) if mode == "in backward" else contextlib.nullcontext():
+            return gradients(y, x, *linear.parameters())
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_operators_that_are_others_under_a_mode():
+    """``ctc_loss`` takes lengths in tensors to another operator there, which saves other tensors."""
+
+    def program(run):
+        x = torch.randn(6, 2, 7, requires_grad=True)
+
+        def function(x):
+            return F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1]))
+
+        with ckpt_hooks.checkpoint_region() if run.ours else contextlib.nullcontext():
+            y = run(function, x)
+        return gradients(y, x)
+
+    assert_as_eager(program, Run("ours"))
 
 
 def test_a_check_of_ones_own_in_a_dict():
