@@ -62,7 +62,6 @@ class Filling:
         last: The number of the last tensor that is wanted.
         values: One entry a tensor that the rerun saved so far: the tensor, or :data:`MISSING` where it was not wanted.
         stopped: Whether the rerun was told to stop, which it is when every value is there.
-        undone: Storages to which the rerun wrote, content and versions of which are as forward left them again.
     """
 
     __slots__ = (
@@ -76,7 +75,6 @@ class Filling:
         "_without_grad",
         "last",
         "stopped",
-        "undone",
         "values",
     )
 
@@ -100,7 +98,6 @@ class Filling:
         self.stopped = False
         self._doubt: tuple[int, Callable[[], MutationError]] | None = None
         self._versions: list[int] | None = None
-        self.undone: Collection[int | None] = ()
 
     def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
         """Tells that the rerun read what has changed since forward.
@@ -174,7 +171,7 @@ class Filling:
         return fill
 
     def noting_versions(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a pack hook that notes at which version each value was saved, to be compared with instead of forward's.
+        """Returns a pack hook that notes at which version each value was saved, to be compared with where forward's is higher.
 
         For a rerun under a dispatch mode whose forward ran without one: under any, torch does some things out of place that it
         does in place otherwise (``torch.nn.functional.linear`` adds its bias so).
@@ -224,7 +221,7 @@ class Filling:
                 raise mutated()
             values[trusted:] = [MISSING] * (end - trusted)  # and each is asked for by itself
         found = list(map(check.facts, values))
-        expected = frame.facts if self._versions is None else list(map(self._at_version, frame.facts, self._versions, values))
+        expected = frame.facts if self._versions is None else list(map(_at_lower_version, frame.facts, self._versions))
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):
             self._look_into(found, expected)
         if self._without_grad != frame.without_grad:
@@ -232,12 +229,6 @@ class Filling:
         if check.fingerprint is not None:
             self._compare_values(check.fingerprint)
         return values
-
-    def _at_version(self, facts: Any, version: int, value: torch.Tensor) -> Any:
-        """Returns what was noted of a tensor in forward, with the version that it was saved at in the rerun."""
-        if value is MISSING or (self.undone and storage_of(value) in self.undone):
-            return facts
-        return (*facts[:-1], version) if isinstance(facts, tuple) else version
 
     def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:
         differences = self._differences()
@@ -332,6 +323,16 @@ class Filling:
         return DeterminismError(
             f"region {'/'.join(region)!r}: {message}{_TIP}", region=region, index=index, expected=expected, found=found
         )
+
+
+def _at_lower_version(facts: Any, version: int) -> Any:
+    """Returns what was noted of a tensor in forward, with a version that it was saved at in the rerun if that is a lower one.
+
+    It is a higher one where somebody wrote to a tensor from outside of the rerun since forward.
+    """
+    if not isinstance(facts, tuple):
+        return facts if facts is None else min(facts, version)
+    return facts if facts[-1] is None or facts[-1] <= version else (*facts[:-1], version)
 
 
 def _short(fingerprint: Any) -> str:

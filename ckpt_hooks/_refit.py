@@ -10,7 +10,7 @@ with other roundings, and other tensors saved. And that what the function saves 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -47,17 +47,21 @@ def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> tor
             set_versions((plain,), (tensor._version,))
         return plain
     strides = tensor.stride() if strides is None else strides
-    # Dimensions of stride 0 are expanded ones: one element is stored for all of them.
-    stored = tensor.detach()
-    for dimension, stride in enumerate(strides):
-        if stride == 0 and tensor.shape[dimension] > 1:
-            stored = stored.narrow(dimension, 0, 1)
+    stored = _stored(tensor.detach(), strides)
     copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
     copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
     if copy.shape != tensor.shape:
         copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
     set_versions((copy,), (tensor._version,))
     return copy
+
+
+def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """Returns what is stored of a tensor: in dimensions of stride 0, which are expanded ones, one element for all of them."""
+    for dimension, stride in enumerate(tensor.stride() if strides is None else strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
 
 
 class _Copy(torch.autograd.Function):
@@ -90,7 +94,7 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
             if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
                 tensor.data, fits = layout, True
             if fits:
-                tensor.copy_(content)
+                _stored(tensor).copy_(_stored(content))
             else:
                 tensor.data = copy_of(content)  # an observer gave it another shape
             set_versions((tensor,), (version,))

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -174,7 +174,6 @@ class Doubting(Protocol):
     """What collects the values of a rerun (:class:`ckpt_hooks._filling.Filling`)."""
 
     values: list[torch.Tensor]
-    undone: Collection[int | None]
 
     def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
         """Is told that values are not to be trusted from a number of them on."""
@@ -205,7 +204,6 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exc_info: Any) -> None:
         super().__exit__(*exc_info)
         fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
-        self._filling.undone = frozenset(storage_of(parameter) for parameter, _, _ in self._undo)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
