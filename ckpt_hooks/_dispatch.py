@@ -56,6 +56,7 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         self.paused = 0  # and nothing of torch's: that is for its way to enter a mode
+        self._ranges = 0
 
     def __enter__(self) -> Self:
         push_dispatch_mode(self)
@@ -64,12 +65,27 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(self, *exc_info: object) -> None:
         pop_dispatch_mode(None)
 
+    def note_range(self, operator: Any, args: Any) -> None:
+        """Is paused where FSDP gathers parameters in a region, of which it tells the profiler: a recompute finds them gathered.
+
+        Args:
+            operator: Begins or ends what a profiler shows.
+            args: Those of the operator.
+        """
+        if "exit" in operator._schema.name:
+            if self._ranges:
+                self._ranges -= 1
+                self.paused -= 1
+        elif self._ranges or str(args[0]).startswith("FSDP::"):
+            self._ranges += 1
+            self.paused += 1
+
 
 class PassOn(QuietDispatchMode):  # type: ignore[no-untyped-call]
     """Does nothing, and is there: some operators of torch take other ways under any dispatch mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = func(*args, **kwargs) if kwargs else func(*args)
         count_writes(func, args)
         return output
 

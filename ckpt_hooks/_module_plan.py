@@ -98,6 +98,7 @@ class ModulePlan:
         "_modules",
         "_names",
         "_own_size",
+        "_parameter_count",
         "_root",
         "_scripted",
         "_simple",
@@ -112,11 +113,11 @@ class ModulePlan:
 
     def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
         self._root = weakref.ref(root)
-        modules = [module for module in root.modules() if type(module._modules) is dict]
+        modules = [module for module in _all_modules(root) if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
         self._children = [weakref.ref(child) for module in modules for child in module._modules.values() if child is not None]
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
-        self._scripted = [weakref.ref(module) for module in root.modules() if type(module._modules) is not dict]
+        self._scripted = [weakref.ref(module) for module in _all_modules(root) if type(module._modules) is not dict]
         owners = [list(vars(module).items()) for module in modules]  # other threads may add a plan of theirs meanwhile
         names = [(number, name, value) for number, own in enumerate(owners) for name, value in own]
         names = [entry for entry in names if entry[1] not in _MACHINERY]
@@ -129,14 +130,15 @@ class ModulePlan:
         self._simple = [_Simple(n, vars(modules[n])) for n in sorted(simple)]
         self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
         self._own_size = len(vars(root)) + (PLAN not in vars(root))
-        self.is_lazy = any(isinstance(module, LazyModuleMixin) for module in modules)
-        self._epoch, self._used, self._is_looked_at = -1, 0, True
+        self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
+        self._epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
         self._stateless = False
         #: Parameters without gradients that forward was seen to write to: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
         #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
+        self._parameter_count = self._count_parameters(modules)
         self.lock = threading.RLock()
 
     def is_idle(self, root: Module) -> bool:
@@ -173,6 +175,7 @@ class ModulePlan:
             return False
         if is_new:
             self.parameters = _parameters_of(modules)
+            self._parameter_count = self._count_parameters(modules)
         self._stateless = not (
             self._names
             or self._written
@@ -218,6 +221,18 @@ class ModulePlan:
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
         return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
 
+    def has_new_parts(self) -> bool:
+        """Whether modules or parameters have been added since the module was last looked at."""
+        if self._epoch == _Epoch.number:
+            return False
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        children = [child for module in modules for child in module._modules.values() if child is not None]
+        return len(children) != len(self._children) or self._count_parameters(modules) != self._parameter_count
+
+    @staticmethod
+    def _count_parameters(modules: list[Module]) -> int:
+        return sum(parameter is not None for module in modules for parameter in module._parameters.values())
+
     def has_written(self) -> bool:
         """Whether parameters are among what forward changes."""
         return bool(self._written)
@@ -253,6 +268,21 @@ class ModulePlan:
 
 def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()]]:
     return [weakref.ref(module) for module in modules if module._parameters], ()
+
+
+def _all_modules(root: Module) -> list[Module]:
+    """Returns a module, those in it, and those in lists and the like among its attributes, such as an untrained teacher."""
+    found = dict.fromkeys(Module.modules(root))
+    todo = list(found)
+    while todo:
+        attributes = [value for name, value in list(vars(todo.pop()).items()) if name not in _MACHINERY]
+        for value in attributes:
+            if isinstance(value, (list, tuple, dict)):
+                inner = [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Module)]
+                new = [module for one in inner for module in Module.modules(one) if module not in found]
+                found.update(dict.fromkeys(new))
+                todo += new
+    return list(found)
 
 
 def _holds_something(value: Any) -> bool:

@@ -16,9 +16,7 @@ larger ones are only known by their versions.
 from __future__ import annotations
 
 import itertools
-import operator
 import weakref
-from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +24,7 @@ import torch
 
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
+from ._rebinding import ABSENT, ATOMS, HAD_GRAPH, WAS_NONE, carries_graph, is_guard, rebound
 from ._refit import copy_of, fill_all, same_layout
 from ._torch import storage_of
 
@@ -39,16 +38,8 @@ _MOST_BYTES = 1 << 20
 #: Parameters without gradients are copied up to this size, all of a region together, in the first few forwards of a module.
 _MOST_FROZEN_BYTES = 1 << 24
 
-_ABSENT = object()
 _NO_PARAMETERS: frozenset[int] = frozenset()
-#: Stands for an object that carried a graph, which to keep would keep the graph of the forward before.
-_HAD_GRAPH = object()
-#: Stands for None where it goes with a tensor of the same module.
-_WAS_NONE = object()
 _TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-#: Types of values that have no content to change.
-_ATOMS = frozenset({int, float, complex, bool, str, bytes, torch.Size, torch.dtype, torch.device, type(None)})
-_CONTAINERS = frozenset({list, tuple, dict, set, deque, OrderedDict, defaultdict})
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -167,14 +158,19 @@ class StateUndo:
         slots: Names in modules with their objects.
         exchanged: Tensors, versions and contents of those that get another content for the rerun, and how they are laid out.
         others: Tensors, versions and contents of those that do not.
+        trained: Parameters, versions and contents, where the rerun may initialise some again, which nothing can bring back.
+        complain: Returns an error for one of those.
     """
 
-    __slots__ = ("exchanged", "others", "slots")
+    __slots__ = ("complain", "exchanged", "others", "slots", "trained")
+
+    complain: Callable[[torch.Tensor, int], BaseException]
 
     def __init__(self) -> None:
         self.slots: list[tuple[Slot, Any]] = []
         self.exchanged: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
         self.others: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self.trained: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages have their content exchanged for a rerun."""
@@ -198,8 +194,8 @@ class State:
     ) -> None:
         self._settled = False
         self.plans = plans
-        bound = ((slot, slot[0].get(slot[1], _ABSENT)) for slot in slots)
-        self.slots = [(slot, value) for slot, value in bound if value is None or type(value) not in _ATOMS]
+        bound = ((slot, slot[0].get(slot[1], ABSENT)) for slot in slots)
+        self.slots = [(slot, value) for slot, value in bound if value is None or type(value) not in ATOMS]
         self._namespaces = [entry for plan in plans for entry in plan.namespaces()]
         self.entries: list[_Entry] = []
         self._frozen = _frozen_of(plans)
@@ -219,24 +215,27 @@ class State:
                         copy = _copy(tensor)
                 self.entries.append(_Entry(tensor, copy))
 
-    def settle(self) -> bool:
-        """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind."""
-        for plan in self.plans:
+    def settle(self, *, failed: bool = False) -> bool:
+        """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind.
+
+        Args:
+            failed: Whether it has ended by an exception, and may not have come to what it changes.
+        """
+        for plan in () if failed else self.plans:
             plan.has_run()
         for entry in self.entries:
             entry.after = entry.tensor._version
-        # What carried a graph and was bound anew is of the forward before, as a loss that is only logged: to keep it would keep
-        # that forward, and so on. What this forward may have read is kept.
-        self.slots = [
-            (slot, _HAD_GRAPH if _carries_graph(value) and slot[0].get(slot[1]) is not value else value)
-            for slot, value in self.slots
-        ]
-        self.slots += self._rebound()
         for frozen in self._frozen:
             if frozen.was_written():
                 frozen.after = frozen.tensor._version
                 self.entries.append(frozen)
                 self.slots.append((frozen.slot, frozen.tensor))
+        self.slots += self._rebound()
+        # What carries a graph is of a forward before, as a loss that is only logged: to keep it would keep that forward, and
+        # so on.
+        self.slots = [(slot, HAD_GRAPH if carries_graph(value) else value) for slot, value in self.slots]
+        if self._has_new_parts():
+            self.slots = [(slot, value) for slot, value in self.slots if value is not None]
         if any(plan.has_written() for plan in self.plans):
             found = (entry.tensor for entry in self.entries)
             self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
@@ -244,35 +243,21 @@ class State:
         return bool(self.slots or self.entries)
 
     def _rebound(self) -> list[tuple[Slot, Any]]:
-        """Returns the names that forward has bound to others, and that a rerun has to find as they were.
+        """Returns the names that forward has bound to others, and that a rerun has to find as they were."""
+        return [] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners)
 
-        Numbers and flags go with the tensors of the same module, which they may guard: ``if n > self.size: self.table =
-        ...``. By themselves they are left as they are, like any effect of Python code: they may as well guard what nobody
-        puts back.
-        """
-        found: list[tuple[Slot, Any]] = []
-        # They come in pairs: a module's attributes, and its buffers.
-        for (own, before), (buffers, buffers_before) in zip(self._namespaces[::2], self._namespaces[1::2], strict=True):
-            if not _is_bound_alike(buffers, buffers_before):
-                found += _turned_to_tensors(buffers, buffers_before)
-            if _is_bound_alike(own, before):
-                continue
-            tensors = _turned_to_tensors(own, before)
-            others = [(name, value) for name, value in before.items() if own.get(name, _ABSENT) is not value]
-            tensors += [((own, name), value) for name, value in others if _are_of_tensors(value, own.get(name))]
-            plain = [entry for entry in others if type(entry[1]) in _ATOMS and type(own.get(entry[0], _ABSENT)) in _ATOMS]
-            if plain and (tensors or self._has_changed(own) or self._has_changed(buffers)):
-                found += [((own, name), _WAS_NONE if value is None else value) for name, value in plain]
-            found += tensors
-        return found
+    def _has_new_parts(self) -> bool:
+        """Whether forward has made modules or parameters, which stay, and with them whatever tells that they are there."""
+        return any(plan.has_new_parts() for plan in self.plans)
 
-    def _has_changed(self, owner: dict[str, Any]) -> bool:
-        """Whether forward changed a tensor that a module has a name for, or the name."""
-        own = [(name, value) for (other, name), value in self.slots if other is owner]
-        if any(isinstance(owner.get(name), torch.Tensor) and owner[name] is not value for name, value in own):
-            return True
-        tensors = {id(value) for _, value in own}
-        return any(id(entry.tensor) in tensors and entry.is_stale() for entry in self.entries)
+    def _changed_owners(self) -> set[int]:
+        """Returns which dictionaries of modules have names of tensors that forward has changed, or bound to others."""
+        stale = {id(entry.tensor) for entry in self.entries if entry.is_stale()}
+        return {
+            id(owner)
+            for (owner, name), value in self.slots
+            if id(value) in stale or (isinstance(owner.get(name), torch.Tensor) and owner[name] is not value)
+        }
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
@@ -285,7 +270,7 @@ class State:
             undo: Gets what :meth:`restore` needs, whatever happens.
             complain: Returns an error for a tensor that has changed and the version that it had, where no copy was taken.
         """
-        stale, entries, slots = [], self.entries, self.slots
+        stale, entries, slots, initialises = [], self.entries, self.slots, False
         if not self._settled:  # a backward in the middle of forward
             entries = entries + [frozen for frozen in self._frozen if frozen.is_in_place()]
             slots = slots + self._rebound()
@@ -301,19 +286,30 @@ class State:
             elif copy is not None:
                 undo.others.append((tensor, tensor._version, copy))
         for slot, value in slots:
-            now = slot[0].get(slot[1], _ABSENT)
-            # What was None and is no tensor now is a part that forward made, a module or whatever else, and is there to stay.
-            if value is not None or isinstance(now, torch.Tensor):
+            now = slot[0].get(slot[1], ABSENT)
+            # What was None and is something else now is a part that forward made, a module or the like, and is there to stay.
+            if value is not None or now is None or isinstance(now, torch.Tensor):
                 undo.slots.append((slot, now))
-                if value is not _HAD_GRAPH:
-                    _bind(slot, None if value is _WAS_NONE else value)
+                initialises = initialises or is_guard(value, now)
+                if value is not HAD_GRAPH:
+                    _bind(slot, None if value is WAS_NONE else value)
         for tensor, _, _ in stale:
             undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
+        if initialises:
+            modules = {id(module): module for plan in self.plans for reference in plan.parameters[0] if (module := reference())}
+            found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
+            trained = [parameter for parameter in found.values() if parameter.requires_grad and _is_plain(parameter.detach())]
+            undo.trained = [(parameter, parameter._version, copy_of(parameter)) for parameter in trained]
+            undo.complain = complain
 
     @staticmethod
     def restore(undo: StateUndo) -> None:
-        """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did."""
+        """Puts back what :meth:`rewind` found, and what the rerun changed beyond what forward did.
+
+        Raises:
+            MutationError: If the rerun initialised parameters once more. They are as they were before it.
+        """
         for slot, value in reversed(undo.slots):
             _bind(slot, value)
         fill_all(undo.exchanged)
@@ -322,47 +318,15 @@ class State:
             for tensor, version, content in undo.others
             if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content))
         )
-
-
-def _is_bound_alike(owner: dict[str, Any], before: dict[str, Any]) -> bool:
-    """Whether names are bound to the very objects that they were bound to."""
-    return len(owner) == len(before) and not any(map(operator.is_not, list(owner.values()), before.values()))
-
-
-def _turned_to_tensors(owner: dict[str, Any], before: dict[str, Any]) -> list[tuple[Slot, Any]]:
-    """Returns names that are bound to a tensor by now, and were not: caches that forward builds, averages that begin as 0.0."""
-    return [
-        ((owner, name), before.get(name, _ABSENT))
-        for name, value in list(owner.items())
-        if isinstance(value, torch.Tensor) and (name not in before or type(before[name]) in _ATOMS)
-    ]
-
-
-def _are_of_tensors(*values: Any) -> bool:
-    """Whether values are containers, and some of them hold tensors."""
-    if not all(type(value) in _CONTAINERS for value in values):
-        return False
-    return any(map(_is_of_tensors, values))
-
-
-def _is_of_tensors(value: Any, levels: int = 2) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if type(value) not in _CONTAINERS or not levels:
-        return False
-    return any(_is_of_tensors(inner, levels - 1) for inner in list(value.values() if isinstance(value, dict) else value))
-
-
-def _carries_graph(value: Any) -> bool:
-    try:
-        return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
-    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
-        return True
+        for parameter, version, content in undo.trained:
+            if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
+                fill_all([(parameter, version, content, None)])
+                raise undo.complain(parameter, version)
 
 
 def _bind(slot: Slot, value: Any) -> None:
     owner, name = slot
-    if value is _ABSENT:
+    if value is ABSENT:
         owner.pop(name, None)
     else:
         owner[name] = value

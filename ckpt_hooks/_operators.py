@@ -16,7 +16,6 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from ._torch import OVERLOAD
 
 __all__ = [
-    "COUNTED",
     "KNOWN",
     "SAC_IGNORED_OPS",
     "WRITES_UNSAID",
@@ -32,11 +31,14 @@ __all__ = [
 class Kind(enum.Enum):
     """What a recompute may do with an operator."""
 
-    #: Does no work, or comes and goes.
+    #: Does no work, or comes and goes: not part of the sequence that forward and recompute have in common.
     IGNORED = enum.auto()
-    #: A cast of a leaf, which autocast makes once and keeps until its block ends: it runs in a recompute or not, as it happens.
+    #: The same; begins or ends what a profiler shows by a name.
+    RANGE = enum.auto()
+    #: A cast of a leaf, which autocast makes once and keeps until its block ends: in the sequence or not, as it happens.
     CAST = enum.auto()
-    #: Another face of its input: has to be made again.
+    #: Another face of its input: has to be made again, and is not part of that sequence either, since autograd makes some anew
+    #: where the base of a view was written to.
     VIEW = enum.auto()
     #: Has to run again, since it writes to its arguments.
     WRITES = enum.auto()
@@ -55,18 +57,11 @@ class Kind(enum.Enum):
     RANDOM = enum.auto()
 
 
-#: Those that are part of the sequence which forward and recompute have in common.
-COUNTED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM})
-
 #: Operators of these libraries write to tensors that they are given, and neither their schemas nor versions tell:
 #: collectives that work in place, and the gathering and freeing of parameters.
 _REWRITING = frozenset({"c10d", "fsdp"})
 
-#: What operators of these libraries tell or note is nothing that a recompute could take from forward: how a tensor is laid out,
-#: which tensors of other classes keep once they were asked, and what a profiler shows.
-_NO_WORK = frozenset({"prim", "profiler"})
-
-#: The same, of torch's own: how a tensor of another class is laid out.
+#: Tell how a tensor of another class is laid out, which some keep once they were asked; so do all of ``prim``.
 _LAYOUT = frozenset(
     {
         "dim",
@@ -104,7 +99,7 @@ WRITES_UNSAID = dict.fromkeys(
 _PURE_HIGHER_ORDER = frozenset({"flex_attention"})
 
 #: Libraries whose operators are tagged where they draw random numbers; those of others are looked at when they run.
-_TAGGED = frozenset({"aten", "prims", "prim", "_c10d_functional"})
+_TAGGED = frozenset({"aten", "prims", "_c10d_functional"})
 
 #: Promise autograd that nobody looks at their input any more. A policy may have kept it.
 _ALIASES_UNSAID = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
@@ -139,7 +134,9 @@ def kind_of(operator: Any) -> Kind:
     if schema is None:  # a higher-order operator
         return Kind.SAVEABLE if str(operator) in _PURE_HIGHER_ORDER else Kind.REWRITES
     name = schema.name.partition("::")[2]
-    if operator.namespace in _NO_WORK or (name in _LAYOUT and operator.namespace == "aten"):
+    if operator.namespace == "profiler":
+        return Kind.RANGE
+    if operator.namespace == "prim" or (name in _LAYOUT and operator.namespace == "aten"):
         return Kind.IGNORED
     if operator.namespace in _REWRITING or name in WRITES_UNSAID:
         return Kind.REWRITES

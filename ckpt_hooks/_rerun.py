@@ -43,7 +43,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import NO_PARAMETERS, WatchReads, changed, parameters_of, references_of, versions_of, without
+from ._weights import NO_PARAMETERS, WatchReads, changed, held, parameters_of, references_of, versions_of, without
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
@@ -141,8 +141,7 @@ class FunctionFrame(Frame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._parameters = parameters_of(plan.parameters)
-                self._versions = versions_of(self._parameters)
+                self._note_versions(parameters_of(plan.parameters))
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
                 if self._plain is None:
@@ -182,6 +181,10 @@ class FunctionFrame(Frame):
                 raise
         return self
 
+    def _note_versions(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._versions = versions_of(parameters)
+        self._parameters = held(parameters)
+
     def _look_into(self, reached: Reached) -> Sequence[torch.Generator]:
         """Captures state that the function reaches besides its arguments; returns the generators among that."""
         plans = [plan_of(module) for module in reached.modules]
@@ -191,8 +194,7 @@ class FunctionFrame(Frame):
                 raise uninitialized(self._region())
             self._plain = None
             return reached.generators
-        self._parameters = parameters_of(references_of(plans, reached.tensors))
-        self._versions = versions_of(self._parameters)
+        self._note_versions(parameters_of(references_of(plans, reached.tensors)))
         if not self._options.preserve_buffers:
             for plan in plans:
                 plan.has_run()
@@ -235,7 +237,7 @@ class FunctionFrame(Frame):
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
             if self._state is not None:
-                self._state = self._state if self._state.settle() else None
+                self._state = self._state if self._state.settle(failed=error is not None) else None
             if self._state is not None and self._state.parameters:  # which a rerun finds as they were
                 self._parameters, self._versions = without(self._parameters, self._versions, self._state.parameters)
             if self._finish is not None:
@@ -254,7 +256,7 @@ class FunctionFrame(Frame):
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         options = self._options
-        filling = Filling(self, self._function, early_stop=options.early_stop, selective=self._selection is not None)
+        filling = Filling(self, self._function, early_stop=options.early_stop, selective=self._contexts is not None)
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).

@@ -1,11 +1,10 @@
 """The operators of a selective region in the order in which they ran, and comparing those of a recompute with them.
 
 An output that is kept is known by the place of its operator in that order, and stands in for the operator that comes to that
-place in a recompute. So a recompute must run the same operators, of the kinds that may be kept at all; others run again, and
-may be others, as those by which a framework gathers parameters are. Two things are compared. Each operator with the one at
-its place, as it runs. And, when the recompute has ended and before anything of it is handed out, how many operators ran
-before which of the tensors that the region saves: one that is left out has those behind it move up, and where these are of
-its own kind, and nothing else runs before the recompute stops, then the operators alone do not tell.
+place in a recompute. So a recompute must run the same operators. Two things are compared. Each operator with the one at its
+place, as it runs. And, when the recompute has ended and before anything of it is handed out, how many operators ran before
+which of the tensors that the region saves: one that is left out has those behind it move up, and where these are of its own
+kind, and nothing else runs before the recompute stops, then the operators alone do not tell.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class OperatorSequence:
         else:
             before = self.operators[place]
             # Where threads besides the main one run regions, draws get a generator, by another overload.
-            if kind is Kind.RANDOM and getattr(before, "overloadpacket", None) is operator.overloadpacket:
+            if kind in (Kind.RANDOM, Kind.FACTORY) and getattr(before, "overloadpacket", None) is operator.overloadpacket:
                 return None
             expected = str(before)
         return self._error(place, expected, str(operator))

@@ -22,7 +22,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Union
 
 import torch
 from torch.nn import Module, Parameter
@@ -36,13 +36,27 @@ from ._refit import copy_of, fill_all
 from ._torch import storage_of
 from .errors import MutationError
 
-__all__ = ["NO_PARAMETERS", "References", "WatchReads", "changed", "parameters_of", "references_of", "versions_of", "without"]
+__all__ = [
+    "NO_PARAMETERS",
+    "References",
+    "WatchReads",
+    "changed",
+    "held",
+    "parameters_of",
+    "references_of",
+    "versions_of",
+    "without",
+]
 
 #: Where parameters are: modules whose own ones are meant, and other tensors.
 References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor]]
 
+#: A parameter as a region holds it. No weak reference to one outlives its region: ``torch.utils.swap_tensors``, by which
+#: modules convert some, refuses those that have one.
+Held = Union[torch.Tensor, "weakref.ref[torch.Tensor]"]
+
 #: What a region reaches that has none.
-NO_PARAMETERS: Sequence[torch.Tensor] = ()
+NO_PARAMETERS: Sequence[Held] = ()
 
 _TYPES = frozenset({torch.Tensor, Parameter})
 
@@ -56,12 +70,7 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
 
 
 def parameters_of(references: References) -> Sequence[torch.Tensor]:
-    """Returns the parameters as they are now.
-
-    To be kept by the region as they are: a framework may have its modules hold others by the time of a rerun (a shard of each
-    in forward, say, and all of it then), and a weak reference to a parameter would keep ``torch.utils.swap_tensors`` from
-    exchanging it. The graph keeps those that require grad as well.
-    """
+    """Returns the parameters as they are now: a framework may have its modules hold others by the time of a rerun."""
     modules, tensors = references
     try:
         found: list[torch.Tensor] = [
@@ -76,32 +85,40 @@ def parameters_of(references: References) -> Sequence[torch.Tensor]:
     return found + list(tensors) if tensors else found
 
 
-def versions_of(parameters: Sequence[torch.Tensor]) -> list[int]:
+def held(parameters: Sequence[torch.Tensor]) -> Sequence[Held]:
+    """Returns what a region holds of parameters: those that require grad, which the graph holds too, and the others weakly."""
+    return [parameter if parameter.requires_grad else weakref.ref(parameter) for parameter in parameters]
+
+
+def versions_of(parameters: Sequence[Held]) -> list[int]:
     """Returns the version of each parameter; -1 where it has none."""
     try:
-        return [parameter._version for parameter in parameters]
-    except (RuntimeError, ValueError):  # without versions, or not made yet
+        return [parameter._version for parameter in parameters]  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):  # held weakly, without versions, or not made yet
         return list(map(_version_of, parameters))
 
 
-def _version_of(tensor: torch.Tensor) -> int:
-    return -1 if is_lazy(tensor) or tensor.is_inference() else tensor._version
+def _tensor_of(parameter: Held) -> torch.Tensor | None:
+    return parameter() if isinstance(parameter, weakref.ref) else parameter
 
 
-def without(
-    parameters: Sequence[torch.Tensor], versions: list[int], left_out: frozenset[int]
-) -> tuple[Sequence[torch.Tensor], list[int]]:
+def _version_of(parameter: Held) -> int:
+    tensor = _tensor_of(parameter)
+    return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
+
+
+def without(parameters: Sequence[Held], versions: list[int], left_out: frozenset[int]) -> tuple[Sequence[Held], list[int]]:
     """Returns parameters and their versions without some, which are given by the ``id`` of each."""
-    left = [pair for pair in zip(parameters, versions, strict=True) if id(pair[0]) not in left_out]
+    left = [pair for pair in zip(parameters, versions, strict=True) if id(_tensor_of(pair[0])) not in left_out]
     return [parameter for parameter, _ in left], [version for _, version in left]
 
 
-def changed(parameters: Sequence[torch.Tensor], versions: list[int]) -> list[tuple[torch.Tensor, int]]:
+def changed(parameters: Sequence[Held], versions: list[int]) -> list[tuple[torch.Tensor, int]]:
     """Returns the parameters that were written to since, and the versions that they should have."""
     return [
         (tensor, version)
-        for tensor, version in zip(parameters, versions, strict=True)
-        if version >= 0 and _version_of(tensor) != version
+        for parameter, version in zip(parameters, versions, strict=True)
+        if version >= 0 and (tensor := _tensor_of(parameter)) is not None and _version_of(tensor) != version
     ]
 
 
@@ -208,7 +225,9 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.paused:
-            return func(*args, **kwargs)
+            output = func(*args, **kwargs)
+            count_writes(func, args)
+            return output
         kind = facts_of(func)[1]
         written = _places_in(written_by(func, args, kwargs)) if kind is Kind.WRITES else ()
         if written and func._schema.name.partition("::")[2] in _OVERWRITES:

@@ -16,6 +16,7 @@ Source: torchtune's ``OffloadActivations``, which is where the threshold and the
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 
@@ -57,14 +58,22 @@ class Transfers:
         """Keeps the memory of a tensor from being used again before a stream is through with what it was told so far."""
         tensor.record_stream(stream)
 
-    def send(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Starts a copy to the host, once the present stream is done with the tensor.
+    def present_stream(self) -> Any:
+        """Returns the stream on which operators of this thread run."""
+        return self._module.current_stream(self._device)
+
+    def send(self, tensor: torch.Tensor, stream: Any = None) -> tuple[torch.Tensor, Any]:
+        """Starts a copy to the host, once a stream is done with the tensor.
+
+        Args:
+            tensor: What to copy.
+            stream: The stream that makes it; the present one if None.
 
         Returns:
             The copy, and the event that says that it is there.
         """
         host = self.host_like(tensor)
-        self._out.wait_stream(self._module.current_stream(self._device))
+        self._out.wait_stream(self.present_stream() if stream is None else stream)
         with self._module.stream(self._out):
             host.copy_(tensor, non_blocking=True)
             sent = self._out.record_event()
@@ -82,11 +91,11 @@ class Transfers:
 
     def wait(self, event: Any) -> None:
         """Lets the present stream wait for an event."""
-        self._module.current_stream(self._device).wait_event(event)
+        self.present_stream().wait_event(event)
 
     def use(self, tensor: torch.Tensor, fetched: Any) -> None:
         """Lets the present stream wait for a copy, and use it."""
-        current = self._module.current_stream(self._device)
+        current = self.present_stream()
         current.wait_event(fetched)
         self.mark_used(tensor, current)
 
@@ -137,18 +146,19 @@ class Offloaded:
 
     __slots__ = ("__weakref__", "_fetched", "_host", "_sent", "_transfers", "_version", "batch")
 
-    def __init__(self, tensor: torch.Tensor, transfers: Transfers, batch: Batch) -> None:
+    def __init__(self, tensor: torch.Tensor, transfers: Transfers, batch: Batch, stream: Any = None) -> None:
         """Sends a tensor.
 
         Args:
             tensor: What nobody will write to any more, or whoever does will see to it that this is not used.
             transfers: The way to go.
             batch: What it is part of.
+            stream: The stream that makes the tensor; the present one if None.
         """
         self.batch = batch
         self._transfers = transfers
         self._version = tensor._version
-        self._host, self._sent = transfers.send(tensor)
+        self._host, self._sent = transfers.send(tensor, stream)
         self._fetched: tuple[torch.Tensor, Any] | None = None
 
     def finish_sending(self) -> None:
@@ -184,11 +194,11 @@ class Batch:
         self.tensors: list[weakref.ref[Offloaded]] = []
         self.before: weakref.ref[Batch] | None = None
 
-    def send(self, tensor: torch.Tensor, transfers: Transfers) -> Offloaded:
-        """Sends a tensor as part of this batch; returns what keeps it."""
+    def send(self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None) -> Offloaded:
+        """Sends a tensor as part of this batch, when a stream is done with it; returns what keeps it."""
         if not self.tensors:
             self.before, transfers.latest = transfers.latest, weakref.ref(self)
-        sent = Offloaded(tensor, transfers, self)
+        sent = Offloaded(tensor, transfers, self, stream)
         self.tensors.append(weakref.ref(sent))
         return sent
 
@@ -211,7 +221,8 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
     """Moves what autograd saves in a block to the host, and back when backward comes to it; no checkpointing needed.
 
     Parameters stay, since the model holds them anyway. The memory of a tensor is free when its copy is there and nobody else
-    holds it. In backward, each tensor that is asked for has the one before it fetched as well.
+    holds it; one that requires no gradient is sent when another operator saves something, or the block ends. In backward,
+    each tensor that is asked for has the one before it fetched as well.
 
     Args:
         min_offload_size: Bytes below which a tensor stays on its device.
@@ -252,23 +263,24 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
 
         super().__init__(pack, _bring_back)
 
-    def __exit__(self, *args: Any) -> None:
-        super().__exit__(*args)
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
         self._waiting.send()
 
 
 class _Saved:
     """A tensor that autograd saved, on its device until it is sent to the host."""
 
-    __slots__ = ("_sent", "_tensor", "_transfers", "_version")
+    __slots__ = ("__weakref__", "_sent", "_stream", "_tensor", "_transfers", "_version")
 
     def __init__(self, tensor: torch.Tensor, transfers: Transfers) -> None:
         self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
+        self._stream = transfers.present_stream()
         self._sent: Offloaded | None = None
 
     def send(self) -> None:
         """Sends it; what is left here tells of its version."""
-        self._sent = Batch().send(self._tensor, self._transfers)
+        self._sent = Batch().send(self._tensor, self._transfers, self._stream)
         self._tensor = version_witness(self._tensor)
 
     def get(self) -> torch.Tensor:
@@ -289,27 +301,28 @@ class _Saved:
         return self._sent.get()
 
 
-class _Waiting:
-    """What one operator has saved and may yet write to: ``rrelu`` saves its noise before it makes it.
+class _Waiting(threading.local):
+    """What one operator of this thread has saved and may yet write to: ``rrelu`` saves its noise before it makes it.
 
-    Such tensors require no gradient, and are complete when another operator saves, or the block ends.
+    Such tensors require no gradient, and are complete when another operator saves, or the block ends. They go with their graph.
     """
 
-    __slots__ = ("saved", "sequence")
-
     def __init__(self) -> None:
-        self.saved: list[_Saved] = []
+        self.saved: list[weakref.ref[_Saved]] = []
         self.sequence = -1
 
     def add(self, saved: _Saved) -> None:
-        self.saved.append(saved)
+        """Has a tensor wait."""
+        self.saved.append(weakref.ref(saved))
         self.sequence = sequence_number()
 
     def send(self) -> None:
-        """Sends them, now that they are complete."""
+        """Sends those that wait, now that they are complete."""
         waiting, self.saved = self.saved, []
-        for saved in waiting:
-            saved.send()
+        for reference in waiting:
+            saved = reference()
+            if saved is not None:
+                saved.send()
 
 
 def _bring_back(packed: Any) -> torch.Tensor:

@@ -20,7 +20,7 @@ from typing_extensions import Self
 
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode, count_writes
-from ._operators import COUNTED, KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
+from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from, warn_of_unseen
 from ._runtime.passes import MISSING
 from ._selection import Selection
@@ -38,7 +38,7 @@ _Plan = tuple[Any, int, Any, Kind, Any]
 _PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
-_VIEW, _CASTS, _WRITES = Kind.VIEW, Kind.CAST, Kind.WRITES
+_IGNORED, _RANGE, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
 _SAVEABLE, _RANDOM, _COLLECTIVE = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE
 _new_context = SelectiveCheckpointContext.__new__
 
@@ -50,13 +50,15 @@ _LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
 def _plan_for(policy: Policy, operator: Any) -> _Plan:
     _, kind, call, short_cut = facts_of(operator)
-    if kind is Kind.IGNORED or kind is Kind.FACTORY:
+    if kind is Kind.IGNORED or kind is Kind.RANGE:
         return operator, _PASS, call, kind, short_cut
     decision = policy.for_op(operator)
     if decision is not None:
         decision = decision_of(decision, operator)
     if kind is Kind.CAST:
         action = _CAST
+    elif kind is Kind.FACTORY:
+        action = _REPLAY
     elif decision is None:
         action = _ASK
     elif kind in _LOOKED_AT:
@@ -107,6 +109,8 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             output = call(*args, **kwargs) if kwargs else call(*args)
             if kind is _WRITES:
                 count_writes(func, args)
+            elif kind is _RANGE:
+                self.note_range(func, args)
             return output
         if action == _REPLAY:
             self._note(func)
@@ -122,6 +126,8 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             return self._ask_for(func, call, kind, args, kwargs or {})
         if action == _OFFLOAD:
             return self._save(func, call, kind, args, kwargs or {}, offload=True)
+        self._note(func)
+        self._mark(len(self._saved))
         output = call(*args, **(kwargs or {}))
         self._look_at(func, kind, args, kwargs or {}, output)
         return output
@@ -139,7 +145,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
         selection = self.selection
         place = len(selection.sequence.operators)
-        if kind in COUNTED:
+        if kind is not _VIEW:
             self._note(func)
             self._mark(len(self._saved))
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
@@ -197,7 +203,9 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
             return short_cut(*args)
         if (
-            kind in COUNTED
+            kind is not _VIEW
+            and kind is not _IGNORED
+            and kind is not _RANGE
             and not self.paused
             and graph_task_id() == self._task
             and not (kind is _CASTS and _is_cached_cast(args))
@@ -220,6 +228,8 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         output = call(*args, **kwargs) if kwargs else call(*args)
         if kind is _WRITES:
             count_writes(func, args)
+        elif kind is _RANGE:
+            self.note_range(func, args)
         return output
 
 

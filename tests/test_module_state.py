@@ -236,3 +236,66 @@ def test_attributes_that_do_not_compare_with_others():
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(3)
     module.mean, module.other = numpy.ones(3), Incomparable()
     assert checkpoint(module, x).shape == (3,)
+
+
+def test_forwards_that_fail_do_not_count():
+    """As in a search for the largest batch: what the first good one adds is found."""
+
+    class Late(nn.Module):
+        failing = True
+
+        def forward(self, x):
+            if self.failing:
+                raise MemoryError
+            if not hasattr(self, "scale"):
+                self.scale = torch.ones(1, dtype=torch.float64)
+            self.scale.mul_(2)
+            return (x * self.scale.clone()).sin()
+
+    x, module, plain = leaf(3), nn.Sequential(Late()), nn.Sequential(Late())
+    for _ in range(6):
+        with pytest.raises(MemoryError):
+            checkpoint(module, x)
+    Late.failing = False
+    for _ in range(3):
+        gradient, _, _ = run(module, x)
+        assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+
+
+def test_a_lazy_module_that_stays_one():
+    """Without a class to become it is known by having been made."""
+
+    class Own(torch.nn.modules.lazy.LazyModuleMixin, nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.calls = nn.UninitializedParameter(), 0
+
+        def initialize_parameters(self, x):
+            self.weight.materialize(x.shape)
+            nn.init.ones_(self.weight)
+
+        def forward(self, x):
+            self.calls += 1
+            return (x * self.weight).sin().exp()
+
+    module, found = Own(), []
+    for _ in range(3):
+        before = module.calls
+        checkpoint(module, torch.ones(3)).sum().backward()
+        found.append(module.calls - before)
+    assert found == [1, 2, 2]
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_parameters_without_gradients_are_not_kept():
+    """Where a framework gathers them for forward and puts others in their place."""
+    module = nn.Linear(3, 3).requires_grad_(False)
+    x = torch.ones(2, 3, requires_grad=True)
+    gathered = nn.Parameter(torch.ones(3, 3), requires_grad=False)
+    alive = weakref.ref(gathered)
+    module.weight = gathered
+    y = checkpoint(lambda x: module(x.sin()).exp(), x)
+    module.weight = nn.Parameter(torch.empty(3, 3, device="meta"), requires_grad=False)
+    del gathered
+    assert alive() is None
+    del y

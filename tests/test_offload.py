@@ -65,9 +65,9 @@ class FakeTransfers(Transfers):
     def mark_used(self, tensor, stream):
         self.notes.append((stream.name, "uses", tuple(tensor.shape)))
 
-    def send(self, tensor):
+    def send(self, tensor, stream=None):
         self.notes.append(("send", tensor.numel()))
-        return super().send(tensor)
+        return super().send(tensor, stream)
 
     def fetch(self, host, sent):
         self.notes.append(("fetch", host.numel()))
@@ -297,6 +297,30 @@ def test_a_saved_tensor_that_is_filled_only_then(transfers):
     expected = gradient(contextlib.nullcontext())
     assert torch.equal(gradient(offload_saved_tensors(min_offload_size=0)), expected)
     assert ("send", 4096) in transfers.moved()
+
+
+def test_a_saved_tensor_of_another_stream(transfers):
+    """One that waits is sent when the stream that makes it is done, whichever is the present one by then."""
+    side = FakeStream("side", transfers.notes)
+    x = leaf(20, 20)
+    with offload_saved_tensors():
+        transfers.running = side
+        y = x * torch.ones(20, 20)  # saves the ones
+        transfers.running = transfers.main
+        assert ("send", 400) not in transfers.notes
+        y.sin()
+    assert ("out", "waits for", "side") in transfers.notes
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_what_waits_goes_with_its_graph(transfers):
+    x, data = leaf(20, 20), torch.ones(20, 20)
+    alive = weakref.ref(data)
+    with offload_saved_tensors():
+        y = x * data
+        del y, data
+        assert alive() is None
+    assert transfers.moved() == []
 
 
 @pytest.mark.usefixtures("transfers")

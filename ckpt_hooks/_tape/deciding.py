@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._operators import SAC_IGNORED_OPS, Kind
+from ckpt_hooks._operators import Kind
 from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of, warn_of_unseen
 
 from .facts import OpFacts
@@ -53,7 +53,7 @@ class Deciding:
         meaning = self.known.get(facts)
         if meaning is None:
             operator = facts.operator
-            never = facts.kind is Kind.FACTORY or operator in SAC_IGNORED_OPS
+            never = facts.kind in (Kind.FACTORY, Kind.IGNORED, Kind.RANGE)
             decision = CheckpointPolicy.PREFER_RECOMPUTE if never else self.policy.for_op(operator)
             meaning = self.known[facts] = ASK if decision is None else _meaning_of(decision, facts)
             if self.seen is not None:

@@ -277,7 +277,7 @@ class Tables:
             # Where the forward of a frame around meets one tensor twice, its rerun may meet two.
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
-                if found.store.address == address or not is_kept_anyway(tensor):
+                if found.store.address == (address or 0) or not is_kept_anyway(tensor):
                     return found
                 found.saved = Exchanged(self.path)
         store = None if address is None else self.stores.get(address)

@@ -251,11 +251,11 @@ def test_sparse_tensors_under_hooks(run):
     assert_as_eager(program, run)
 
 
-@runs("region", "nested", "inside", torch_fails=RuntimeError)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("form", ["region", "nested", "inside"])
 @pytest.mark.parametrize("kind", ["alike", "read"])
-def test_nested_tensors_without_a_shape(run, kind):
-    """Of torch's older layout: nothing asks for their sizes, and what is kept of them is told."""
+def test_nested_tensors_without_a_shape(form, kind):
+    """Of torch's older layout: nothing asks for their sizes. Torch's checkpoint does, fails, and may leave its hooks behind."""
 
     def function(a, b):
         nested = torch.nested.as_nested_tensor([a, b]).sin()
@@ -266,7 +266,7 @@ def test_nested_tensors_without_a_shape(run, kind):
         a, b = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
         return gradients(run(function, a, b), a, b)
 
-    assert_as_eager(program, run)
+    assert_as_eager(program, Recorded(form))
 
 
 @runs("region", "inside")

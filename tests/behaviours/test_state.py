@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, assert_as_eager, gradients, runs, same
+from tests.behaviours.runs import FORMS, SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs, same
 from tests.measure import leaf
 
 # Buffers
@@ -295,6 +296,183 @@ def steps_of_many_sizes(kind, run):
         x = torch.randn(size, 3, dtype=torch.float64, requires_grad=True)
         found += [gradients(run(module, x), x), module[1].mean.clone(), module[1].ready, module[1].size]
     return found
+
+
+class FrozenFirst(Guarded):
+    """Takes the mean of its first batch into a parameter without gradients, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept, self.calls = nn.Parameter(torch.zeros(3, dtype=torch.float64), requires_grad=False), 0
+
+    def scale_of(self, x):
+        if not self.ready:
+            self.kept.copy_(x.mean(0))
+        self.ready, self.calls = True, self.calls + 1
+        self.kept.lerp_(x.mean(0), 1 / self.calls)
+        return 1 + self.kept.clone()
+
+
+class GuardsBelow(Guarded):
+    """Has its flag in one module and the statistics in another one below."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3, affine=False, dtype=torch.float64)
+
+    def scale_of(self, x):
+        if not self.ready:
+            self.norm.running_mean.copy_(x.mean(0))
+            self.ready = True
+        return 1 + self.norm.running_mean
+
+
+class GuardedByShape(Guarded):
+    """Is guarded by a tuple of numbers."""
+
+    def scale_of(self, x):
+        if self.size != tuple(x.shape):
+            self.mean.copy_(x.mean(0))
+        self.size = tuple(x.shape)
+        return 1 + self.mean.clone()
+
+
+class Recurrent(Guarded):
+    """Has a pair of tensors from one forward to the next, and none now and then."""
+
+    def scale_of(self, x):
+        before = 0.0 if self.table is None else self.table[0] + self.table[1]
+        self.table = None if len(x) == 9 else (x.mean(0), x.amax(0))
+        return 1 + before
+
+
+class Hidden(Guarded):
+    """Has modules in a list, so that they are not trained, or saved, with it."""
+
+    def __init__(self):
+        super().__init__()
+        self.recent = [nn.BatchNorm1d(3, affine=False, dtype=torch.float64)]
+
+    def scale_of(self, x):
+        return self.recent[0](x)
+
+
+@pytest.mark.parametrize("kind", [FrozenFirst, GuardsBelow, GuardedByShape, Recurrent, Hidden])
+@pytest.mark.parametrize("form", ["region", "nested"])
+def test_state_of_other_kinds(form, kind):
+    assert_as_eager(functools.partial(steps_of_many_sizes, kind), Run("ours", form))
+
+
+@pytest.mark.parametrize("form", ["region", "nested"])
+@pytest.mark.parametrize("between", ["nothing", "reset"])
+def test_an_attribute_that_is_none_before_and_after(form, between):
+    """By forward or by the caller: what a rerun binds it to is undone."""
+
+    class Flip(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.state = None
+
+        def forward(self, x):
+            y = (x if self.state is None else x + self.state).sin()
+            self.state = y.detach().mean(0) if between == "reset" or self.state is None else None
+            return y.exp()
+
+    def program(run):
+        module, x = Flip(), torch.ones(2, 3, requires_grad=True)
+        first, second = run(module, x), run(module, x * 2)
+        if between == "reset":
+            module.state = None
+        (first.sum() + second.sum()).backward()
+        return module.state
+
+    assert_as_eager(program, Run("ours", form))
+
+
+@pytest.mark.parametrize("form", ["region", "nested"])
+@pytest.mark.parametrize("guard", ["table", "flag"])
+def test_parts_that_a_guard_stands_before(form, guard):
+    """They are made once, though what the guard is changes together with a tensor."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads, self.built, self.table = nn.ModuleList(), False, None
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x):
+            self.seen += 1
+            if not self.built if guard == "flag" else self.table is None:
+                self.heads.append(nn.Linear(3, 3))
+                self.table, self.built = torch.ones(3), True
+            for head in self.heads:
+                x = head(x).sin()
+            return x * self.table
+
+    def program(run):
+        module, found = Heads(), []
+        for _ in range(5):
+            x = torch.randn(4, 3, requires_grad=True)
+            found += [gradients(run(module, x), x, *module.parameters()), len(module.heads), module.seen.clone()]
+        return found
+
+    assert_as_eager(program, Run("ours", form))
+
+
+@pytest.mark.parametrize("way", ["in place", "data"])
+def test_parameters_that_the_first_forward_initialises(way):
+    """By numbers of the first batch: a rerun does it once more, which nothing can bring back. An error, and no harm done."""
+
+    class Initialised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.ready = nn.Linear(3, 3), False
+            self.register_buffer("mean", torch.zeros(3))
+
+        def forward(self, x):
+            if not self.ready:
+                with torch.no_grad():
+                    self.mean.copy_(self.linear(x).mean(0))
+                    weight = self.linear.weight
+                    (weight.data if way == "data" else weight).div_(self.linear(x).std())
+                self.ready = True
+            return (self.linear(x) - self.mean).sin().exp()
+
+    module, x = Initialised(), torch.randn(4, 3)
+    y = ckpt_hooks.checkpoint(module, x)
+    weight = module.linear.weight.detach().clone()
+    with pytest.raises(ckpt_hooks.MutationError, match=r"the parameter 'linear\.weight'"):
+        y.sum().backward()
+    assert torch.equal(module.linear.weight, weight)
+    assert module.ready
+    ckpt_hooks.checkpoint(module, x).sum().backward()
+
+
+@pytest.mark.usefixtures("no_gc")
+@pytest.mark.parametrize("way", ["list", "outside"])
+def test_old_graphs_are_not_kept(way):
+    """A list that is bound anew, and an attribute that the caller binds: what is in them is of the forward before."""
+
+    class Logged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.last = nn.Linear(3, 3), None
+
+        def forward(self, x):
+            y = self.linear(x).sin()
+            if way == "list":
+                self.last = [(y * y).mean()]
+            return y.exp()
+
+    module, alive = Logged(), []
+    for _ in range(5):
+        x = torch.randn(4, 3)
+        alive.append(weakref.ref(x))
+        y = ckpt_hooks.checkpoint(module, x)
+        if way == "outside":
+            module.last = y
+        del x, y
+    assert [reference() is not None for reference in alive] == [False] * 4 + [True]
 
 
 @runs("region", "nested")
