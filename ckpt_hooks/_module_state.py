@@ -290,7 +290,8 @@ class State:
             # What was None and is something else now is a part that forward made, a module or the like, and is there to stay.
             if value is not None or now is None or isinstance(now, torch.Tensor):
                 undo.slots.append((slot, now))
-                initialises = initialises or is_guard(value, now)
+                if value is not now and is_guard(value, now):
+                    initialises = True
                 if value is not HAD_GRAPH:
                     _bind(slot, None if value is WAS_NONE else value)
         for tensor, _, _ in stale:

@@ -75,7 +75,7 @@ def _owners_below(own: dict[str, Any]) -> Iterator[int]:
 
 def is_guard(value: Any, now: Any) -> bool:
     """Whether an object that a name is bound to again may have the function initialise something once more."""
-    return value is not now and (value is WAS_NONE or type(value) is bool or (value is None and isinstance(now, torch.Tensor)))
+    return value is WAS_NONE or type(value) is bool or (value is None and isinstance(now, torch.Tensor))
 
 
 def _is_bound_alike(owner: dict[str, Any], before: dict[str, Any]) -> bool:

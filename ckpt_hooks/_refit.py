@@ -94,7 +94,10 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
             if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
                 tensor.data, fits = layout, True
             if fits:
-                _stored(tensor).copy_(_stored(content))
+                if 0 in tensor.stride():
+                    _stored(tensor).copy_(_stored(content))
+                else:
+                    tensor.copy_(content)
             else:
                 tensor.data = copy_of(content)  # an observer gave it another shape
             set_versions((tensor,), (version,))
