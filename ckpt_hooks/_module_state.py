@@ -233,7 +233,10 @@ class State:
         self.slots += self._rebound()
         # What carries a graph is of a forward before, as a loss that is only logged: to keep it would keep that forward, and
         # so on.
-        self.slots = [(slot, HAD_GRAPH if carries_graph(value) else value) for slot, value in self.slots]
+        self.slots = [
+            (slot, value if (type(value) is torch.Tensor and not value.requires_grad) or not carries_graph(value) else HAD_GRAPH)
+            for slot, value in self.slots
+        ]
         if self._has_new_parts():
             self.slots = [(slot, value) for slot, value in self.slots if value is not None]
         if any(plan.has_written() for plan in self.plans):
