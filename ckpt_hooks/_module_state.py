@@ -233,10 +233,7 @@ class State:
         self.slots += self._rebound()
         # What carries a graph is of a forward before, as a loss that is only logged: to keep it would keep that forward, and
         # so on.
-        self.slots = [
-            (slot, value if (type(value) is torch.Tensor and not value.requires_grad) or not carries_graph(value) else HAD_GRAPH)
-            for slot, value in self.slots
-        ]
+        self.slots = [(slot, value if _is_no_part_of_a_graph(value) else HAD_GRAPH) for slot, value in self.slots]
         if self._has_new_parts():
             self.slots = [(slot, value) for slot, value in self.slots if value is not None]
         if any(plan.has_written() for plan in self.plans):
@@ -326,6 +323,10 @@ class State:
             if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
                 fill_all([(parameter, version, content, None)])
                 raise undo.complain(parameter, version)
+
+
+def _is_no_part_of_a_graph(value: Any) -> bool:
+    return (type(value) is torch.Tensor and not value.requires_grad) or not carries_graph(value)
 
 
 def _bind(slot: Slot, value: Any) -> None:
