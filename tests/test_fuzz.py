@@ -60,7 +60,7 @@ def test_a_seed_makes_one_program():
 
 def test_programs_have_what_they_are_made_of():
     """Regions to depth 4, every way of calling them, and a vocabulary worth the name."""
-    programs = [generate(seed, FEATURES) for seed in range(300)]
+    programs = [generate(seed, FEATURES) for seed in range(600)]
     regions = [node for program in programs for node in walk(program.body) if isinstance(node, Region)]
     assert {region.packing for region in regions} == {"tuple", "list", "dict", "nested"}
     styles = {binding.style for region in regions for binding in region.bindings}
