@@ -10,7 +10,7 @@ import torch
 from ._reach import reach
 from ._runtime.frame import FIRST, Frame, RegionPath
 from ._torch import current_node, storage_of
-from .determinism import describe_tensor
+from ._words import describe_tensor
 from .errors import CheckpointError, DeterminismError, MutationError
 
 __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "uninitialized"]

@@ -30,7 +30,8 @@ from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
-from .determinism import Check, describe, first_difference, version_of
+from ._words import describe
+from .determinism import Check, first_difference, version_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["Filling", "StopRecompute"]

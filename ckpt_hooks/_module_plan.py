@@ -113,11 +113,12 @@ class ModulePlan:
 
     def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
         self._root = weakref.ref(root)
-        modules = [module for module in _all_modules(root) if type(module._modules) is dict]
+        everything = _all_modules(root)
+        modules = [module for module in everything if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
-        self._children = [weakref.ref(child) for module in modules for child in module._modules.values() if child is not None]
+        self._children = list(map(weakref.ref, _children_of(modules)))
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
-        self._scripted = [weakref.ref(module) for module in _all_modules(root) if type(module._modules) is not dict]
+        self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
         owners = [list(vars(module).items()) for module in modules]  # other threads may add a plan of theirs meanwhile
         names = [(number, name, value) for number, own in enumerate(owners) for name, value in own]
         names = [entry for entry in names if entry[1] not in _MACHINERY]
@@ -138,7 +139,7 @@ class ModulePlan:
         #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
-        self._parameter_count = self._count_parameters(modules)
+        self._parameter_count = _count_parameters(modules)
         self.lock = threading.RLock()
 
     def is_idle(self, root: Module) -> bool:
@@ -163,8 +164,8 @@ class ModulePlan:
             return True
         is_new = self._epoch != _Epoch.number or self._used < _LOOKS
         self._epoch, self._is_looked_at = _Epoch.number, True
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        children = [child for module in modules for child in module._modules.values() if child is not None]
+        modules = self._alive()
+        children = _children_of(modules)
         if (
             len(modules) != len(self._modules)
             or sum(map(len, map(vars, modules))) != self._size
@@ -175,7 +176,7 @@ class ModulePlan:
             return False
         if is_new:
             self.parameters = _parameters_of(modules)
-            self._parameter_count = self._count_parameters(modules)
+            self._parameter_count = _count_parameters(modules)
         self._stateless = not (
             self._names
             or self._written
@@ -185,6 +186,9 @@ class ModulePlan:
             or next(self._held(modules), None) is not None
         )
         return True
+
+    def _alive(self) -> list[Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
 
     def has_run(self) -> None:
         """Tells that a forward has ended. Regions in regions begin several before that, which count as one."""
@@ -208,7 +212,7 @@ class ModulePlan:
 
     def contents(self) -> tuple[list[Slot], list[torch.Tensor], list[torch.Generator]]:
         """Returns names that may be bound to something else, tensors elsewhere, and generators."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
+        modules = self._alive()
         if self._stateless or len(modules) != len(self._modules):
             return [], [], []
         slots: list[Slot] = [(module._buffers, name) for module in modules for name in module._buffers]
@@ -225,13 +229,8 @@ class ModulePlan:
         """Whether modules or parameters have been added since the module was last looked at."""
         if self._epoch == _Epoch.number:
             return False
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        children = [child for module in modules for child in module._modules.values() if child is not None]
-        return len(children) != len(self._children) or self._count_parameters(modules) != self._parameter_count
-
-    @staticmethod
-    def _count_parameters(modules: list[Module]) -> int:
-        return sum(parameter is not None for module in modules for parameter in module._parameters.values())
+        modules = self._alive()
+        return len(_children_of(modules)) != len(self._children) or _count_parameters(modules) != self._parameter_count
 
     def has_written(self) -> bool:
         """Whether parameters are among what forward changes."""
@@ -244,7 +243,7 @@ class ModulePlan:
         """
         if self._looks_at_frozen > _LOOKS:
             return []
-        modules = [module for reference in self._modules if (module := reference()) is not None]
+        modules = self._alive()
         return [
             (functools.partial(self.note_written, number, name), (module._parameters, name))
             for number, module in enumerate(modules)
@@ -259,11 +258,19 @@ class ModulePlan:
         """
         if self._used > _LOOKS and self._stateless:
             return []
-        modules = [module for reference in self._modules if (module := reference()) is not None]
+        modules = self._alive()
         return [(owner, owner.copy()) for module in modules for owner in (vars(module), module._buffers)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
+
+
+def _children_of(modules: list[Module]) -> list[Module]:
+    return [child for module in modules for child in module._modules.values() if child is not None]
+
+
+def _count_parameters(modules: list[Module]) -> int:
+    return sum(parameter is not None for module in modules for parameter in module._parameters.values())
 
 
 def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()]]:

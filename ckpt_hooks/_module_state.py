@@ -25,7 +25,7 @@ import torch
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._rebinding import ABSENT, ATOMS, HAD_GRAPH, WAS_NONE, carries_graph, is_guard, rebound
-from ._refit import copy_of, fill_all, same_layout
+from ._refit import copy_of, fill_all, is_plain, same_layout
 from ._torch import storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
@@ -39,25 +39,16 @@ _MOST_BYTES = 1 << 20
 _MOST_FROZEN_BYTES = 1 << 24
 
 _NO_PARAMETERS: frozenset[int] = frozenset()
-_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
+def _is_copied(tensor: torch.Tensor) -> bool:
     """Whether a tensor's content can be taken, compared and put back."""
-    return (
-        type(tensor) in _TYPES
-        and not tensor.requires_grad
-        and tensor.layout is torch.strided
-        and not (tensor.is_nested or tensor.is_meta or tensor.is_quantized or tensor.is_inference())
-        and _has_storage(tensor)
-    )
+    return is_plain(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and _has_storage(tensor)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of another class or kind, and tells whether it was written to."""
-    if tensor.requires_grad or tensor.is_inference() or tensor.is_meta:
-        return False
-    return type(tensor) not in _TYPES or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
+    return not (is_plain(tensor) or tensor.requires_grad or tensor.is_meta or tensor.is_inference())
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
@@ -146,7 +137,7 @@ def _frozen_of(plans: list[ModulePlan]) -> list[_Frozen]:
     found = [(slot[0][slot[1]], slot, note) for plan in plans for note, slot in plan.frozen()]
     if not found:
         return []
-    plain = sorted((entry for entry in found if _is_plain(entry[0])), key=lambda entry: entry[0].nbytes)
+    plain = sorted((entry for entry in found if _is_copied(entry[0])), key=lambda entry: entry[0].nbytes)
     total = itertools.accumulate(entry[0].nbytes for entry in plain)
     return [_Frozen(*entry) for entry, bytes_so_far in zip(plain, total, strict=True) if bytes_so_far <= _MOST_FROZEN_BYTES]
 
@@ -207,7 +198,7 @@ class State:
                 seen.add(id(tensor))
                 copy = _known_copy(tensor)
                 if copy is None:
-                    if not _is_plain(tensor):
+                    if not _is_copied(tensor):
                         if _is_versioned(tensor):  # and all that there is to say is that it was modified
                             self.entries.append(_Entry(tensor, None))
                         continue
@@ -230,21 +221,18 @@ class State:
                 frozen.after = frozen.tensor._version
                 self.entries.append(frozen)
                 self.slots.append((frozen.slot, frozen.tensor))
-        self.slots += self._rebound()
+        has_new_parts = self._has_new_parts()
+        self.slots += [] if has_new_parts else rebound(self._namespaces, self._changed_owners)
         # What carries a graph is of a forward before, as a loss that is only logged: to keep it would keep that forward, and
         # so on.
-        self.slots = [(slot, value if _is_no_part_of_a_graph(value) else HAD_GRAPH) for slot, value in self.slots]
-        if self._has_new_parts():
+        self.slots = [(slot, HAD_GRAPH if carries_graph(value) else value) for slot, value in self.slots]
+        if has_new_parts:
             self.slots = [(slot, value) for slot, value in self.slots if value is not None]
         if any(plan.has_written() for plan in self.plans):
             found = (entry.tensor for entry in self.entries)
             self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
         self._namespaces, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
-
-    def _rebound(self) -> list[tuple[Slot, Any]]:
-        """Returns the names that forward has bound to others, and that a rerun has to find as they were."""
-        return [] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners)
 
     def _has_new_parts(self) -> bool:
         """Whether forward has made modules or parameters, which stay, and with them whatever tells that they are there."""
@@ -273,7 +261,7 @@ class State:
         stale, entries, slots, initialises = [], self.entries, self.slots, False
         if not self._settled:  # a backward in the middle of forward
             entries = entries + [frozen for frozen in self._frozen if frozen.is_in_place()]
-            slots = slots + self._rebound()
+            slots = slots + ([] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners))
         for entry in entries:
             tensor, copy = entry.tensor, entry.copy
             if entry.is_stale():
@@ -300,7 +288,7 @@ class State:
         if initialises:
             modules = {id(module): module for plan in self.plans for reference in plan.parameters[0] if (module := reference())}
             found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
-            trained = [parameter for parameter in found.values() if parameter.requires_grad and _is_plain(parameter.detach())]
+            trained = [parameter for parameter in found.values() if parameter.requires_grad and _is_copied(parameter.detach())]
             undo.trained = [(parameter, parameter._version, copy_of(parameter)) for parameter in trained]
             undo.complain = complain
 
@@ -323,10 +311,6 @@ class State:
             if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
                 fill_all([(parameter, version, content, None)])
                 raise undo.complain(parameter, version)
-
-
-def _is_no_part_of_a_graph(value: Any) -> bool:
-    return (type(value) is torch.Tensor and not value.requires_grad) or not carries_graph(value)
 
 
 def _bind(slot: Slot, value: Any) -> None:

@@ -105,23 +105,32 @@ def _or_was_none(value: Any) -> Any:
 
 def _are_of_tensors(value: Any, now: Any) -> bool:
     """Whether values are containers or None, and hold tensors."""
-    return all(one is None or isinstance(one, _CONTAINERS) for one in (value, now)) and any(map(_is_of_tensors, (value, now)))
+    return all(one is None or isinstance(one, _CONTAINERS) for one in (value, now)) and any(
+        _has_tensor(one, _is_any, levels=2) for one in (value, now)
+    )
 
 
-def _is_of_tensors(value: Any, levels: int = 2) -> bool:
+def carries_graph(value: Any) -> bool:
+    """Whether a value is a tensor with a history, or holds one."""
+    return _has_tensor(value, _has_history, levels=3)
+
+
+def _has_tensor(value: Any, test: Callable[[torch.Tensor], bool], *, levels: int) -> bool:
+    """Whether a value is a tensor that passes a test, or holds one so many levels down."""
     if isinstance(value, torch.Tensor):
+        return test(value)
+    if not isinstance(value, _CONTAINERS) or not levels:
+        return False
+    inner = list(value.values() if isinstance(value, dict) else value)
+    return any(_has_tensor(one, test, levels=levels - 1) for one in inner)
+
+
+def _is_any(tensor: torch.Tensor) -> bool:
+    return True
+
+
+def _has_history(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.requires_grad and not tensor.is_leaf
+    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
         return True
-    if not isinstance(value, _CONTAINERS) or not levels:
-        return False
-    return any(_is_of_tensors(inner, levels - 1) for inner in list(value.values() if isinstance(value, dict) else value))
-
-
-def carries_graph(value: Any, levels: int = 3) -> bool:
-    if isinstance(value, torch.Tensor):
-        try:
-            return value.requires_grad and not value.is_leaf
-        except RuntimeError:  # a view of many whose base was modified, which has lost its graph
-            return True
-    if not isinstance(value, _CONTAINERS) or not levels:
-        return False
-    return any(carries_graph(inner, levels - 1) for inner in list(value.values() if isinstance(value, dict) else value))

@@ -17,7 +17,15 @@ import torch
 
 from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["copy_of", "fill_all", "refit", "same_layout"]
+__all__ = ["PLAIN", "copy_of", "fill_all", "is_plain", "refit", "same_layout"]
+
+#: Types of tensors that are what they seem.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:

@@ -81,6 +81,7 @@ class FunctionFrame(Frame):
         "_draws",
         "_finish",
         "_function",
+        "_keeps_all",
         "_options",
         "_parameters",
         "_plain",
@@ -128,7 +129,7 @@ class FunctionFrame(Frame):
         self._state: State | None = None
         self._draws: RecordDraws | None = None
         self._parameters = NO_PARAMETERS
-        self._plain: bool | None = False
+        self._keeps_all = False
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
 
@@ -144,7 +145,7 @@ class FunctionFrame(Frame):
                 self._note_versions(parameters_of(plan.parameters))
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
-                if self._plain is None:
+                if self._keeps_all:
                     return self
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._context = copy_context() or None
@@ -192,7 +193,7 @@ class FunctionFrame(Frame):
             # What a lazy module's first forward does to itself cannot be done twice. All is kept, this once.
             if self._contexts is not None:
                 raise uninitialized(self._region())
-            self._plain = None
+            self._keeps_all, self._plain = True, False
             return reached.generators
         self._note_versions(parameters_of(references_of(plans, reached.tensors)))
         if not self._options.preserve_buffers:
@@ -208,7 +209,7 @@ class FunctionFrame(Frame):
             self._arguments.live = None
             self.complete = error is None
             return
-        if self._plain is None:
+        if self._keeps_all:
             return
         suppressed: bool | None = False
         if self._contexts is not None:

@@ -25,14 +25,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, Union
 
 import torch
-from torch.nn import Module, Parameter
+from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ._dispatch import PausableDispatchMode, count_writes
 from ._module_plan import ModulePlan
 from ._operators import Kind, facts_of, written_by
-from ._refit import copy_of, fill_all
+from ._refit import PLAIN, copy_of, fill_all
 from ._torch import storage_of
 from .errors import MutationError
 
@@ -58,14 +58,12 @@ Held = Union[torch.Tensor, "weakref.ref[torch.Tensor]"]
 #: What a region reaches that has none.
 NO_PARAMETERS: Sequence[Held] = ()
 
-_TYPES = frozenset({torch.Tensor, Parameter})
-
 
 def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> References:
     """Returns where the parameters of modules are, and those among other tensors that require grad."""
     if len(plans) == 1 and not tensors:
         return plans[0].parameters
-    own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in _TYPES and not tensor.is_inference()]
+    own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in PLAIN and not tensor.is_inference()]
     return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own
 
 
@@ -93,8 +91,8 @@ def held(parameters: Sequence[torch.Tensor]) -> Sequence[Held]:
 def versions_of(parameters: Sequence[Held]) -> list[int]:
     """Returns the version of each parameter; -1 where it has none."""
     try:
-        return [parameter._version for parameter in parameters]  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError, ValueError):  # held weakly, without versions, or not made yet
+        return [(entry() if type(entry) is weakref.ref else entry)._version for entry in parameters]  # type: ignore[union-attr]
+    except (AttributeError, RuntimeError, ValueError):  # gone, without versions, or not made yet
         return list(map(_version_of, parameters))
 
 

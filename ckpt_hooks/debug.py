@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 
 from ._dispatch import QuietDispatchMode, count_writes
 from ._runtime.settings import override
-from .determinism import describe_tensor
+from ._words import describe_tensor
 from .errors import DeterminismError, rebuild_error
 
 __all__ = ["OperatorLogs", "set_checkpoint_debug_enabled"]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["DEFAULT_CHECK", "Check", "check_of", "describe", "describe_tensor", "first_difference", "version_of"]
+__all__ = ["DEFAULT_CHECK", "Check", "check_of", "first_difference", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -127,17 +127,6 @@ def version_of(facts: Any) -> int:
     """Returns the version that was noted with other facts, or alone."""
     version: int = facts[-1] if isinstance(facts, tuple) else facts
     return version
-
-
-def describe(shape: torch.Size | None, dtype: torch.dtype, device: torch.device) -> str:
-    """Returns metadata in words, as in ``"float32[4, 8] on cpu"``; a nested tensor may have no shape."""
-    return f"{str(dtype).removeprefix('torch.')}{'[nested]' if shape is None else list(shape)} on {device}"
-
-
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """Returns the metadata of a tensor in words."""
-    has_shape = not tensor.is_nested or tensor.layout is not torch.strided
-    return describe(tensor.shape if has_shape else None, tensor.dtype, tensor.device)
 
 
 def _equal(one: Any, other: Any) -> bool:

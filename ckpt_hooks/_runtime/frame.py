@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
+from ckpt_hooks._words import describe_kind
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
@@ -64,8 +65,7 @@ def mutated_leaf(kept: Kept) -> MutationError:
     tensor, version, path = kept
     region = format_path(path)
     kind = "leaf" if tensor.requires_grad else "tensor"
-    shape = "[nested]" if tensor.is_nested else list(tensor.shape)
-    what = f"a {str(tensor.dtype).removeprefix('torch.')}{shape} {kind}"
+    what = f"a {describe_kind(tensor)} {kind}"
     return MutationError(
         f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
         f"{tensor._version}; expected version {version} instead. Backward needs the values that forward saw: modify the tensor "

@@ -12,45 +12,30 @@ from typing import Any
 import torch
 
 from ckpt_hooks._dispatch import unseen
-from ckpt_hooks._refit import copy_of
+from ckpt_hooks._refit import copy_of, is_plain
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
 from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view, storage_address, storage_of, version_witness
+from ckpt_hooks._words import describe_kind
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
 __all__ = [
-    "PLAIN",
     "Clones",
-    "Exchanged",
     "Hooks",
     "Kept",
+    "Lost",
     "Moved",
-    "Overwritten",
     "Packed",
     "copy_in",
-    "describe_tensor",
-    "is_plain",
+    "lost_to_exchange",
+    "lost_to_write",
 ]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
-#: Types of tensors that are what they seem.
-PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
-
 #: Storages and their copies, by the address of the original.
 Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
-
-
-def describe_tensor(tensor: torch.Tensor) -> str:
-    """Returns a tensor in words, as in ``"float32[4, 8]"``."""
-    shape = "[nested]" if tensor.is_nested else list(tensor.shape)
-    return f"{str(tensor.dtype).removeprefix('torch.')}{shape}"
-
-
-def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
-    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 @unseen
@@ -105,7 +90,7 @@ class Kept:
     def describe(self) -> str:
         """Returns what it is, in words; nothing for parameters and the like, which are there in any case."""
         tensor = self.tensor
-        return "" if tensor is None or is_kept_anyway(tensor) else describe_tensor(tensor)
+        return "" if tensor is None or is_kept_anyway(tensor) else describe_kind(tensor)
 
     def copy(self, clones: Clones) -> None:
         """Keeps a copy instead, since the tensor is about to be written to; see :func:`copy_in`."""
@@ -150,7 +135,7 @@ class Kept:
         if is_freed(tensor):
             region = format_path(self.path)
             raise CheckpointError(
-                f"the memory of a {describe_tensor(tensor)} tensor that region {'/'.join(region)!r} needs was freed after "
+                f"the memory of a {describe_kind(tensor)} tensor that region {'/'.join(region)!r} needs was freed after "
                 "forward and not filled again. A framework that gathers parameters does so for each of its units: make each "
                 "unit a region of its own.",
                 region=region,
@@ -160,12 +145,12 @@ class Kept:
     def _modified(self, tensor: torch.Tensor) -> MutationError:
         region, version = format_path(self.path), self.version or 0
         return MutationError(
-            f"a {describe_tensor(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by "
+            f"a {describe_kind(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by "
             f"an inplace operation: it is at version {tensor._version}; expected version {version} instead. A replay of the "
             "region needs the values that it saw: modify a clone, or have what was computed from the tensor kept, by a policy "
             "or by leaving it out of the region.",
             region=region,
-            tensor=describe_tensor(tensor),
+            tensor=describe_kind(tensor),
             expected=version,
             found=tensor._version,
         )
@@ -190,7 +175,7 @@ class Packed(Kept):
         tensor = _take_over(self, kept)
         if self.version is None:
             self.version = tensor._version
-        self._description = describe_tensor(tensor)
+        self._description = describe_kind(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
         pack, self._unpack = hooks
@@ -227,7 +212,7 @@ class Moved(Kept):
 
     def __init__(self, kept: Kept, batch: Batch, transfers: Transfers) -> None:
         tensor = _take_over(self, kept)
-        self._description = describe_tensor(tensor)
+        self._description = describe_kind(tensor)
         self._witness: torch.Tensor | None = version_witness(tensor)
         self._moved = batch.send(tensor, transfers)
 
@@ -259,13 +244,19 @@ class Moved(Kept):
 
 
 class Lost(Kept):
-    """Stands for a tensor whose content is not there any more."""
+    """Stands for a tensor whose content is not there any more.
 
-    __slots__ = ()
+    Attributes:
+        what: Which tensor.
+        why: What has become of it, after its name and the region's.
+    """
 
-    def __init__(self, path: RegionPath) -> None:
+    __slots__ = ("what", "why")
+
+    def __init__(self, what: str, why: str, path: RegionPath) -> None:
         self.tensor, self.version, self.reason, self.path = None, None, "", path
         self.is_fickle = self.by_policy = False
+        self.what, self.why = what, why
 
     def describe(self) -> str:
         """Returns nothing: nothing is kept."""
@@ -278,12 +269,6 @@ class Lost(Kept):
         """Returns itself."""
         return self
 
-
-class Exchanged(Lost):
-    """Stands for a tensor from outside that the region read, and that was then given another storage in the region."""
-
-    __slots__ = ()
-
     def get(self) -> torch.Tensor:
         """Raises.
 
@@ -291,39 +276,30 @@ class Exchanged(Lost):
             MutationError: Always.
         """
         region = format_path(self.path)
-        raise MutationError(
-            f"a tensor from outside of region {'/'.join(region)!r} was given another storage (`tensor.data = ...`) between two "
-            "operators of the region that read it, so it is at another version than expected. A replay needs the one from "
-            "before: use two tensors, or leave the first operator out of the region.",
-            region=region,
-            tensor="a tensor from outside",
-            expected=0,
-            found=1,
-        )
+        message = self.why.format(region=repr("/".join(region)))
+        raise MutationError(message, region=region, tensor=self.what, expected=0, found=1)
 
 
-class Overwritten(Lost):
-    """Stands for a saved tensor that was modified in place in the region, for which plain autograd raises as well."""
+def lost_to_exchange(path: RegionPath) -> Lost:
+    """Returns what stands for a tensor from outside that a region read, and that was then given another storage in it."""
+    return Lost(
+        "a tensor from outside",
+        "a tensor from outside of region {region} was given another storage (`tensor.data = ...`) between two operators of the "
+        "region that read it, so it is at another version than expected. A replay needs the one from before: use two tensors, "
+        "or leave the first operator out of the region.",
+        path,
+    )
 
-    __slots__ = ("_name",)
 
-    def __init__(self, name: str, path: RegionPath) -> None:
-        super().__init__(path)
-        self._name = name
+def lost_to_write(name: str, path: RegionPath) -> Lost:
+    """Returns what stands for a saved tensor that an operator of that name modified in place in the region.
 
-    def get(self) -> torch.Tensor:
-        """Raises.
-
-        Raises:
-            MutationError: Always.
-        """
-        region = format_path(self.path)
-        raise MutationError(
-            f"a tensor that region {'/'.join(region)!r} saved has been modified by an inplace operation ({self._name}) later "
-            "in the region, so it is at another version than expected. Backward needs the values from before: modify a clone, "
-            "or use the out-of-place form.",
-            region=region,
-            tensor="a saved tensor",
-            expected=0,
-            found=1,
-        )
+    Plain autograd raises for it as well.
+    """
+    return Lost(
+        "a saved tensor",
+        f"a tensor that region {{region}} saved has been modified by an inplace operation ({name}) later in the region, so it "
+        "is at another version than expected. Backward needs the values from before: modify a clone, or use the out-of-place "
+        "form.",
+        path,
+    )

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._refit import PLAIN, is_plain
 from ckpt_hooks._runtime.frame import RegionPath
 from ckpt_hooks._torch import counted_detach, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.offload import Batch, transfers_for
@@ -23,7 +24,7 @@ from .aliases import alias_of, group_in
 from .around import Around
 from .deciding import OFFLOAD, RECOMPUTE
 from .facts import OpFacts, facts_of
-from .kept import PLAIN, Exchanged, Hooks, Kept, Moved, is_plain
+from .kept import Hooks, Kept, Moved, lost_to_exchange
 from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
 
 __all__ = ["Tables"]
@@ -279,7 +280,7 @@ class Tables:
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 if found.store.address == (address or 0) or not is_kept_anyway(tensor):
                     return found
-                found.saved = Exchanged(self.path)
+                found.saved = lost_to_exchange(self.path)
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
             store = self.store_outside(address)

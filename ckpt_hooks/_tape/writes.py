@@ -20,12 +20,13 @@ import torch
 
 from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
+from ckpt_hooks._refit import PLAIN
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
 from .aliases import group_of, is_in
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
-from .kept import PLAIN, Clones, Overwritten
+from .kept import Clones, lost_to_write
 from .values import Op, Store, Value, cut, flatten, new_value
 
 if TYPE_CHECKING:
@@ -184,7 +185,7 @@ def _after(tape: Recorder, op: Op, before: Value) -> Value:
 
 def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
     changed = new_value(value.number, value.store, value.group)
-    changed.tensor, changed.saved = value.tensor, Overwritten(str(facts.operator), path)
+    changed.tensor, changed.saved = value.tensor, lost_to_write(str(facts.operator), path)
     return changed
 
 
