@@ -2,7 +2,7 @@
 
 The hook made here takes the tensors in order, as the values of the handles of the same numbers, and ends the rerun as soon as
 the last handle that is still alive has its value (Rule 5), by an exception: there the operator that saves has not even run
-yet. Two things follow from that.
+yet. (Where all that is left is to return, it does that instead: see :mod:`ckpt_hooks._tail`.) Two things follow from that.
 
 *User code must not swallow the stop* (Rule 8): it derives from ``BaseException``, and a function that swallows it all the
 same meets it again at the next tensor it saves; however it ends, every value is there already.
@@ -20,6 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import chain, repeat
+from sys import _getframe
+from types import CodeType
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from ._dispatch import only_quiet_modes, unseen
 from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
+from ._tail import is_all_but_done, is_small
 from ._torch import detach_past_modes, sequence_number, storage_of
 from ._words import describe
 from .determinism import Check, first_difference, version_of
@@ -110,7 +113,10 @@ class Filling:
         self._doubt = trusted, error
 
     def hook(
-        self, wanted: Collection[int] | None, exchanged: frozenset[int | None] = frozenset()
+        self,
+        wanted: Collection[int] | None,
+        exchanged: frozenset[int | None] = frozenset(),
+        until: CodeType | None = None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the pack hook of the rerun.
 
@@ -122,6 +128,7 @@ class Filling:
         Args:
             wanted: Which handles to fill; None for all that are alive.
             exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
+            until: The code that calls the function, if that may return where it has nothing left to do; None to stop it.
         """
         values = self.values
         asked: list[Any] = self._frame.alive()
@@ -156,14 +163,16 @@ class Filling:
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
-                    raise StopRecompute
+                    if until is None or not is_small(tensor) or not is_all_but_done(_getframe(1), self._function, until):
+                        raise StopRecompute
+                    unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
                 return tensor
             if step is None:
                 return self._past_last(tensor, unfinished)
-            index = len(values)
             append(MISSING)
             if tensor.requires_grad:
                 return tensor if tensor.is_leaf else detach(tensor)
+            index = len(values) - 1
             append_without_grad(index)
             if index != final:
                 unfinished = sequence_number()
@@ -188,12 +197,12 @@ class Filling:
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
         if self._early_stop:
-            if unfinished != sequence_number():
+            if unfinished != sequence_number() or (self.stopped and not is_small(tensor)):
                 self.stopped = True
                 raise StopRecompute
         elif self._frame.complete and len(self.values) > len(self._frame.numbers):
             raise StopRecompute
-        return tensor.detach()
+        return tensor if tensor.is_leaf else tensor.detach()
 
     def result(self, check: Check) -> list[torch.Tensor]:
         """Returns the values when the rerun has ended: one entry a handle up to the last wanted, ``MISSING`` for the others.

@@ -365,8 +365,9 @@ class FunctionFrame(Frame):
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
         found_changed = self._parameters and self.complete and versions_of(self._parameters) != self._versions
-        hook = filling.hook(wanted, exchanged)
-        if found_changed or (num_dispatch_modes() and self._selection is None):
+        has_modes = num_dispatch_modes() > 0
+        hook = filling.hook(wanted, exchanged, None if has_modes or self._contexts else FunctionFrame._call_under.__code__)
+        if found_changed or (has_modes and self._selection is None):
             hook = filling.noting_versions(hook)
         push_saved_tensors_hooks(hook, hand_back)
         try:

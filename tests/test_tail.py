@@ -1,0 +1,651 @@
+"""Rule 5: a rerun that has nothing left to do returns, where that is quicker than to stop it; and only there."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ckpt_hooks import _tail as tail
+from ckpt_hooks import checkpoint
+from ckpt_hooks._bytecode import OPERATORS
+from ckpt_hooks._operators import WRITES_UNSAID
+from tests.measure import CountOps
+from tests.measure import leaf as new_leaf
+
+events: list[str] = []
+counter = 0
+unbound_later = F
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_known(monkeypatch):
+    """Starts each test without verdicts of others, and without events."""
+    for name in ("_innermost", "_outer"):
+        monkeypatch.setattr(tail, name, {})
+    monkeypatch.setattr(tail, "_left_to_do", set())
+    events.clear()
+
+
+def value(*shape: int) -> torch.Tensor:
+    """Returns a tensor that is no leaf, so that a function that saves it has to be run again for that."""
+    return new_leaf(*shape).clone()
+
+
+def operators_in_backward(y: torch.Tensor) -> list[str]:
+    """Returns which operators a backward runs, by name, as the profiler sees them."""
+    with torch.autograd.profiler.profile(use_kineto=False) as profiler:
+        y.sum().backward()
+    return [event.name.removeprefix("aten::") for event in profiler.function_events]
+
+
+def has_returned(function, *args, marker: str = "add") -> bool:
+    """Whether the rerun of a function has got to an operator that comes after all that it saves."""
+    found = set()
+    for _ in range(3):  # the first one judges, the others remember
+        found.add(marker in operators_in_backward(checkpoint(function, *args)))
+    assert len(found) == 1
+    return found.pop()
+
+
+# ---- what returns ----
+
+
+def plus(x, y):
+    return y + x.sin()
+
+
+def plus_in_branches(x, y):
+    if y is not None:
+        z = x.sin() if x.ndim else x.cos()
+    else:
+        z = note(x)
+        z = note(z)
+    y = y + z
+    return y  # noqa: RET504
+
+
+def plus_if(x, y, more=None):
+    z = x.sin()
+    if more is None:
+        z = y + z
+    return z
+
+
+def plus_dropout(x, y):
+    return y + F.dropout(x.sin(), 0.0, True)
+
+
+def plus_dropout_afterwards(x, y):
+    z = torch.sin(x)
+    z = F.dropout(z, 0.0)
+    return torch.add(y, z)
+
+
+def plus_by_a_call(x, y):
+    return plus(x, y)
+
+
+def plus_by_arguments(*args, **kwargs):
+    return plus(*args, **kwargs)
+
+
+class Residual(nn.Module):
+    """A block that ends like those of transformers."""
+
+    def __init__(self):
+        """Makes the layers."""
+        super().__init__()
+        self.inner = nn.Linear(4, 4, dtype=torch.float64)
+        self.norm = nn.LayerNorm(4, dtype=torch.float64)
+
+    def forward(self, x, y):
+        """Adds what it computes to its second argument."""
+        return y + self.inner(F.gelu(self.norm(x)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        plus,
+        plus_dropout,
+        plus_dropout_afterwards,
+        plus_by_a_call,
+        plus_by_arguments,
+        plus_in_branches,
+        plus_if,
+        functools.partial(plus),
+        lambda x, y: y + x @ x.t(),
+        lambda x, y: y + F.scaled_dot_product_attention(x, x, x),
+        lambda x, y: y + x.exp(),
+        lambda x, y: y + x * x,
+    ],
+)
+def test_rule_5_what_only_adds_and_returns_does_return(function):
+    """The result is that of plain autograd, and of a rerun that was stopped."""
+    x, y = value(4, 4), value(4, 4)
+    assert has_returned(function, x, y)
+    gradients = torch.autograd.grad(checkpoint(function, x, y).sum(), (x, y))
+    plain = torch.autograd.grad(function(x, y).sum(), (x, y))
+    assert all(map(torch.equal, gradients, plain))
+
+
+def test_rule_5_modules_return():
+    """The frames of ``torch.nn.Module`` are in between."""
+    block, x, y = Residual(), value(4, 4), value(4, 4)
+    assert has_returned(block, x, y)
+    assert has_returned(lambda x, y: block(x, y), x, y)
+
+
+def test_rule_5_a_loop_over_a_range_is_left():
+    """Whether it goes on cannot be seen: if it does, it is stopped at the next operator that saves."""
+
+    def in_a_row(x, times):
+        for i in range(times):
+            x = x.exp() if i % 2 else x.sin()
+        return x + 1
+
+    x = value(4)
+    assert has_returned(in_a_row, x, 3)
+    (g,) = torch.autograd.grad(checkpoint(in_a_row, x, 3).sum(), x)
+    assert torch.equal(g, torch.autograd.grad(in_a_row(x, 3).sum(), x)[0])
+
+
+def test_rule_5_a_loop_that_goes_on_is_stopped_at_the_next_operator_that_saves():
+    """Where the last handle that is alive is not that of the last operator, the loop has turns left."""
+
+    def in_a_row(x):
+        seen = []
+        for _ in range(4):
+            x = x.sin()
+            seen.append(x)
+        return seen
+
+    def turns(x):
+        for _ in range(4):
+            x = x.sin()
+        return x
+
+    x = value(4)
+    first = checkpoint(in_a_row, x)[0]
+    assert operators_in_backward(first).count("sin") == 1
+    y = checkpoint(turns, x)
+    node = y.grad_fn.next_functions[0][0].next_functions[0][0]  # the second of four
+    del y
+    with torch.autograd.profiler.profile(use_kineto=False) as profiler:
+        node(torch.ones(4, dtype=torch.float64))
+    # The first, the second, which saves what is asked for and goes on, and the third, which is stopped before it runs.
+    assert [event.name for event in profiler.function_events].count("aten::sin") == 3
+
+
+@pytest.mark.parametrize("in_context", [False, True])
+def test_rule_5_context_variables_make_no_difference(in_context):
+    """A rerun in a copy of a context is called by C code in between."""
+    x, y = value(4), value(4)
+    context = contextvars.copy_context()
+    if in_context:
+        context.run(contextvars.ContextVar("variable").set, 1)
+    assert context.run(has_returned, plus, x, y)
+
+
+# ---- what is stopped ----
+
+
+class Counts:
+    """Has things to do after its last operator."""
+
+    def __init__(self):
+        self.calls = 0
+        self.kept = None
+        self.items = {}
+
+    def add(self, x):
+        z = x.sin()
+        self.calls += 1
+        return z
+
+    def keep(self, x):
+        z = x.sin()
+        self.kept = "kept" if self.kept is None else "again"
+        return z
+
+    def put(self, x):
+        z = x.sin()
+        self.items[len(self.items)] = 1
+        return z
+
+    @property
+    def noting(self):
+        events.append("property")
+        return 1.0
+
+    def ask(self, x):
+        z = x.sin()
+        return z * self.noting
+
+    def happened(self):
+        return self.calls + len(self.items) + (self.kept is not None) + (self.kept == "again") + len(events)
+
+
+@pytest.mark.parametrize("name", ["add", "keep", "put", "ask"])
+def test_rule_5_objects_are_not_changed_twice(name):
+    """Attributes, items, and properties, which may do anything."""
+    for _ in range(2):
+        events.clear()
+        counts = Counts()
+        checkpoint(getattr(counts, name), value(4)).sum().backward()
+        assert counts.happened() == 1
+
+
+def by_call(x):
+    z = x.sin()
+    events.append("after")
+    return z
+
+
+def by_print(x):
+    z = x.sin()
+    print(events.append("printed"))  # noqa: T201
+    return z
+
+
+def by_global(x):
+    global counter
+    z = x.sin()
+    counter += 1
+    events.extend(["global"] * counter)
+    counter = 0
+    return z
+
+
+def by_context(x):
+    with noting():
+        return x.sin()
+
+
+def by_finally(x):
+    try:
+        return x.sin()
+    finally:
+        events.append("finally")
+
+
+def by_generator(x):
+    def values():
+        yield x.sin()
+        events.append("generator")
+
+    return sum(values())
+
+
+def by_branch(x, *, flag=True):
+    z = x.sin()
+    if flag:
+        events.append("branch")
+    return z
+
+
+def by_loop(x):
+    for function in [torch.sin, note]:
+        x = function(x)
+    return x
+
+
+def by_range(x):
+    for i in range(2):
+        x = note(x) if i else x.sin()
+    return x
+
+
+def by_while(x):
+    turns = 0
+    while turns < 2:
+        x = note(x) if turns else x.sin()
+        turns += 1
+    return x
+
+
+def by_comprehension(x):
+    return sum([function(x) for function in (torch.sin, note)])
+
+
+def by_map(x):
+    return sum(map(lambda function: function(x), (torch.sin, note)))  # noqa: C417
+
+
+def by_reduce(x):
+    return functools.reduce(lambda x, function: function(x), (torch.sin, note), x)
+
+
+def by_wrapper(x):
+    return noted(x)
+
+
+def by_star(x):
+    return note(*[x.sin()])
+
+
+def by_default_of_a_lambda(x):
+    also = lambda y, then=note: then(y)  # noqa: E731
+    return also(x.sin())
+
+
+def by_in_place_operator(x):
+    z = x.sin()
+    events.__iadd__(["in place"])
+    return z
+
+
+def by_augmented_assignment(x):
+    z, mine = x.sin(), events
+    mine += ["augmented"]
+    return z
+
+
+def by_shift(x):
+    z, mine = x.sin(), Shifts()
+    mine << "shifted"
+    return z
+
+
+def by_unpacking(x):
+    z = x.sin()
+    _first, *_ = Iterates()
+    return z
+
+
+def by_format(x):
+    z = x.sin()
+    _ = f"{Formats()}"
+    return z
+
+
+class Shifts:
+    """Notes what it is shifted by."""
+
+    def __lshift__(self, other):
+        events.append(other)
+        return self
+
+
+class Iterates:
+    """Notes that it is iterated over."""
+
+    def __iter__(self):
+        events.append("iterated")
+        return iter([1, 2])
+
+
+class Formats:
+    """Notes that it is formatted."""
+
+    def __format__(self, how):
+        events.append("formatted")
+        return ""
+
+
+@contextlib.contextmanager
+def noting():
+    yield
+    events.append("context")
+
+
+def note(x):
+    events.append("note")
+    return x
+
+
+def noted_by(function):
+    @functools.wraps(function)
+    def wrapper(x):
+        return note(function(x))
+
+    return wrapper
+
+
+@noted_by
+def noted(x):
+    return x.sin()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        by_augmented_assignment,
+        by_branch,
+        by_call,
+        by_comprehension,
+        by_context,
+        by_default_of_a_lambda,
+        by_finally,
+        by_format,
+        by_generator,
+        by_global,
+        by_in_place_operator,
+        by_loop,
+        by_map,
+        by_print,
+        by_range,
+        by_reduce,
+        by_shift,
+        by_star,
+        by_unpacking,
+        by_while,
+        by_wrapper,
+    ],
+)
+def test_rule_5_what_has_more_to_do_is_stopped(function):
+    """All of it happens once, in forward, or as often as leaving a block by an exception makes it happen."""
+    leaves_by_exception = function is by_finally
+    for _ in range(3):  # also when it is known
+        events.clear()
+        checkpoint(function, value(4)).sum().backward()
+        assert len(events) == 1 + leaves_by_exception
+
+
+def test_rule_5_nonlocal_variables_are_not_set_twice():
+    """A closure's variable is seen by others."""
+    count = 0
+
+    def function(x):
+        nonlocal count
+        z = x.sin()
+        count += 1
+        return z
+
+    checkpoint(function, value(4)).sum().backward()
+    assert count == 1
+
+
+memory = torch.zeros(4, dtype=torch.float64)
+
+
+def deep_inside():
+    """Returns a tensor from where nobody looks for state."""
+    return memory
+
+
+def by_method(x):
+    cache = deep_inside()
+    z = x.sin()
+    cache.copy_(z.detach())
+    return z
+
+
+def by_item(x):
+    cache = deep_inside()
+    z = x.sin()
+    cache[1:] = 1.0
+    return z
+
+
+def by_operator(x):
+    cache = deep_inside()
+    z = x.sin()
+    cache += 1.0
+    return z
+
+
+def by_dropout(x):
+    cache = deep_inside()
+    z = x.sin()
+    F.dropout(cache, 0.5, True, True)
+    return z
+
+
+def by_out(x):
+    cache, ones = deep_inside(), torch.ones(4, dtype=torch.float64)
+    z = x.sin()
+    torch.add(ones, ones, out=cache)
+    return z
+
+
+@pytest.mark.parametrize("function", [by_dropout, by_item, by_method, by_operator, by_out])
+def test_rule_5_what_writes_is_stopped_before_it_does(function):
+    """What it writes to may be anybody's."""
+    memory.fill_(1.0)
+    y = checkpoint(function, value(4))
+    version = memory._version
+    y.sum().backward()
+    assert memory._version == version
+
+
+def test_rule_5_an_operator_that_saves_and_then_writes_is_stopped():
+    """It saves a factor before it writes, to a tensor that is anybody's."""
+
+    def function(x):
+        z = deep_inside().detach()
+        return z.addcmul_(x, torch.full((4,), 2.0, dtype=torch.float64))
+
+    memory.fill_(1.0)
+    y = checkpoint(function, value(4))
+    version = memory._version
+    y.sum().backward()
+    assert memory._version == version
+
+
+def test_rule_5_names_that_mean_something_else_are_looked_at_again():
+    """A verdict is about what names are bound to."""
+    x, y = value(4), value(4)
+    assert has_returned(plus_dropout, x, y)
+    region = checkpoint(plus_dropout, x, y)
+    with mock.patch.object(F, "dropout", lambda tensor, *_: note(tensor)):
+        region.sum().backward()
+        assert events == []
+        checkpoint(plus_dropout, x, y).sum().backward()
+        assert events == ["note"]
+    assert has_returned(plus_dropout, x, y)
+
+
+def test_rule_5_globals_of_the_function_are_looked_at_again():
+    """The same for a name in the function's own module."""
+    global unbound_later
+
+    def function(x):
+        return unbound_later.dropout(x.sin(), 0.0, True) + 1
+
+    x = value(4)
+    assert has_returned(function, x)
+    region = checkpoint(function, x)
+    unbound_later = mock.Mock(dropout=lambda tensor, *_: note(tensor))
+    try:
+        region.sum().backward()
+        assert events == []
+    finally:
+        unbound_later = F
+
+
+def test_rule_5_a_large_operator_is_stopped():
+    """How long it would take to end is not known: the sizes of all that it saves have to be small."""
+    few = tail.MOST_ELEMENTS // 4
+    x = value(2, 4)
+    assert has_returned(plus, x, torch.ones(1))
+    assert not has_returned(plus, value(tail.MOST_ELEMENTS + 1), torch.ones(1))
+    for size, returns in ((few, True), (few + 1, False)):
+        weight = new_leaf(4, size)
+        assert has_returned(lambda x, y, weight=weight: y + torch.matmul(weight.t(), x.t()), x, torch.ones(1)) is returns
+
+
+def test_rule_5_modes_see_as_much_as_before():
+    """A dispatch mode around backward counts what is brought back, and no more."""
+    x, y = value(4), value(4)
+    region = checkpoint(plus, x, y)
+    with CountOps() as ops:
+        region.sum().backward()
+    assert ops.counts["add"] == 0
+    assert ops.counts["sin"] == 0
+
+
+class Noting(torch.Tensor):
+    """Is told of every operator on it."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.sin.default:
+            events.append("sin")
+        out = func(*pytree.tree_map_only(Noting, lambda one: one.inner, args), **(kwargs or {}))
+        return pytree.tree_map_only(torch.Tensor, Noting, out)
+
+
+def test_rule_5_tensors_of_other_classes_are_told_as_much_as_before():
+    """What they do when an operator runs on them is theirs."""
+    x = Noting(torch.randn(4)).requires_grad_().clone()
+    checkpoint(lambda x: x.sin(), x).sum().backward()
+    assert events == ["sin"]
+
+
+def test_rule_5_deep_functions_are_stopped():
+    """The way out is not looked at for longer than it takes to stop."""
+    x, y = value(4), value(4)
+    for depth, returns in ((3, True), (30, False)):
+        function = plus
+        for _ in range(depth):
+            function = functools.partial(lambda inner, x, y: inner(x, y), function)
+        assert has_returned(lambda x, y, function=function: function(x, y), x, y) is returns
+
+
+def test_rule_5_functions_without_code_are_stopped():
+    """An operator that is itself the function may be any."""
+    x = value(4)
+    assert checkpoint(torch.Tensor.sin, x).grad_fn is not None
+    (g,) = torch.autograd.grad(checkpoint(torch.Tensor.sin, x).sum(), x)
+    assert torch.equal(g, x.cos())
+    assert len(tail._left_to_do) == 1
+
+
+@pytest.mark.parametrize("name", sorted(OPERATORS))
+def test_operators_that_may_go_on_write_to_nothing(name):
+    """By their schemas, but for variants with ``out=``, through which no gradient flows."""
+    packet = getattr(torch.ops.aten, name)
+    assert name not in WRITES_UNSAID
+    for overload in packet.overloads():
+        schema = getattr(packet, overload)._schema
+        writes = [argument for argument in schema.arguments if argument.alias_info is not None and argument.alias_info.is_write]
+        assert all(argument.is_out or overload.endswith("out") for argument in writes), schema
+
+
+def test_remembered_places_are_bounded(monkeypatch):
+    """What is remembered does not grow without end."""
+    monkeypatch.setattr(tail, "_MOST_PLACES", 3)
+    x = value(4)
+    for number in range(10):
+        names: dict[str, object] = {}
+        exec(f"def function(x): return x.sin() + {number}\ndef other(x): return str(x.sin())[:0] or x.sin()", names)
+        checkpoint(names["function"], x).sum().backward()
+        checkpoint(names["other"], x).sum().backward()
+    assert len(tail._innermost) <= 3
+    assert len(tail._left_to_do) <= 3
