@@ -1,29 +1,41 @@
 """What a frame of Python has left to do, read from its bytecode.
 
-Nothing, in the sense that nobody could tell whether it has been done, is: loads and stores of local variables, arithmetic, a
-few functions of torch, branches on variables, a return. Whatever else there is, known or not, is something.
+Nothing, in the sense that nobody could tell whether it has been done, is: loads and stores of local variables, arithmetic on
+small tensors and numbers, a few functions of torch, branches, a loop over a range that is left, a return. Whatever else there
+is, known or not, is something, and so is what an exception handler or a ``finally`` is around, or what is called in a way that
+does not show which code it runs: ``map`` and ``functools.lru_cache`` do something about what that returns.
 
-Two things are taken for granted: that ``+``, ``-``, ``*``, ``/``, ``%``, ``@`` and ``**`` do arithmetic, and that what is
-called by way of a local variable or an attribute calls Python code once, and does nothing about what that returns: is no
-``map`` over it, say.
+Objects are looked at when code is read. Types of local variables, and what is called, are taken to be of the same kind when the
+code gets to the same place again.
 """
 
 from __future__ import annotations
 
 import builtins
 import dis
+import inspect
+import itertools
 import re
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from torch.nn import functional
+from torch.nn import Module, functional
 
-__all__ = ["OPERATORS", "Reader"]
+from ._refit import PLAIN
+
+__all__ = ["CALLS_OF_MODULES", "MOST_ELEMENTS", "OPERATORS", "Reader", "is_run_by", "is_small"]
+
+#: How many elements a small tensor has at most.
+MOST_ELEMENTS = 1 << 13
+
+#: How much code is read: bytes of a function, and instructions of what it has left to do.
+_LONGEST = 1 << 12
+_MOST_INSTRUCTIONS = 64
 
 #: Operators that write to nothing, by their names as functions and as methods.
 OPERATORS = frozenset(
-    {
+    [
         "add",
         "addmm",
         "avg_pool2d",
@@ -34,7 +46,6 @@ OPERATORS = frozenset(
         "conv3d",
         "cos",
         "div",
-        "embedding",
         "exp",
         "gelu",
         "group_norm",
@@ -62,7 +73,7 @@ OPERATORS = frozenset(
         "sub",
         "sum",
         "tanh",
-    }
+    ]
 )
 
 #: Methods without arguments that save a tensor if theirs requires grad.
@@ -72,13 +83,16 @@ _SAVING = frozenset({"cos", "exp", "log", "rsqrt", "sigmoid", "sin", "sqrt", "sq
 #: to work in place.
 _FUNCTIONS = ((functional.dropout, 3), (torch.add, 2), (torch.sub, 2), (torch.mul, 2), (torch.div, 2))
 
-_ARITHMETIC = frozenset({"+", "-", "*", "/", "%", "@", "**"})
+_LIBRARIES = (torch, functional, torch.nn)
+_OPERATORS = [getattr(library, name) for library in (torch, functional) for name in OPERATORS if hasattr(library, name)]
+_METHODS = {name: vars(torch.Tensor).get(name) for name in OPERATORS}
+
+_ARITHMETIC = frozenset({"+", "-", "*", "/", "%", "**"})
 
 #: The same before Python 3.11.
 _ARITHMETIC_BEFORE = frozenset(
     {
         "BINARY_ADD",
-        "BINARY_MATRIX_MULTIPLY",
         "BINARY_MODULO",
         "BINARY_MULTIPLY",
         "BINARY_POWER",
@@ -93,20 +107,15 @@ _HARMLESS = frozenset(
         "BUILD_LIST",
         "BUILD_TUPLE",
         "CACHE",
-        "COMPARE_OP",
         "COPY",
         "DUP_TOP",
         "END_FOR",
         "EXTENDED_ARG",
         "IS_OP",
         "LOAD_CONST",
-        "LOAD_DEREF",
         "LOAD_FAST",
         "LOAD_FAST_BORROW",
-        "LOAD_FAST_BORROW_LOAD_FAST_BORROW",
         "LOAD_FAST_CHECK",
-        "LOAD_FAST_LOAD_FAST",
-        "LOAD_GLOBAL",
         "LOAD_SMALL_INT",
         "NOP",
         "NOT_TAKEN",
@@ -125,66 +134,119 @@ _HARMLESS = frozenset(
 _CALLS = frozenset({"CALL", "CALL_FUNCTION", "CALL_METHOD"})
 _CALLS_WITH_MORE = frozenset({"CALL_FUNCTION_EX", "CALL_FUNCTION_KW", "CALL_KW"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
-_LOADS = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
-_STORES = frozenset({"STORE_FAST", "STORE_FAST_LOAD_FAST", "STORE_FAST_STORE_FAST"})
+_VARIABLES = frozenset({"LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK"})
 _RETURNS = frozenset({"RETURN_CONST", "RETURN_VALUE"})
-_BRANCHES = re.compile("POP_JUMP_(FORWARD_|BACKWARD_)?IF_(TRUE|FALSE|NONE|NOT_NONE)")
+_BRANCHES = re.compile("POP_JUMP_(FORWARD_)?IF_(TRUE|FALSE|NONE|NOT_NONE)")
 _JUMPS = frozenset({"JUMP_ABSOLUTE", "JUMP_BACKWARD", "JUMP_FORWARD"})
 _ALL_JUMPS = frozenset({*dis.hasjabs, *dis.hasjrel})
+_RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+#: Types of local variables on which arithmetic and branches call no code of others.
+_KNOWN_TYPES = PLAIN | {bool, float, int, str, torch.Size, torch.device, torch.dtype, type(None)}
+
+_CALL_OF_MODULES: CodeType = Module._wrapped_call_impl.__code__
+_CALL_OF_FORWARD: CodeType = Module._call_impl.__code__
+
+#: What runs to call a module, before and after the code of its forward.
+CALLS_OF_MODULES = (_CALL_OF_MODULES, _CALL_OF_FORWARD)
+
+#: Instructions of Python 3.13 and later that are two in one.
+_PAIRS = {
+    "LOAD_FAST_BORROW_LOAD_FAST_BORROW": ("LOAD_FAST", "LOAD_FAST"),
+    "LOAD_FAST_LOAD_FAST": ("LOAD_FAST", "LOAD_FAST"),
+    "STORE_FAST_LOAD_FAST": ("STORE_FAST", "LOAD_FAST"),
+    "STORE_FAST_STORE_FAST": ("STORE_FAST", "STORE_FAST"),
+}
 
 _UNKNOWN: Any = object()
+
+
+def is_small(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor is small, and of no class of others, which would be told of what is done with it."""
+    return type(tensor) in PLAIN and tensor.numel() <= MOST_ELEMENTS
+
+
+def is_run_by(code: CodeType, called: Any) -> bool:
+    """Returns whether to call an object is to run a code, and nothing else around it."""
+    if isinstance(called, Module):
+        return code is _CALL_OF_MODULES and type(called).__call__ is Module.__call__
+    if type(called) is MethodType:
+        called = called.__func__
+    return type(called) is FunctionType and code is called.__code__
 
 
 class Reader:
     """Reads what is left to do in a frame.
 
     Attributes:
-        own: Names among the globals of the frame that were looked up for that, and what they are bound to; None if to nothing.
-        others: Names in modules of Python that were, and what they are bound to.
+        own: Names among the globals of the frame that have to stay bound for that to hold, and what to; None if to nothing.
+        others: The same in other namespaces, all of torch and Python.
     """
 
-    def __init__(self, frame: FrameType) -> None:
-        """Prepares to read the code of a frame, from the instruction that it is at."""
-        self._frame = frame
-        self._instructions = list(dis.get_instructions(frame.f_code))
-        self.own: list[tuple[str, Any]] = []
-        self.others: list[tuple[dict[str, Any], str, Any]] = []
-
-    def is_done(self, *, is_innermost: bool) -> bool:
-        """Returns whether nothing is left to do as long as names are bound as they are now.
+    def __init__(self, frame: FrameType, called: CodeType | None) -> None:
+        """Prepares to read the code of a frame, from the instruction that it is at.
 
         Args:
-            is_innermost: Whether the frame has called an operator, and not another frame.
+            frame: The frame.
+            called: The code that it has called; None if an operator.
         """
-        now = max(index for index, one in enumerate(self._instructions) if one.offset <= self._frame.f_lasti)
-        is_harmless = self._runs_operator(now) if is_innermost else self._calls_once(now)
-        return is_harmless and self._all_ways_from(now + 1, has_tensor=is_innermost)
+        self._frame = frame
+        self._called = called
+        self.own: list[tuple[str, Any]] = []
+        self.others: list[tuple[Any, str, Any]] = []
 
-    def _all_ways_from(self, start: int, *, has_tensor: bool) -> bool:
+    def is_done(self) -> bool:
+        """Returns whether nothing is left to do, as long as names are bound as they are now."""
+        code = self._frame.f_code
+        if code.co_flags & _RESUMED or len(code.co_code) > _LONGEST or type(self._frame.f_globals) is not dict:
+            return False
+        bytecode = dis.Bytecode(code)
+        self._instructions = list(itertools.chain.from_iterable(map(_one_by_one, bytecode)))
+        self._guarded = getattr(bytecode, "exception_entries", ())
+        now = max(index for index, one in enumerate(self._instructions) if one.offset <= self._frame.f_lasti)
+        if self._is_guarded(now) or not (self._runs_operator(now) if self._called is None else self._calls(now, self._called)):
+            return False
+        if self._instructions[now + 1].opname in _RETURNS:
+            return True
+        return self._has_known_variables() and self._all_ways_from(now + 1)
+
+    def _is_guarded(self, index: int) -> bool:
+        """Whether there is an exception handler or a ``finally`` around an instruction; before Python 3.11, others tell."""
+        offset = self._instructions[index].offset
+        return any(entry.start <= offset < entry.end for entry in self._guarded)
+
+    def _has_known_variables(self) -> bool:
+        found = self._frame.f_locals.values()
+        return all(type(one) in _KNOWN_TYPES or isinstance(one, Module) for one in found) and all(
+            is_small(one) for one in found if isinstance(one, torch.Tensor)
+        )
+
+    def _all_ways_from(self, start: int) -> bool:
         """Whether all ways from an instruction lead to a return, over nothing that could be noticed.
 
         Or to an operator that surely saves a tensor: the rerun is stopped there. A loop is not gone through twice.
-
-        Args:
-            start: The index of the instruction.
-            has_tensor: Whether a tensor is what the instruction finds on top of the stack.
         """
-        index_at = {instruction.offset: index for index, instruction in enumerate(self._instructions)}
-        # Where to go on, which local variables are tensors for sure then, whether the top of the stack is one, and whether the
-        # way has gone back already.
-        ways: list[tuple[int, frozenset[str], bool, bool]] = [(start, frozenset(), has_tensor, False)]
+        index_at = {one.offset: index for index, one in reversed([*enumerate(self._instructions)])}
+        # Where to go on, which local variables are tensors with a graph then, whether one is on top of the stack, and whether
+        # the way has gone back already.
+        ways: list[tuple[int, frozenset[str], bool, bool]] = [(start, frozenset(), self._called is None, False)]
         seen = set(ways)
         while ways:
             index, tensors, has_tensor, has_turned = ways.pop()
+            if self._is_guarded(index) or len(seen) > _MOST_INSTRUCTIONS:
+                return False
             instruction = self._instructions[index]
             name, following, makes_tensor = instruction.opname, [index + 1], False
             if name in _RETURNS or self._is_stopped(index, tensors):
                 continue
-            if name in _STORES:
-                stored = {instruction.argval} if isinstance(instruction.argval, str) else set(instruction.argval)
-                tensors = tensors | stored if has_tensor and name == "STORE_FAST" else tensors - stored
-            elif name in _CALLS or name in _ATTRIBUTES:
-                if not (self._is_harmless_call(index) if name in _CALLS else self._is_of_module(index)):
+            if name == "STORE_FAST":
+                tensors = tensors | {instruction.argval} if has_tensor else tensors - {instruction.argval}
+            elif name in _CALLS:
+                if not self._is_harmless_call(index):
+                    return False
+            elif name == "LOAD_GLOBAL":
+                following = [self._after_known_name(index)]
+                if following[0] == index:
                     return False
             elif name in _JUMPS:
                 following, makes_tensor = [index_at[instruction.argval]], has_tensor
@@ -206,48 +268,76 @@ class Reader:
 
     def _runs_operator(self, now: int) -> bool:
         """Whether an instruction runs an operator that writes to nothing."""
-        if self._instructions[now].opname not in _CALLS:
-            return _is_arithmetic(self._instructions[now])
+        instruction = self._instructions[now]
+        if instruction.opname not in _CALLS:
+            is_product = instruction.opname == "BINARY_MATRIX_MULTIPLY" or instruction.argrepr == "@"
+            return self._has_known_variables() and (is_product or _is_arithmetic(instruction))
         loading = self._loading(now)
-        called = self._resolve(loading)
-        if called is _UNKNOWN:
-            return len(loading) > 1 and loading[-1].opname in _ATTRIBUTES and loading[-1].argval in OPERATORS
-        return any(called is getattr(library, name, None) for library in (torch, functional) for name in OPERATORS)
+        if loading and loading[0].opname == "LOAD_GLOBAL":
+            return self._resolve(loading, _OPERATORS)
+        return self._is_method(loading) and type(self._frame.f_locals.get(loading[0].argval)) in PLAIN
 
-    def _calls_once(self, now: int) -> bool:
-        """Whether an instruction calls a function or a module, as far as one can tell."""
-        if self._instructions[now].opname not in _CALLS:
-            return self._instructions[now].opname in _CALLS_WITH_MORE
-        called = self._resolve(self._loading(now))
-        return called is _UNKNOWN or isinstance(called, FunctionType | MethodType | torch.nn.Module)
+    def _is_method(self, loading: list[dis.Instruction]) -> bool:
+        """Whether instructions load a method of a variable that has the name of an operator, which torch's tensors have."""
+        if len(loading) != 2 or loading[0].opname not in _VARIABLES or loading[1].opname not in _ATTRIBUTES:
+            return False
+        name = loading[1].argval
+        if name not in OPERATORS or vars(torch.Tensor).get(name) is not _METHODS[name]:
+            return False
+        self.others.append((vars(torch.Tensor), name, _METHODS[name]))
+        return True
+
+    def _calls(self, now: int, code: CodeType) -> bool:
+        """Whether an instruction runs a code, and does nothing about what that returns."""
+        frame, name = self._frame, self._instructions[now].opname
+        if frame.f_code is _CALL_OF_MODULES:
+            return code is _CALL_OF_FORWARD
+        if frame.f_code is _CALL_OF_FORWARD:
+            module = frame.f_locals["self"]
+            return "forward" not in vars(module) and is_run_by(code, inspect.getattr_static(module, "forward", None))
+        loading = self._loading(now) if name in _CALLS else []
+        if not loading:
+            return False
+        first, *attributes = loading
+        if first.opname == "LOAD_GLOBAL":
+            found = frame.f_globals.get(first.argval)
+        elif first.opname in _VARIABLES or first.opname == "LOAD_DEREF":
+            found = frame.f_locals.get(first.argval)
+        else:
+            return False
+        for attribute in attributes:
+            if attribute.opname not in _ATTRIBUTES:
+                return False
+            found = _attribute_of(found, attribute.argval)
+        return is_run_by(code, found)
 
     def _is_stopped(self, index: int, tensors: frozenset[str]) -> bool:
-        """Whether to look up a method of a variable is to call an operator that saves a tensor, as it is in ``x = x.sin()``."""
-        if index == 0 or self._instructions[index].opname not in _ATTRIBUTES:
+        """Whether a method is looked up to call an operator that saves a tensor, as in ``x = x.sin()``."""
+        if self._instructions[index].opname not in _VARIABLES or self._instructions[index].argval not in tensors:
             return False
-        variable, method, call = self._instructions[index - 1], self._instructions[index], self._instructions[index + 1]
-        if call.opname == "PRECALL":
-            call = self._instructions[index + 2]
-        is_method_of_tensor = variable.opname in _LOADS and variable.argval in tensors
-        return is_method_of_tensor and method.argval in _SAVING and call.opname in _CALLS and not call.arg
+        following = self._instructions[index + 1 : index + 4]
+        call = next((one for one in following[1:] if one.opname != "PRECALL"), following[-1])
+        is_method = self._is_method([self._instructions[index], following[0]]) and following[0].argval in _SAVING
+        return is_method and call.opname in _CALLS and not call.arg and not any(one.is_jump_target for one in following[:2])
 
     def _is_harmless_call(self, index: int) -> bool:
-        called = self._resolve(self._loading(index))
-        most = next((most for function, most in _FUNCTIONS if function is called), -1)
+        loading = self._loading(index)
+        most = next((most for function, most in _FUNCTIONS if self._resolve(loading, [function])), -1)
         return (self._instructions[index].arg or 0) <= most
 
-    def _is_of_module(self, index: int) -> bool:
-        """Whether an attribute is one of a module of Python, to ask for which calls no code."""
-        start = index
-        while start and self._instructions[start].opname in _ATTRIBUTES:
-            start -= 1
-        return self._resolve(self._instructions[start : index + 1]) is not _UNKNOWN
+    def _after_known_name(self, index: int) -> int:
+        """Returns where the loading of a function that may be called ends; where it begins if it is another one."""
+        end = index + 1
+        while self._instructions[end].opname in _ATTRIBUTES and not self._instructions[end].is_jump_target:
+            end += 1
+        return end if self._resolve(self._instructions[index:end], [function for function, _ in _FUNCTIONS]) else index
 
     def _is_over_range(self, index: int) -> bool:
         """Whether a loop is one over a range, which to go on with calls no code."""
-        if index < 2 or self._instructions[index - 1].opname != "GET_ITER":
+        is_iterated = index > 1 and self._instructions[index - 1].opname == "GET_ITER"
+        if not is_iterated or self._instructions[index - 1].is_jump_target:
             return False
-        return self._resolve(self._loading(index - 2)) is range
+        return self._resolve(self._loading(index - 2), [range])
 
     def _loading(self, call: int) -> list[dis.Instruction]:
         """Returns the instructions that put on the stack what a call calls; none where there are branches in between."""
@@ -262,31 +352,55 @@ class Reader:
             depth -= dis.stack_effect(instruction.opcode, instruction.arg, jump=False)
             if depth == 0:
                 break
+        if any(one.is_jump_target for _, one in found[:-1]):
+            return []
         # A method with its object or a function with NULL; before Python 3.11, a function alone.
         callee = 1 if self._instructions[call].opname == "CALL_FUNCTION" else 2
         loads = [(after, one) for after, one in found[1:] if one.opname != "PRECALL"]
         end = next((number for number, (after, _) in enumerate(loads) if after == callee), len(loads))
         return [instruction for _, instruction in reversed(loads[end:]) if instruction.opname != "PUSH_NULL"]
 
-    def _resolve(self, loading: list[dis.Instruction]) -> Any:
-        """Returns what instructions load by a global name, or by names in modules of Python, and notes how these are bound."""
-        if [instruction.opname for instruction in loading[:1]] != ["LOAD_GLOBAL"]:
-            return _UNKNOWN
-        if any(instruction.opname not in _ATTRIBUTES for instruction in loading[1:]):
-            return _UNKNOWN
-        first, *others = (instruction.argval for instruction in loading)
-        found = self._frame.f_globals.get(first)
-        own, path = [(first, found)], []
+    def _resolve(self, loading: list[dis.Instruction], wanted: list[Any]) -> bool:
+        """Returns whether a global name, or names in torch's modules, load one of some functions; notes how they are bound."""
+        if not loading or loading[0].opname != "LOAD_GLOBAL":
+            return False
+        names = [instruction.argval for instruction in loading]
+        found = self._frame.f_globals.get(names[0])
+        own = [(names[0], found)]
+        others: list[tuple[Any, str, Any]] = []
         if found is None:
-            others, found = [first, *others], builtins
-        for name in others:
-            if not isinstance(found, ModuleType) or name not in vars(found):
-                return _UNKNOWN
-            path.append((vars(found), name, vars(found)[name]))
-            found = vars(found)[name]
+            others.append((vars(builtins), names[0], vars(builtins).get(names[0])))
+            found = others[0][2]
+        for instruction in loading[1:]:
+            if instruction.opname not in _ATTRIBUTES or not any(found is library for library in _LIBRARIES):
+                return False
+            others.append((vars(found), instruction.argval, vars(found).get(instruction.argval)))
+            found = others[-1][2]
+        if not any(found is one for one in wanted):
+            return False
         self.own += own
-        self.others += path
-        return found
+        self.others += others
+        return True
+
+
+def _one_by_one(instruction: dis.Instruction) -> list[dis.Instruction]:
+    if instruction.opname not in _PAIRS:
+        return [instruction]
+    first, second = (
+        instruction._replace(opname=name, opcode=dis.opmap[name], arg=0, argval=value)
+        for name, value in zip(_PAIRS[instruction.opname], instruction.argval, strict=True)
+    )
+    return [first, second._replace(label=None)]  # type: ignore[call-arg, unused-ignore]
+
+
+def _attribute_of(owner: Any, name: str) -> Any:
+    """Returns an attribute of a module, of either kind, without running code; something unknown otherwise."""
+    if type(owner) is ModuleType:
+        return vars(owner).get(name, _UNKNOWN)
+    if not isinstance(owner, Module) or name in vars(owner):
+        return _UNKNOWN
+    found = inspect.getattr_static(owner, name, _UNKNOWN)
+    return owner._modules.get(name, _UNKNOWN) if found is _UNKNOWN else found
 
 
 def _is_arithmetic(instruction: dis.Instruction) -> bool:

@@ -31,7 +31,7 @@ from ._dispatch import only_quiet_modes, unseen
 from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
-from ._tail import is_all_but_done, is_small
+from ._tail import MOST_ELEMENTS, is_all_but_done, is_small
 from ._torch import detach_past_modes, sequence_number, storage_of
 from ._words import describe
 from .determinism import Check, first_difference, version_of
@@ -143,10 +143,11 @@ class Filling:
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self._without_grad.append
         plain, detach = torch.Tensor, self._detach
+        leaf: torch.Tensor | None = None  # the latest one
         unfinished = -1  # sequence number of the operator that saved what it may yet write to
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal unfinished
+            nonlocal leaf, unfinished
             step = next_asked()
             if step:
                 if tensor.requires_grad:
@@ -163,7 +164,13 @@ class Filling:
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
-                    if until is None or not is_small(tensor) or not is_all_but_done(_getframe(1), self._function, until):
+                    if (
+                        until is None
+                        or tensor.numel() > MOST_ELEMENTS
+                        or type(tensor) is not plain
+                        or (leaf is not None and leaf.numel() > MOST_ELEMENTS)  # may be of the same operator
+                        or not is_all_but_done(_getframe(1), self._function, until)
+                    ):
                         raise StopRecompute
                     unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
                 return tensor
@@ -171,7 +178,10 @@ class Filling:
                 return self._past_last(tensor, unfinished)
             append(MISSING)
             if tensor.requires_grad:
-                return tensor if tensor.is_leaf else detach(tensor)
+                if not tensor.is_leaf:
+                    return detach(tensor)
+                leaf = tensor
+                return tensor
             index = len(values) - 1
             append_without_grad(index)
             if index != final:

@@ -34,6 +34,7 @@ from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
+from ._tail import are_small
 from ._torch import (
     num_dispatch_modes,
     pop_saved_tensors_hooks,
@@ -48,12 +49,10 @@ from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
 
-
 # Held by the recompute that borrows the default generators; others that run meanwhile do without.
 _default_generators = threading.RLock()
 # Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 _shared_streams = threading.RLock()
-
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 
 _NO_GENERATORS: Sequence[torch.Generator] = ()
@@ -365,8 +364,11 @@ class FunctionFrame(Frame):
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
         found_changed = self._parameters and self.complete and versions_of(self._parameters) != self._versions
+        in_context = self._context is not None or self._contexts is not None or copy_context()
+        caller = (FunctionFrame._call if in_context else FunctionFrame._call_under).__code__
         has_modes = num_dispatch_modes() > 0
-        hook = filling.hook(wanted, exchanged, None if has_modes or self._contexts else FunctionFrame._call_under.__code__)
+        may_return = not has_modes and self._contexts is None and are_small(*call)
+        hook = filling.hook(wanted, exchanged, caller if may_return else None)
         if found_changed or (has_modes and self._selection is None):
             hook = filling.noting_versions(hook)
         push_saved_tensors_hooks(hook, hand_back)
@@ -374,7 +376,7 @@ class FunctionFrame(Frame):
             if found_changed:
                 with WatchReads(changed(self._parameters, self._versions), filling, self._mutated):
                     self._call_in_context(call)
-            elif self._context is None and self._contexts is None and not copy_context():
+            elif not in_context:
                 self._function(*call[0], **call[1])
             else:
                 self._call_in_context(call)

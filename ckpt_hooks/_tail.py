@@ -7,109 +7,154 @@ returns to something and to return it, that is quicker done.
 
 Only where nobody can tell, though: what forward does after its last saved tensor must not happen twice, be it a counter, a
 ``print`` or a write to a cache. So what is left to do is read from the code (:mod:`ckpt_hooks._bytecode`) of the Python frames
-between the operator and the rerun, once for each place in it. The operator itself goes on from where it saves, so it has to be
-one that writes to nothing. What it costs is not known beforehand: it must have saved small tensors only.
+between the operator and the rerun, once for each way through them. The operator itself goes on from where it
+saves, so it has to be one that writes to nothing. What all that costs is not known beforehand, in memory least of all: tensors
+have to be small, those among the arguments as well as those that the operator saves.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from sys import _getframe
 from types import CodeType, FrameType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
+from ._bytecode import CALLS_OF_MODULES, MOST_ELEMENTS, Reader, is_run_by, is_small
 
-from ._bytecode import Reader
-from ._refit import PLAIN
-
-__all__ = ["MOST_ELEMENTS", "is_all_but_done", "is_small"]
-
-#: How many elements a tensor may have at most that the last operator saves: beyond, the operator may cost more than to stop.
-MOST_ELEMENTS = 1 << 13
+__all__ = ["MOST_ELEMENTS", "are_small", "is_all_but_done", "is_small"]
 
 #: How many frames of Python may be between the operator and the rerun.
 _MOST_FRAMES = 20
 
-#: How many places in code are remembered.
-_MOST_PLACES = 1 << 12
+_PLAIN_TYPES = frozenset({bool, float, int, str, type(None)})
+
+#: How many cases are remembered, and how many ways for each.
+_MOST_CASES = 1 << 12
+_MOST_WAYS = 4
 
 
-def is_small(tensor: torch.Tensor) -> bool:
-    """Returns whether an operator that saves a tensor may go on for all that it saves of this one.
+class _Place(NamedTuple):
+    """Where a frame is on a way.
 
-    Operators on tensors of other classes may do anything, since those are told of each.
+    Attributes:
+        depth: How deep the frame is in the stack, seen from :func:`is_all_but_done`.
+        code: What it runs.
+        instruction: Where it is in that, as an offset.
+        own: Names among its globals that have to be bound to certain things of torch. The namespace itself is not held: it may
+            be somebody's who has done with it.
     """
-    return type(tensor) in PLAIN and tensor.numel() <= MOST_ELEMENTS
+
+    depth: int
+    code: CodeType
+    instruction: int
+    own: list[tuple[str, Any]]
 
 
-class _Place:
-    """Where a frame is, and whether anything is left to do there.
+class _Way:
+    """A way from an operator to the rerun, and whether anything is left to do there.
 
     Attributes:
         is_done: Whether nothing is, as long as names are bound as they were.
-        own: Names among the globals of the frame, and what they were bound to. The namespace itself is not held: it may be
-            somebody's who has done with it.
-        others: Names in namespaces of modules of Python, and what they were bound to.
-        code: The frame's code, held since another could have the identity of one that is gone.
+        places: Where frames were. Those of ``torch.nn.Module`` that call a module's forward are left out: it takes as long to
+            look at a frame as to do all else, and a module is what was called there.
+        others: Names in other namespaces, of torch and Python, and what they were bound to.
     """
 
-    __slots__ = ("code", "is_done", "others", "own")
+    __slots__ = ("is_done", "others", "places")
 
-    def __init__(self, frame: FrameType, *, is_innermost: bool) -> None:
-        reader = Reader(frame)
-        self.is_done = reader.is_done(is_innermost=is_innermost)
-        self.own, self.others, self.code = reader.own, reader.others, frame.f_code
+    def __init__(self, frames: Sequence[FrameType], function: Any) -> None:
+        """Judges a way.
+
+        Args:
+            frames: The frames on it, that of the rerun included.
+            function: What the rerun calls.
+        """
+        self.places: list[_Place] = []
+        self.others: list[tuple[Any, str, Any]] = []
+        self.is_done = 1 < len(frames) <= _MOST_FRAMES and is_run_by(frames[-2].f_code, function)
+        called: CodeType | None = None
+        for depth, frame in enumerate(frames):
+            own: list[tuple[str, Any]] = []
+            if self.is_done and frame is not frames[-1]:
+                reader = Reader(frame, called)
+                self.is_done, own = reader.is_done(), reader.own
+                self.others += reader.others
+            called = frame.f_code
+            if called not in CALLS_OF_MODULES:
+                self.places.append(_Place(depth + 2, called, frame.f_lasti, own))
 
 
-#: Places by identity of code and instruction: of frames that have called an operator, and of those that have called others.
-_innermost: dict[tuple[int, int], _Place] = {}
-_outer: dict[tuple[int, int], _Place] = {}
+#: An operator in a kind of function: identities of its code and of the function, with the instruction that it is at. The codes
+#: are held by what is remembered, if anything is.
+_Case = tuple[int, int, int]
 
-#: Places of operators in reruns of a kind of function where something was left to do, by identities that are not held: should
-#: another object have got one of them, a rerun is stopped that might have returned.
-_left_to_do: set[tuple[int, int, int]] = set()
+_ways: dict[_Case, list[_Way]] = {}
+#: Those that have been met once, and those where something was left to do when they were looked at for the first time. Should
+#: others have their identities by now, no more is lost than the time that it takes to stop.
+_met: set[_Case] = set()
+_left_to_do: set[_Case] = set()
 
 
-def is_all_but_done(frame: FrameType, function: Any, until: CodeType) -> bool:
+def are_small(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether arguments are nothing but small tensors and numbers."""
+    if kwargs:
+        return False
+    for value in args:  # noqa: SIM110, a generator takes longer
+        if type(value) not in _PLAIN_TYPES and not is_small(value):
+            return False
+    return True
+
+
+def is_all_but_done(innermost: FrameType, function: Any, until: CodeType) -> bool:
     """Returns whether nothing is left to do in any frame from that of an operator up to that of the rerun.
 
     Args:
-        frame: What has called the operator that is saving a tensor.
+        innermost: The frame that has called the operator that is saving a tensor: that of the caller's caller.
         function: What the rerun calls.
         until: The code that calls it.
     """
-    kind = function.__code__ if type(function) is FunctionType else type(function)
-    case = id(frame.f_code), frame.f_lasti, id(kind)
+    kind = id(function.__code__ if type(function) is FunctionType else type(function))
+    case = id(innermost.f_code), innermost.f_lasti, kind
     if case in _left_to_do:
         return False
-    places, current = _innermost, frame
-    for _ in range(_MOST_FRAMES):
-        code = current.f_code
-        if code is until:
-            return places is _outer
-        place = places.get((id(code), current.f_lasti)) or _look_at(current, places)
-        if not place.is_done:
+    for way in _ways.get(case, ()):
+        try:
+            for depth, code, instruction, own in way.places:
+                frame = _getframe(depth)
+                if frame.f_code is not code or frame.f_lasti != instruction:
+                    break
+                for name, value in own:
+                    if frame.f_globals.get(name) is not value:
+                        return False
+            else:
+                for namespace, name, value in way.others:
+                    if namespace.get(name) is not value:
+                        return False
+                return way.is_done
+        except ValueError:  # so deep is the stack not
+            pass
+    return _look_at(innermost, function, until, case)
+
+
+def _look_at(innermost: FrameType, function: Any, until: CodeType, case: _Case) -> bool:
+    """Judges a way, from the second time on that its case is met: code that runs once is not worth to be read."""
+    for remembered in (_ways, _met, _left_to_do):
+        if len(remembered) >= _MOST_CASES:
+            remembered.clear()
+    known = _ways.get(case, [])
+    if case not in _met or len(known) >= _MOST_WAYS:
+        _met.add(case)
+        return False
+    frames: list[FrameType] = []
+    frame: FrameType | None = innermost
+    while frame is not None and len(frames) <= _MOST_FRAMES:
+        frames.append(frame)
+        if frame.f_code is until:
             break
-        for name, value in place.own:
-            if current.f_globals.get(name) is not value:
-                return False
-        for namespace, name, value in place.others:
-            if namespace.get(name) is not value:
-                return False
-        outer = current.f_back
-        if outer is None:  # another thread's
-            break
-        places, current = _outer, outer
-    _make_room_in(_left_to_do)
-    _left_to_do.add(case)
-    return False
-
-
-def _look_at(frame: FrameType, places: dict[tuple[int, int], _Place]) -> _Place:
-    _make_room_in(places)
-    place = places[id(frame.f_code), frame.f_lasti] = _Place(frame, is_innermost=places is _innermost)
-    return place
-
-
-def _make_room_in(places: dict[Any, Any] | set[Any]) -> None:
-    if len(places) >= _MOST_PLACES:
-        places.clear()
+        frame = frame.f_back
+    way = _Way(frames, function)
+    if not (way.is_done or known) or frame is None:  # frame: of another thread
+        _left_to_do.add(case)
+        return False
+    _ways[case] = [*known, way]
+    return way.is_done

@@ -10,6 +10,7 @@ are compared all at once, so that a device is waited for once a recompute.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,14 @@ def sample_of(tensor: torch.Tensor) -> Any:
         return _of_parts(sample_of, tensor)
     if not _has_bits(tensor) or tensor.numel() == 0:
         return None
-    sizes, strides, offset, left = list(tensor.shape), list(tensor.stride()), tensor.storage_offset(), _SAMPLES
+    sizes, strides, offset = _sampled(tuple(tensor.shape), tensor.stride())
+    return torch.as_strided(tensor.detach(), sizes, strides, tensor.storage_offset() + offset).clone()
+
+
+@functools.lru_cache(maxsize=1024)
+def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
+    """Returns sizes, strides and offset of the samples of a tensor."""
+    sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
     # Small dimensions first, so that large ones share evenly what is left.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         size = sizes[dimension]
@@ -88,7 +96,7 @@ def sample_of(tensor: torch.Tensor) -> Any:
         offset += first * strides[dimension]
         strides[dimension] *= step
         left = max(1, left // sizes[dimension])
-    return torch.as_strided(tensor.detach(), sizes, strides, offset).clone()
+    return sizes, strides, offset
 
 
 DEFAULT_CHECK = Check(_metadata)
