@@ -19,7 +19,8 @@ from sys import _getframe
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
-from ._bytecode import CALLS_OF_MODULES, MOST_ELEMENTS, Reader, is_run_by, is_small
+from ._bytecode import MOST_ELEMENTS, Reader, is_run_by, is_small
+from ._torch import CALL_OF_FORWARD, CALL_OF_MODULES
 
 __all__ = ["MOST_ELEMENTS", "are_small", "is_all_but_done", "is_small"]
 
@@ -80,7 +81,7 @@ class _Way:
                 self.is_done, own = reader.is_done(), reader.own
                 self.others += reader.others
             called = frame.f_code
-            if called not in CALLS_OF_MODULES:
+            if called is not CALL_OF_MODULES and called is not CALL_OF_FORWARD:
                 self.places.append(_Place(depth + 2, called, frame.f_lasti, own))
 
 
