@@ -88,7 +88,7 @@ class Instructions:
         bytecode = dis.Bytecode(code)
         self._all = list(itertools.chain.from_iterable(map(_one_by_one, bytecode)))
         self._guarded = getattr(bytecode, "exception_entries", ())
-        self._index_at = {one.offset: index for index, one in reversed([*enumerate(self._all)])}
+        self._index_at: dict[int, int] = {one.offset: index for index, one in reversed([*enumerate(self._all)])}
 
     def __getitem__(self, index: int) -> dis.Instruction:
         return self._all[index]
