@@ -37,7 +37,7 @@ from ._torch import CALL_OF_FORWARD, CALL_OF_MODULES
 __all__ = ["MOST_ELEMENTS", "OPERATORS", "Reader", "is_run_by", "is_small"]
 
 #: How many elements a small tensor has at most.
-MOST_ELEMENTS = 1 << 13
+MOST_ELEMENTS = 1 << 12
 
 #: How much code is read: bytes of a function, and instructions of what it has left to do.
 _LONGEST = 1 << 12
@@ -101,6 +101,11 @@ _METHODS = {name: vars(torch.Tensor).get(name) for name in OPERATORS}
 _KNOWN_TYPES = PLAIN | {bool, float, int, str, torch.Size, torch.device, torch.dtype, type(None)}
 
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+_LOOKS_AT_VARIABLES = frozenset({"locals", "vars", "dir", "eval", "exec"})
+
+#: Where a tensor comes from that nobody has seen the size of before.
+_ELSEWHERE = ATTRIBUTES | {"LOAD_DEREF", "LOAD_GLOBAL"}
+
 _UNKNOWN: Any = object()
 
 
@@ -111,7 +116,7 @@ def is_small(tensor: torch.Tensor) -> bool:
 
 def is_run_by(code: CodeType, called: Any) -> bool:
     """Returns whether to call an object is to run a code, and nothing else around it."""
-    if isinstance(called, Module):
+    if issubclass(type(called), Module):
         return code is CALL_OF_MODULES and type(called).__call__ is Module.__call__
     if type(called) is MethodType:
         called = called.__func__
@@ -143,6 +148,8 @@ class Reader:
         code = self._frame.f_code
         if code.co_flags & _RESUMED or len(code.co_code) > _LONGEST or type(self._frame.f_globals) is not dict:
             return False
+        if not _LOOKS_AT_VARIABLES.isdisjoint(code.co_names):  # which to look at them here would change
+            return False
         self._instructions = Instructions(code)
         now = self._instructions.at(self._frame.f_lasti)
         is_harmless = self._runs_operator(now) if self._called is None else self._calls(now, self._called)
@@ -153,10 +160,14 @@ class Reader:
         return self._has_known_variables() and self._all_ways_from(now + 1)
 
     def _has_known_variables(self) -> bool:
-        found = self._frame.f_locals.values()
-        return all(type(one) in _KNOWN_TYPES or isinstance(one, Module) for one in found) and all(
-            is_small(one) for one in found if isinstance(one, torch.Tensor)
-        )
+        """Whether variables are of types that call no code of others, and tensors small, with no others to come there."""
+        variables, code = self._frame.f_locals, self._frame.f_code
+        if not all(type(one) in _KNOWN_TYPES or issubclass(type(one), Module) for one in variables.values()):
+            return False
+        tensors = {name for name, one in variables.items() if type(one) in PLAIN}
+        if not all(is_small(variables[name]) for name in tensors) or not tensors.isdisjoint(code.co_freevars):
+            return False
+        return tensors.isdisjoint(self._instructions.stored_from(_ELSEWHERE))
 
     def _all_ways_from(self, start: int) -> bool:
         """Whether all ways from an instruction lead to a return, over nothing that could be noticed.
@@ -194,13 +205,20 @@ class Reader:
                 following.append(self._instructions.target_of(index))
                 if following[1] <= index:
                     return False
-            elif not (is_harmless(instruction) or is_arithmetic(instruction)):
+            elif not (is_harmless(instruction) or is_arithmetic(instruction)) or self._asks_more_than_it_seems(index):
                 return False
             for way in ((index, tensors, makes_tensor, has_turned) for index in following):
                 if way not in seen:
                     seen.add(way)
                     ways.append(way)
         return True
+
+    def _asks_more_than_it_seems(self, index: int) -> bool:
+        """Whether a variable is a module, which may be asked for anything, or a tensor that a branch is to wait for."""
+        variable, following = self._instructions[index], self._instructions.some(index + 1, 1)
+        found = self._frame.f_locals.get(variable.argval) if variable.opname in VARIABLES else None
+        is_asked = following and (following[0].opname in ("TO_BOOL", "UNARY_NOT") or BRANCHES.fullmatch(following[0].opname))
+        return issubclass(type(found), Module) or bool(type(found) in PLAIN and is_asked)
 
     def _runs_operator(self, now: int) -> bool:
         """Whether an instruction runs an operator that writes to nothing."""
@@ -306,7 +324,7 @@ def _attribute_of(owner: Any, name: str) -> Any:
     """Returns an attribute of a module, of either kind, without running code; something unknown otherwise."""
     if type(owner) is ModuleType:
         return vars(owner).get(name, _UNKNOWN)
-    if not isinstance(owner, Module) or name in vars(owner):
+    if not issubclass(type(owner), Module) or name in vars(owner):
         return _UNKNOWN
     found = inspect.getattr_static(owner, name, _UNKNOWN)
     return owner._modules.get(name, _UNKNOWN) if found is _UNKNOWN else found

@@ -52,6 +52,9 @@ _UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
 #: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
 _STOP: Any = object()
 
+#: Types of values that are no tensors of other classes, on which operators may do anything.
+_PLAIN_VALUES = frozenset({torch.Tensor, type(MISSING)})
+
 _copy = unseen(copy_of)
 
 
@@ -150,7 +153,8 @@ class Filling:
             nonlocal leaf, unfinished
             step = next_asked()
             if step:
-                if tensor.requires_grad:
+                has_graph = tensor.requires_grad
+                if has_graph:
                     tensor = detach(tensor)
                 else:
                     index = len(values)
@@ -164,13 +168,7 @@ class Filling:
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
-                    if (
-                        until is None
-                        or tensor.numel() > MOST_ELEMENTS
-                        or type(tensor) is not plain
-                        or (leaf is not None and leaf.numel() > MOST_ELEMENTS)  # may be of the same operator
-                        or not is_all_but_done(_getframe(1), self._function, until)
-                    ):
+                    if until is None or not has_graph or not self._is_all_but_done(leaf, until):
                         raise StopRecompute
                     unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
                 return tensor
@@ -203,6 +201,21 @@ class Filling:
             return hook(tensor)
 
         return note
+
+    def _is_all_but_done(self, leaf: torch.Tensor | None, until: CodeType) -> bool:
+        """Whether an operator that saves the last value may go on, and the rerun to its end after it.
+
+        Args:
+            leaf: The latest leaf that was saved, perhaps by the same operator.
+            until: The code that calls the function.
+        """
+        values = self.values
+        return (
+            values[-1].numel() <= MOST_ELEMENTS
+            and (leaf is None or is_small(leaf))
+            and _PLAIN_VALUES.issuperset(map(type, values))
+            and is_all_but_done(_getframe(2), self._function, until)
+        )
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)

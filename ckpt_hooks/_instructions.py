@@ -5,6 +5,7 @@ from __future__ import annotations
 import dis
 import itertools
 import re
+from collections.abc import Collection
 from types import CodeType
 
 __all__ = [
@@ -100,6 +101,11 @@ class Instructions:
     def at(self, offset: int) -> int:
         """Returns the index of the instruction that an offset is in."""
         return max(index for index, one in enumerate(self._all) if one.offset <= offset)
+
+    def stored_from(self, names: Collection[str]) -> set[str]:
+        """Returns the local variables that are bound to what an instruction of some names has just loaded."""
+        pairs = itertools.pairwise(self._all)
+        return {one.argval for before, one in pairs if one.opname == "STORE_FAST" and before.opname in names}
 
     def target_of(self, index: int) -> int:
         """Returns the index of the instruction that one jumps to."""

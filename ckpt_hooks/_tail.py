@@ -82,7 +82,7 @@ class _Way:
                 self.others += reader.others
             called = frame.f_code
             if called is not CALL_OF_MODULES and called is not CALL_OF_FORWARD:
-                self.places.append(_Place(depth + 2, called, frame.f_lasti, own))
+                self.places.append(_Place(depth + 3, called, frame.f_lasti, own))
 
 
 #: An operator in a kind of function: identities of its code and of the function, with the instruction that it is at. The codes
@@ -110,7 +110,7 @@ def is_all_but_done(innermost: FrameType, function: Any, until: CodeType) -> boo
     """Returns whether nothing is left to do in any frame from that of an operator up to that of the rerun.
 
     Args:
-        innermost: The frame that has called the operator that is saving a tensor: that of the caller's caller.
+        innermost: The frame that has called the operator that is saving a tensor: that of the caller's caller's caller.
         function: What the rerun calls.
         until: The code that calls it.
     """

@@ -806,6 +806,8 @@ def test_rule_5_modes_see_as_much_as_before():
 class Noting(torch.Tensor):
     """Is told of every operator on it."""
 
+    count = 0
+
     @staticmethod
     def __new__(cls, inner):
         return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
@@ -815,6 +817,7 @@ class Noting(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        cls.count += 1
         if func in (torch.ops.aten.sin.default, torch.ops.aten.add.Tensor):
             events.append(func.__name__.split(".")[0])
         out = func(*pytree.tree_map_only(Noting, lambda one: one.inner, args), **(kwargs or {}))
@@ -826,6 +829,79 @@ def test_rule_5_tensors_of_other_classes_are_told_as_much_as_before():
     x = Noting(torch.randn(4)).requires_grad_().clone()
     checkpoint(lambda x: x.sin(), x).sum().backward()
     assert events == ["sin"]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("graph", [False, True])
+def test_rule_5_weights_of_other_classes_are_told_as_much_as_before(bias, graph, monkeypatch):
+    """Also where the tensor that is saved last is none of them, and where such a weight is not saved at all."""
+    linear = nn.Linear(4, 4, bias=bias)
+    linear.weight = nn.Parameter(Noting(linear.weight.detach()))
+    x = torch.randn(2, 4, requires_grad=graph).clone()
+    told = []
+    for active in (False, True):
+        with monkeypatch.context() as patch:
+            if not active:
+                patch.setattr("ckpt_hooks._filling.is_all_but_done", lambda *_: False)
+            for _ in range(3):
+                Noting.count = 0
+                checkpoint(linear, x).sum().backward()
+            told.append(Noting.count)
+    assert told[0] == told[1] > 0
+
+
+class Asked(nn.Module):
+    """Is asked for its truth."""
+
+    def forward(self, x):
+        """Asks."""
+        z = x.sin()
+        return z if self else x
+
+    def __len__(self):
+        """Notes it."""
+        events.append("len")
+        return 1
+
+
+def test_rule_5_modules_are_asked_as_often_as_before():
+    """A module may be a container, whose length is its truth."""
+    module = Asked()
+    for _ in range(4):
+        events.clear()
+        checkpoint(module, value(4)).sum().backward()
+        assert events.count("len") == 1
+
+
+def test_rule_5_tensors_that_may_have_grown_are_not_computed_with():
+    """Those of closures and attributes may be larger in another step, and nobody looks at them then."""
+    held = torch.ones(4, dtype=torch.float64)
+    module = Counts()
+    module.held = held
+
+    def from_closure(x):
+        return held + x.sin()
+
+    def from_attribute(x):
+        own = module.held
+        return own + x.sin()
+
+    assert not has_returned(from_closure, value(4))
+    assert not has_returned(from_attribute, value(4))
+
+
+def test_rule_5_a_dictionary_of_variables_is_left_alone():
+    """What ``locals()`` has returned is filled anew whenever somebody looks at the variables."""
+    found = []
+
+    def function(x):
+        found.append(locals())
+        y = x.sin()
+        return y + 1
+
+    for _ in range(3):
+        checkpoint(function, value(4)).sum().backward()
+    assert all("y" not in one for one in found)
 
 
 def test_rule_5_deep_functions_are_stopped():
