@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from itertools import chain, repeat
 from sys import _getframe
-from types import CodeType
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from ._dispatch import only_quiet_modes, unseen
 from ._refit import copy_of
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
-from ._tail import MOST_ELEMENTS, is_all_but_done, is_small
+from ._tail import WayOut, is_all_but_done, is_small
 from ._torch import detach_past_modes, sequence_number, storage_of
 from ._words import describe
 from .determinism import Check, first_difference, version_of
@@ -51,9 +50,6 @@ _UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
 
 #: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
 _STOP: Any = object()
-
-#: Types of values that are no tensors of other classes, on which operators may do anything.
-_PLAIN_VALUES = frozenset({torch.Tensor, type(MISSING)})
 
 _copy = unseen(copy_of)
 
@@ -119,7 +115,7 @@ class Filling:
         self,
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
-        until: CodeType | None = None,
+        way_out: WayOut | None = None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the pack hook of the rerun.
 
@@ -131,7 +127,7 @@ class Filling:
         Args:
             wanted: Which handles to fill; None for all that are alive.
             exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
-            until: The code that calls the function, if that may return where it has nothing left to do; None to stop it.
+            way_out: What to know for the function to return where it has nothing left to do; None to stop it anyway.
         """
         values = self.values
         asked: list[Any] = self._frame.alive()
@@ -153,8 +149,7 @@ class Filling:
             nonlocal leaf, unfinished
             step = next_asked()
             if step:
-                has_graph = tensor.requires_grad
-                if has_graph:
+                if tensor.requires_grad:
                     tensor = detach(tensor)
                 else:
                     index = len(values)
@@ -168,7 +163,8 @@ class Filling:
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
-                    if until is None or not has_graph or not self._is_all_but_done(leaf, until):
+                    has_graph = self._without_grad[-1:] != [len(values) - 1]
+                    if way_out is None or not has_graph or not is_all_but_done(_getframe(1), values, leaf, way_out):
                         raise StopRecompute
                     unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
                 return tensor
@@ -201,21 +197,6 @@ class Filling:
             return hook(tensor)
 
         return note
-
-    def _is_all_but_done(self, leaf: torch.Tensor | None, until: CodeType) -> bool:
-        """Whether an operator that saves the last value may go on, and the rerun to its end after it.
-
-        Args:
-            leaf: The latest leaf that was saved, perhaps by the same operator.
-            until: The code that calls the function.
-        """
-        values = self.values
-        return (
-            values[-1].numel() <= MOST_ELEMENTS
-            and (leaf is None or is_small(leaf))
-            and _PLAIN_VALUES.issuperset(map(type, values))
-            and is_all_but_done(_getframe(2), self._function, until)
-        )
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)

@@ -34,7 +34,6 @@ from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
-from ._tail import are_small
 from ._torch import (
     num_dispatch_modes,
     pop_saved_tensors_hooks,
@@ -366,8 +365,8 @@ class FunctionFrame(Frame):
         in_context = self._context is not None or self._contexts is not None or copy_context()
         caller = (FunctionFrame._call if in_context else FunctionFrame._call_under).__code__
         has_modes = num_dispatch_modes() > 0
-        may_return = not has_modes and self._contexts is None and are_small(*call)
-        hook = filling.hook(wanted, exchanged, caller if may_return else None)
+        way_out = None if has_modes or self._contexts is not None else (caller, self._function, *call)
+        hook = filling.hook(wanted, exchanged, way_out)
         if found_changed or (has_modes and self._selection is None):
             hook = filling.noting_versions(hook)
         push_saved_tensors_hooks(hook, hand_back)

@@ -19,15 +19,19 @@ from sys import _getframe
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
 
+import torch
+
 from ._bytecode import MOST_ELEMENTS, Reader, is_run_by, is_small
+from ._refit import PLAIN
+from ._runtime.passes import MISSING
 from ._torch import CALL_OF_FORWARD, CALL_OF_MODULES
 
-__all__ = ["MOST_ELEMENTS", "are_small", "is_all_but_done", "is_small"]
+__all__ = ["MOST_ELEMENTS", "WayOut", "is_all_but_done", "is_small"]
 
 #: How many frames of Python may be between the operator and the rerun.
 _MOST_FRAMES = 20
 
-_PLAIN_TYPES = frozenset({bool, float, int, str, type(None)})
+_KNOWN_TYPES = frozenset({bool, float, int, str, type(None), type(MISSING)})
 
 #: How many cases are remembered, and how many ways for each.
 _MOST_CASES = 1 << 12
@@ -82,7 +86,7 @@ class _Way:
                 self.others += reader.others
             called = frame.f_code
             if called is not CALL_OF_MODULES and called is not CALL_OF_FORWARD:
-                self.places.append(_Place(depth + 3, called, frame.f_lasti, own))
+                self.places.append(_Place(depth + 2, called, frame.f_lasti, own))
 
 
 #: An operator in a kind of function: identities of its code and of the function, with the instruction that it is at. The codes
@@ -96,28 +100,33 @@ _met: set[_Case] = set()
 _left_to_do: set[_Case] = set()
 
 
-def are_small(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Returns whether arguments are nothing but small tensors and numbers."""
-    if kwargs:
-        return False
-    for value in args:  # noqa: SIM110, a generator takes longer
-        if type(value) not in _PLAIN_TYPES and not is_small(value):
-            return False
-    return True
+#: What there is to know of a rerun for it to return: the code that calls the function, what it calls, and with which arguments.
+WayOut = tuple[CodeType, Any, Sequence[Any], Mapping[str, Any]]
 
 
-def is_all_but_done(innermost: FrameType, function: Any, until: CodeType) -> bool:
+def is_all_but_done(innermost: FrameType, values: Sequence[torch.Tensor], leaf: torch.Tensor | None, way_out: WayOut) -> bool:
     """Returns whether nothing is left to do in any frame from that of an operator up to that of the rerun.
 
     Args:
-        innermost: The frame that has called the operator that is saving a tensor: that of the caller's caller's caller.
-        function: What the rerun calls.
-        until: The code that calls it.
+        innermost: The frame that has called the operator that is saving a tensor: that of the caller's caller.
+        values: What the rerun has brought back, of which the last one is that tensor, and those before may be of the same
+            operator.
+        leaf: The latest leaf that was saved, perhaps by it as well.
+        way_out: The rerun.
     """
+    until, function, args, kwargs = way_out
     kind = id(function.__code__ if type(function) is FunctionType else type(function))
     case = id(innermost.f_code), innermost.f_lasti, kind
     if case in _left_to_do:
         return False
+    if kwargs:
+        return False
+    for one in (*values[-2:], leaf, *args):
+        if type(one) in PLAIN:
+            if one.numel() > MOST_ELEMENTS:
+                return False
+        elif type(one) not in _KNOWN_TYPES:
+            return False
     for way in _ways.get(case, ()):
         try:
             for depth, code, instruction, own in way.places:
