@@ -112,6 +112,8 @@ def _are_of_tensors(value: Any, now: Any) -> bool:
 
 def carries_graph(value: Any) -> bool:
     """Whether a value is a tensor with a history, or holds one."""
+    if isinstance(value, torch.Tensor):  # as most are
+        return value.requires_grad and _has_history(value)
     return _has_tensor(value, _has_history, levels=3)
 
 
