@@ -60,12 +60,13 @@ class _Way:
 
     Attributes:
         is_done: Whether nothing is, as long as names are bound as they were.
-        places: Where frames were. Those of ``torch.nn.Module`` that call a module's forward are left out: it takes as long to
-            look at a frame as to do all else, and a module is what was called there.
+        own: What the innermost frame's names have to be bound to, as in a place.
+        places: Where the others were. Those of ``torch.nn.Module`` that call a module's forward are left out: it takes as long
+            to look at a frame as to do all else, and a module is what was called there.
         others: Names in other namespaces, of torch and Python, and what they were bound to.
     """
 
-    __slots__ = ("is_done", "others", "places")
+    __slots__ = ("is_done", "others", "own", "places")
 
     def __init__(self, frames: Sequence[FrameType], function: Any) -> None:
         """Judges a way.
@@ -74,6 +75,7 @@ class _Way:
             frames: The frames on it, that of the rerun included.
             function: What the rerun calls.
         """
+        self.own: list[tuple[str, Any]] = []
         self.places: list[_Place] = []
         self.others: list[tuple[Any, str, Any]] = []
         self.is_done = 1 < len(frames) <= _MOST_FRAMES and is_run_by(frames[-2].f_code, function)
@@ -85,7 +87,9 @@ class _Way:
                 self.is_done, own = reader.is_done(), reader.own
                 self.others += reader.others
             called = frame.f_code
-            if called is not CALL_OF_MODULES and called is not CALL_OF_FORWARD:
+            if depth == 0:
+                self.own = own
+            elif called is not CALL_OF_MODULES and called is not CALL_OF_FORWARD:
                 self.places.append(_Place(depth + 2, called, frame.f_lasti, own))
 
 
@@ -137,6 +141,9 @@ def is_all_but_done(innermost: FrameType, values: Sequence[torch.Tensor], leaf: 
                     if frame.f_globals.get(name) is not value:
                         return False
             else:
+                for name, value in way.own:
+                    if innermost.f_globals.get(name) is not value:
+                        return False
                 for namespace, name, value in way.others:
                     if namespace.get(name) is not value:
                         return False
