@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import dis
 import inspect
+from collections.abc import Iterable
 from types import CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -34,7 +35,7 @@ from ._instructions import (
 from ._refit import PLAIN
 from ._torch import CALL_OF_FORWARD, CALL_OF_MODULES
 
-__all__ = ["MOST_ELEMENTS", "OPERATORS", "Reader", "is_run_by", "is_small"]
+__all__ = ["MOST_ELEMENTS", "OPERATORS", "SIMPLE", "Reader", "is_run_by", "is_small"]
 
 #: How many elements a small tensor has at most.
 MOST_ELEMENTS = 1 << 12
@@ -91,14 +92,17 @@ _SAVING = frozenset({"cos", "exp", "log", "rsqrt", "sigmoid", "sin", "sqrt", "sq
 
 #: Functions that may be called on the way out, and with how many arguments at most, by position: further ones may tell them
 #: to work in place.
-_FUNCTIONS = ((functional.dropout, 3), (torch.add, 2), (torch.sub, 2), (torch.mul, 2), (torch.div, 2))
+_FUNCTIONS = {functional.dropout: 3, torch.add: 2, torch.sub: 2, torch.mul: 2, torch.div: 2}
 
 _LIBRARIES = (torch, functional, torch.nn)
 _OPERATORS = [getattr(library, name) for library in (torch, functional) for name in OPERATORS if hasattr(library, name)]
 _METHODS = {name: vars(torch.Tensor).get(name) for name in OPERATORS}
 
+#: Types of objects that are nothing but a value.
+SIMPLE = frozenset({bool, float, int, str, type(None)})
+
 #: Types of local variables on which arithmetic and branches call no code of others.
-_KNOWN_TYPES = PLAIN | {bool, float, int, str, torch.Size, torch.device, torch.dtype, type(None)}
+_KNOWN_TYPES = PLAIN | SIMPLE | {torch.Size, torch.device, torch.dtype}
 
 _RESUMED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _LOOKS_AT_VARIABLES = frozenset({"locals", "vars", "dir", "eval", "exec"})
@@ -150,7 +154,7 @@ class Reader:
             return False
         if not _LOOKS_AT_VARIABLES.isdisjoint(code.co_names):  # which to look at them here would change
             return False
-        self._instructions = Instructions(code)
+        self._instructions, self._variables = Instructions(code), self._frame.f_locals
         now = self._instructions.at(self._frame.f_lasti)
         is_harmless = self._runs_operator(now) if self._called is None else self._calls(now, self._called)
         if self._instructions.is_guarded(now) or not is_harmless:
@@ -161,11 +165,11 @@ class Reader:
 
     def _has_known_variables(self) -> bool:
         """Whether variables are of types that call no code of others, and tensors small, with no others to come there."""
-        variables, code = self._frame.f_locals, self._frame.f_code
+        variables = self._variables
         if not all(type(one) in _KNOWN_TYPES or issubclass(type(one), Module) for one in variables.values()):
             return False
         tensors = {name for name, one in variables.items() if type(one) in PLAIN}
-        if not all(is_small(variables[name]) for name in tensors) or not tensors.isdisjoint(code.co_freevars):
+        if not all(is_small(variables[name]) for name in tensors) or not tensors.isdisjoint(self._frame.f_code.co_freevars):
             return False
         return tensors.isdisjoint(self._instructions.stored_from(_ELSEWHERE))
 
@@ -216,7 +220,7 @@ class Reader:
     def _asks_more_than_it_seems(self, index: int) -> bool:
         """Whether a variable is a module, which may be asked for anything, or a tensor that a branch is to wait for."""
         variable, following = self._instructions[index], self._instructions.some(index + 1, 1)
-        found = self._frame.f_locals.get(variable.argval) if variable.opname in VARIABLES else None
+        found = self._variables.get(variable.argval) if variable.opname in VARIABLES else None
         is_asked = following and (following[0].opname in ("TO_BOOL", "UNARY_NOT") or BRANCHES.fullmatch(following[0].opname))
         return issubclass(type(found), Module) or bool(type(found) in PLAIN and is_asked)
 
@@ -227,8 +231,8 @@ class Reader:
             return self._has_known_variables() and is_arithmetic(instruction, with_products=True)
         loading = self._instructions.loading(now)
         if loading and loading[0].opname == "LOAD_GLOBAL":
-            return self._resolve(loading, _OPERATORS)
-        return self._is_method(loading) and type(self._frame.f_locals.get(loading[0].argval)) in PLAIN
+            return self._resolve(loading, _OPERATORS) is not None
+        return self._is_method(loading) and type(self._variables.get(loading[0].argval)) in PLAIN
 
     def _is_method(self, loading: list[dis.Instruction]) -> bool:
         """Whether instructions load a method of a variable that has the name of an operator, which torch's tensors have."""
@@ -246,7 +250,7 @@ class Reader:
         if frame.f_code is CALL_OF_MODULES:
             return code is CALL_OF_FORWARD
         if frame.f_code is CALL_OF_FORWARD:
-            module = frame.f_locals["self"]
+            module = self._variables["self"]
             return "forward" not in vars(module) and is_run_by(code, inspect.getattr_static(module, "forward", None))
         loading = self._instructions.loading(now) if name in CALLS else []
         if not loading:
@@ -255,7 +259,7 @@ class Reader:
         if first.opname == "LOAD_GLOBAL":
             found = frame.f_globals.get(first.argval)
         elif first.opname in VARIABLES or first.opname == "LOAD_DEREF":
-            found = frame.f_locals.get(first.argval)
+            found = self._variables.get(first.argval)
         else:
             return False
         for attribute in attributes:
@@ -278,9 +282,8 @@ class Reader:
         return method.argval in _SAVING and is_call
 
     def _is_harmless_call(self, index: int) -> bool:
-        loading = self._instructions.loading(index)
-        most = next((most for function, most in _FUNCTIONS if self._resolve(loading, [function])), -1)
-        return (self._instructions[index].arg or 0) <= most
+        called = self._resolve(self._instructions.loading(index), _FUNCTIONS)
+        return (self._instructions[index].arg or 0) <= _FUNCTIONS.get(called, -1)
 
     def _after_known_name(self, index: int) -> int:
         """Returns where the loading of a function that may be called ends; where it begins if it is another one."""
@@ -288,36 +291,38 @@ class Reader:
         while self._instructions[end].opname in ATTRIBUTES and not self._instructions[end].is_jump_target:
             end += 1
         loading = self._instructions.some(index, end - index)
-        return end if self._resolve(loading, [function for function, _ in _FUNCTIONS]) else index
+        return index if self._resolve(loading, _FUNCTIONS) is None else end
 
     def _is_over_range(self, index: int) -> bool:
         """Whether a loop is one over a range, which to go on with calls no code."""
         is_iterated = index > 1 and self._instructions[index - 1].opname == "GET_ITER"
         if not is_iterated or self._instructions[index - 1].is_jump_target:
             return False
-        return self._resolve(self._instructions.loading(index - 2), [range])
+        return self._resolve(self._instructions.loading(index - 2), [range]) is range
 
-    def _resolve(self, loading: list[dis.Instruction], wanted: list[Any]) -> bool:
-        """Returns whether a global name, or names in torch's modules, load one of some functions; notes how they are bound."""
+    def _resolve(self, loading: list[dis.Instruction], wanted: Iterable[Any]) -> Any:
+        """Returns which of some functions a global name, or names in torch's modules, load, and notes how they are bound.
+
+        None if they load something else.
+        """
         if not loading or loading[0].opname != "LOAD_GLOBAL":
-            return False
-        names = [instruction.argval for instruction in loading]
-        found = self._frame.f_globals.get(names[0])
-        own = [(names[0], found)]
-        others: list[tuple[Any, str, Any]] = []
+            return None
+        name = loading[0].argval
+        found = self._frame.f_globals.get(name)
+        own, others = [(name, found)], list[tuple[Any, str, Any]]()
         if found is None:
-            others.append((vars(builtins), names[0], vars(builtins).get(names[0])))
-            found = others[0][2]
+            found = vars(builtins).get(name)
+            others.append((vars(builtins), name, found))
         for instruction in loading[1:]:
             if instruction.opname not in ATTRIBUTES or not any(found is library for library in _LIBRARIES):
-                return False
+                return None
             others.append((vars(found), instruction.argval, vars(found).get(instruction.argval)))
             found = others[-1][2]
         if not any(found is one for one in wanted):
-            return False
+            return None
         self.own += own
         self.others += others
-        return True
+        return found
 
 
 def _attribute_of(owner: Any, name: str) -> Any:

@@ -163,7 +163,7 @@ class Filling:
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
-                    has_graph = self._without_grad[-1:] != [len(values) - 1]
+                    has_graph = len(values) - 1 not in self._without_grad[-1:]
                     if way_out is None or not has_graph or not is_all_but_done(_getframe(1), values, leaf, way_out):
                         raise StopRecompute
                     unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
@@ -206,7 +206,7 @@ class Filling:
                 raise StopRecompute
         elif self._frame.complete and len(self.values) > len(self._frame.numbers):
             raise StopRecompute
-        return tensor if tensor.is_leaf else tensor.detach()
+        return tensor.detach()
 
     def result(self, check: Check) -> list[torch.Tensor]:
         """Returns the values when the rerun has ended: one entry a handle up to the last wanted, ``MISSING`` for the others.

@@ -52,6 +52,7 @@ __all__ = ["FunctionFrame"]
 _default_generators = threading.RLock()
 # Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 _shared_streams = threading.RLock()
+
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 

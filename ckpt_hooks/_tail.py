@@ -7,9 +7,9 @@ returns to something and to return it, that is quicker done.
 
 Only where nobody can tell, though: what forward does after its last saved tensor must not happen twice, be it a counter, a
 ``print`` or a write to a cache. So what is left to do is read from the code (:mod:`ckpt_hooks._bytecode`) of the Python frames
-between the operator and the rerun, once for each way through them. The operator itself goes on from where it
-saves, so it has to be one that writes to nothing. What all that costs is not known beforehand, in memory least of all: tensors
-have to be small, those among the arguments as well as those that the operator saves.
+between the operator and the rerun, once for each way through them. The operator itself goes on from where it saves, so it has
+to be one that writes to nothing. What all that costs is not known beforehand, in memory least of all: tensors have to be small,
+those among the arguments as well as those that the operator saves.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ._bytecode import MOST_ELEMENTS, Reader, is_run_by, is_small
+from ._bytecode import MOST_ELEMENTS, SIMPLE, Reader, is_run_by, is_small
 from ._refit import PLAIN
 from ._runtime.passes import MISSING
 from ._torch import CALL_OF_FORWARD, CALL_OF_MODULES
@@ -31,7 +31,8 @@ __all__ = ["MOST_ELEMENTS", "WayOut", "is_all_but_done", "is_small"]
 #: How many frames of Python may be between the operator and the rerun.
 _MOST_FRAMES = 20
 
-_KNOWN_TYPES = frozenset({bool, float, int, str, type(None), type(MISSING)})
+#: Types of what may be among the arguments and the values besides tensors.
+_NO_TENSORS = SIMPLE | {type(MISSING)}
 
 #: How many cases are remembered, and how many ways for each.
 _MOST_CASES = 1 << 12
@@ -60,13 +61,14 @@ class _Way:
 
     Attributes:
         is_done: Whether nothing is, as long as names are bound as they were.
+        code: That of the innermost frame, held since another code could have its identity when it is gone.
         own: What the innermost frame's names have to be bound to, as in a place.
         places: Where the others were. Those of ``torch.nn.Module`` that call a module's forward are left out: it takes as long
             to look at a frame as to do all else, and a module is what was called there.
         others: Names in other namespaces, of torch and Python, and what they were bound to.
     """
 
-    __slots__ = ("is_done", "others", "own", "places")
+    __slots__ = ("code", "is_done", "others", "own", "places")
 
     def __init__(self, frames: Sequence[FrameType], function: Any) -> None:
         """Judges a way.
@@ -75,6 +77,7 @@ class _Way:
             frames: The frames on it, that of the rerun included.
             function: What the rerun calls.
         """
+        self.code = frames[0].f_code
         self.own: list[tuple[str, Any]] = []
         self.places: list[_Place] = []
         self.others: list[tuple[Any, str, Any]] = []
@@ -93,8 +96,7 @@ class _Way:
                 self.places.append(_Place(depth + 2, called, frame.f_lasti, own))
 
 
-#: An operator in a kind of function: identities of its code and of the function, with the instruction that it is at. The codes
-#: are held by what is remembered, if anything is.
+#: An operator in a kind of function: identities of its code and of the function, with the instruction that it is at.
 _Case = tuple[int, int, int]
 
 _ways: dict[_Case, list[_Way]] = {}
@@ -121,15 +123,13 @@ def is_all_but_done(innermost: FrameType, values: Sequence[torch.Tensor], leaf: 
     until, function, args, kwargs = way_out
     kind = id(function.__code__ if type(function) is FunctionType else type(function))
     case = id(innermost.f_code), innermost.f_lasti, kind
-    if case in _left_to_do:
-        return False
-    if kwargs:
+    if kwargs or case in _left_to_do:
         return False
     for one in (*values[-2:], leaf, *args):
-        if type(one) in PLAIN:
+        if type(one) in PLAIN:  # as is_small, without a call for each
             if one.numel() > MOST_ELEMENTS:
                 return False
-        elif type(one) not in _KNOWN_TYPES:
+        elif type(one) not in _NO_TENSORS:
             return False
     for way in _ways.get(case, ()):
         try:

@@ -701,6 +701,16 @@ def test_nothing_of_the_users_is_kept():
     assert [one() for one in alive] == [None]
 
 
+def test_code_that_was_judged_stays():
+    """Another code could have the identity of one that is gone, and have more to do."""
+    names: dict[str, object] = {}
+    exec("def function(x):\n    return x.sin() + 1", names)
+    assert has_returned(names["function"], value(4))
+    code = weakref.ref(names["function"].__code__)
+    names.clear()
+    assert code() is not None
+
+
 @pytest.mark.parametrize("which", ["argument", "closure", "result"])
 def test_rule_5_large_tensors_are_not_computed_with(which):
     """A sum with something large takes long, and memory that nobody expects a recompute to need."""
