@@ -43,7 +43,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import NO_PARAMETERS, WatchReads, changed, held, parameters_of, references_of, versions_of, without
+from ._weights import Noted, WatchReads, parameters_of, references_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
@@ -85,7 +85,6 @@ class FunctionFrame(Frame):
         "_plain",
         "_selection",
         "_state",
-        "_versions",
         "explain",
     )
 
@@ -126,7 +125,7 @@ class FunctionFrame(Frame):
         self._selection = None if contexts is None else selection_of(contexts[0])
         self._state: State | None = None
         self._draws: RecordDraws | None = None
-        self._parameters = NO_PARAMETERS
+        self._parameters: Noted | None = None
         self._keeps_all = False
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
@@ -140,7 +139,7 @@ class FunctionFrame(Frame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._note_versions(parameters_of(plan.parameters))
+                self._parameters = Noted(parameters_of(plan.parameters))
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
                 if self._keeps_all:
@@ -180,10 +179,6 @@ class FunctionFrame(Frame):
                 raise
         return self
 
-    def _note_versions(self, parameters: Sequence[torch.Tensor]) -> None:
-        self._versions = versions_of(parameters)
-        self._parameters = held(parameters)
-
     def _look_into(self, reached: Reached) -> Sequence[torch.Generator]:
         """Captures state that the function reaches besides its arguments; returns the generators among that."""
         plans = [plan_of(module) for module in reached.modules]
@@ -193,7 +188,7 @@ class FunctionFrame(Frame):
                 raise uninitialized(self._region())
             self._keeps_all, self._plain = True, False
             return reached.generators
-        self._note_versions(parameters_of(references_of(plans, reached.tensors)))
+        self._parameters = Noted(parameters_of(references_of(plans, reached.tensors)))
         if not self._options.preserve_buffers:
             for plan in plans:
                 plan.has_run()
@@ -237,8 +232,8 @@ class FunctionFrame(Frame):
                 self._draws.__exit__(None, None, None)
             if self._state is not None:
                 self._state = self._state if self._state.settle(failed=error is not None) else None
-            if self._state is not None and self._state.parameters:  # which a rerun finds as they were
-                self._parameters, self._versions = without(self._parameters, self._versions, self._state.parameters)
+            if self._state is not None and self._state.parameters and self._parameters is not None:
+                self._parameters.leave_out(self._state.parameters)  # which a rerun finds as they were
             if self._finish is not None:
                 finish, self._finish = self._finish, None
                 finish()
@@ -362,18 +357,20 @@ class FunctionFrame(Frame):
         call: _Call,
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
-        found_changed = self._parameters and self.complete and versions_of(self._parameters) != self._versions
+        parameters = self._parameters if self.complete else None
+        if parameters is not None and not parameters.have_changed():
+            parameters = None
         in_context = self._context is not None or self._contexts is not None or copy_context()
         caller = (FunctionFrame._call if in_context else FunctionFrame._call_under).__code__
         has_modes = num_dispatch_modes() > 0
         way_out = None if has_modes or self._contexts is not None else (caller, self._function, *call)
         hook = filling.hook(wanted, exchanged, way_out)
-        if found_changed or (has_modes and self._selection is None):
+        if parameters is not None or (has_modes and self._selection is None):
             hook = filling.noting_versions(hook)
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            if found_changed:
-                with WatchReads(changed(self._parameters, self._versions), filling, self._mutated):
+            if parameters is not None:
+                with WatchReads(parameters.changed(), filling, self._mutated):
                     self._call_in_context(call)
             elif not in_context:
                 self._function(*call[0], **call[1])

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, Union
+from typing import Any, Protocol
 
 import torch
 from torch.nn import Module
@@ -37,26 +38,18 @@ from ._torch import storage_of
 from .errors import MutationError
 
 __all__ = [
-    "NO_PARAMETERS",
+    "Noted",
     "References",
     "WatchReads",
-    "changed",
-    "held",
     "parameters_of",
     "references_of",
-    "versions_of",
-    "without",
 ]
 
 #: Where parameters are: modules whose own ones are meant, and other tensors.
 References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor]]
 
-#: A parameter as a region holds it. No weak reference to one outlives its region: ``torch.utils.swap_tensors``, by which
-#: modules convert some, refuses those that have one.
-Held = Union[torch.Tensor, "weakref.ref[torch.Tensor]"]
-
-#: What a region reaches that has none.
-NO_PARAMETERS: Sequence[Held] = ()
+_requires_grad = operator.attrgetter("requires_grad")
+_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> References:
@@ -67,7 +60,7 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own
 
 
-def parameters_of(references: References) -> Sequence[torch.Tensor]:
+def parameters_of(references: References) -> list[torch.Tensor]:
     """Returns the parameters as they are now: a framework may have its modules hold others by the time of a rerun."""
     modules, tensors = references
     try:
@@ -83,41 +76,56 @@ def parameters_of(references: References) -> Sequence[torch.Tensor]:
     return found + list(tensors) if tensors else found
 
 
-def held(parameters: Sequence[torch.Tensor]) -> Sequence[Held]:
-    """Returns what a region holds of parameters: those that require grad, which the graph holds too, and the others weakly."""
-    return [parameter if parameter.requires_grad else weakref.ref(parameter) for parameter in parameters]
+class Noted:
+    """Parameters that a region reaches, and their versions when its forward began.
+
+    Those that require grad are held, as the graph holds them too; the others weakly.
+    """
+
+    __slots__ = ("_held", "_versions", "_weak")
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        """Notes the versions that parameters have now."""
+        self._held: Sequence[torch.Tensor] = parameters
+        self._weak: Sequence[weakref.ref[torch.Tensor]] = ()
+        if not all(map(_requires_grad, parameters)):
+            self._held = [parameter for parameter in parameters if parameter.requires_grad]
+            self._weak = [weakref.ref(parameter) for parameter in parameters if not parameter.requires_grad]
+        self._versions = self._read()
+
+    def _read(self) -> list[int]:
+        """Returns the version of each, those that are held before the others; -1 where it has none."""
+        try:
+            versions = list(map(_version, self._held))
+            return versions + [reference()._version for reference in self._weak] if self._weak else versions  # type: ignore[union-attr]
+        except (AttributeError, RuntimeError, ValueError):  # gone, without versions, or not made yet
+            return list(map(_version_or_none, self._tensors()))
+
+    def _tensors(self) -> list[torch.Tensor | None]:
+        return [*self._held, *(reference() for reference in self._weak)]
+
+    def have_changed(self) -> bool:
+        """Whether any was written to since."""
+        return self._read() != self._versions
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns those that were written to since, and the versions that they should have."""
+        return [
+            (tensor, version)
+            for tensor, version in zip(self._tensors(), self._versions, strict=True)
+            if version >= 0 and tensor is not None and _version_or_none(tensor) != version
+        ]
+
+    def leave_out(self, parameters: frozenset[int]) -> None:
+        """Takes some out, which are given by the ``id`` of each."""
+        left = [id(tensor) not in parameters for tensor in self._tensors()]
+        self._versions = list(itertools.compress(self._versions, left))
+        self._weak = list(itertools.compress(self._weak, left[len(self._held) :]))
+        self._held = list(itertools.compress(self._held, left))
 
 
-def versions_of(parameters: Sequence[Held]) -> list[int]:
-    """Returns the version of each parameter; -1 where it has none."""
-    try:
-        return [(entry() if type(entry) is weakref.ref else entry)._version for entry in parameters]  # type: ignore[union-attr]
-    except (AttributeError, RuntimeError, ValueError):  # gone, without versions, or not made yet
-        return list(map(_version_of, parameters))
-
-
-def _tensor_of(parameter: Held) -> torch.Tensor | None:
-    return parameter() if isinstance(parameter, weakref.ref) else parameter
-
-
-def _version_of(parameter: Held) -> int:
-    tensor = _tensor_of(parameter)
+def _version_or_none(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
-
-
-def without(parameters: Sequence[Held], versions: list[int], left_out: frozenset[int]) -> tuple[Sequence[Held], list[int]]:
-    """Returns parameters and their versions without some, which are given by the ``id`` of each."""
-    left = [pair for pair in zip(parameters, versions, strict=True) if id(_tensor_of(pair[0])) not in left_out]
-    return [parameter for parameter, _ in left], [version for _, version in left]
-
-
-def changed(parameters: Sequence[Held], versions: list[int]) -> list[tuple[torch.Tensor, int]]:
-    """Returns the parameters that were written to since, and the versions that they should have."""
-    return [
-        (tensor, version)
-        for parameter, version in zip(parameters, versions, strict=True)
-        if version >= 0 and (tensor := _tensor_of(parameter)) is not None and _version_of(tensor) != version
-    ]
 
 
 #: A storage, None if there is none, and from where to where in it, in bytes.

@@ -127,7 +127,9 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
                 switches.guard.check()
                 and read_fast() == switches.unguarded
                 and not num_function_modes()
-                and getattr(GLOBAL_DEVICE, "device_context", None) is None  # which torch's backward may hide from the stack
+                # Which torch's backward may hide from the stack. Of this thread, by its dict: an attribute that is not there is
+                # an exception, if only for a moment.
+                and GLOBAL_DEVICE.__dict__.get("device_context") is None
             ):
                 captured, image = ambient.streams[0], ambient.image
                 assert captured is not None
