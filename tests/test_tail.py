@@ -29,9 +29,7 @@ unbound_later = F
 @pytest.fixture(autouse=True)
 def _nothing_is_known(monkeypatch):
     """Starts each test without verdicts of others, and without events."""
-    monkeypatch.setattr(tail, "_ways", {})
-    monkeypatch.setattr(tail, "_met", set())
-    monkeypatch.setattr(tail, "_left_to_do", set())
+    monkeypatch.setattr(tail, "_kinds", {})
     events.clear()
 
 
@@ -930,7 +928,7 @@ def test_rule_5_functions_without_code_are_stopped():
     assert checkpoint(torch.Tensor.sin, x).grad_fn is not None
     (g,) = torch.autograd.grad(checkpoint(torch.Tensor.sin, x).sum(), x)
     assert torch.equal(g, x.cos())
-    assert not tail._ways
+    assert not any(kind.ways for kind in tail._kinds.values())
 
 
 @pytest.mark.parametrize("name", sorted(OPERATORS))
@@ -946,7 +944,8 @@ def test_operators_that_may_go_on_write_to_nothing(name):
 
 def test_what_is_remembered_is_bounded(monkeypatch):
     """It does not grow without end."""
-    monkeypatch.setattr(tail, "_MOST_CASES", 3)
+    monkeypatch.setattr(tail, "_MOST_KINDS", 3)
+    monkeypatch.setattr(tail, "_MOST_CASES", 2)
     x = value(4)
     for number in range(10):
         names: dict[str, object] = {}
@@ -954,4 +953,48 @@ def test_what_is_remembered_is_bounded(monkeypatch):
         for _ in range(3):
             checkpoint(names["function"], x).sum().backward()
             checkpoint(names["other"], x).sum().backward()
-    assert all(len(remembered) <= 3 for remembered in (tail._ways, tail._met, tail._left_to_do))
+    module = Chosen()
+    for module.which in 3 * list(range(4)):
+        checkpoint(module, x).sum().backward()
+    assert len(tail._kinds) <= 3
+    assert all(len(known) <= 2 for kind in tail._kinds.values() for known in (kind.ways, kind.met, kind.left_to_do))
+
+
+class Chosen(nn.Module):
+    """Ends in one of several operators, or in one with something left to do."""
+
+    which = 0
+
+    def forward(self, x):
+        if self.which == 0:
+            return x.sin() + 1
+        if self.which == 1:
+            return x.cos() + 1
+        if self.which == 2:
+            return x.exp() + 1
+        return note(x.sin())
+
+
+def test_functions_that_never_return_are_asked_no_more(monkeypatch):
+    """After so many times that something was left to do, it is not looked for any more; once they returned, it is."""
+    asked = []
+    ask = tail.is_all_but_done
+    monkeypatch.setattr("ckpt_hooks._filling.is_all_but_done", lambda *args: asked.append(1) or ask(*args))
+    x, module = value(4), Chosen()
+    module.which = 3
+    for _ in range(tail._PATIENCE + 20):
+        checkpoint(module, x).sum().backward()
+    # The lambda's frame has shifted all others by one, which makes no difference to what is stopped.
+    assert len(asked) == tail._PATIENCE + 2
+    assert len(events) == tail._PATIENCE + 20  # those of forward
+
+
+def test_functions_that_return_sometimes_are_always_asked(monkeypatch):
+    """Where one way has nothing left to do, the others do not put an end to the asking."""
+    monkeypatch.setattr(tail, "_PATIENCE", 3)
+    x, module = value(4), Chosen()
+    for which in (0, 0, 0, *[3] * 10):
+        module.which = which
+        checkpoint(module, x).sum().backward()
+    module.which = 0
+    assert "add" in operators_in_backward(checkpoint(module, x))
