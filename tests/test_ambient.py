@@ -175,6 +175,7 @@ def install(monkeypatch):
         return module
 
     yield put
+    monkeypatch.undo()  # first, since it would put back for how many names the modules are known, and the fakes with it
     streams._modules_known_for = -1
 
 
