@@ -27,7 +27,7 @@ import torch
 
 from ._blame import grad_fn_of, mutation_error, name_of
 from ._dispatch import only_quiet_modes, unseen
-from ._refit import copy_of
+from ._refit import stand_in_for
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
 from ._tail import WayOut, is_all_but_done, is_small
@@ -51,7 +51,7 @@ _UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
 #: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
 _STOP: Any = object()
 
-_copy = unseen(copy_of)
+_copy = unseen(stand_in_for)
 
 
 class StopRecompute(BaseException):

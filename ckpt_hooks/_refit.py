@@ -17,7 +17,7 @@ import torch
 
 from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["PLAIN", "copy_of", "fill_all", "is_plain", "refit", "same_layout"]
+__all__ = ["PLAIN", "copy_of", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
 
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -50,17 +50,21 @@ def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> tor
         with torch.inference_mode(False):
             return copy_of(tensor, strides)
     if strides is None and tensor.is_contiguous():
-        plain = (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
-        if tensor._version:
-            set_versions((plain,), (tensor._version,))
-        return plain
+        return (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
     strides = tensor.stride() if strides is None else strides
     stored = _stored(tensor.detach(), strides)
     copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
     copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
     if copy.shape != tensor.shape:
         copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
-    set_versions((copy,), (tensor._version,))
+    return copy
+
+
+def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Returns a copy that has the version of the tensor too: to be saved instead of it."""
+    copy = copy_of(tensor, strides)
+    if copy._version != tensor._version:
+        set_versions((copy,), (tensor._version,))
     return copy
 
 
@@ -96,6 +100,8 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
     """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
     grad_enabled = torch.is_grad_enabled()
     set_grad_enabled(False)
+    filled: list[torch.Tensor] = []
+    versions: list[int] = []
     try:
         for tensor, version, content, layout in tensors:
             fits = same_layout(tensor, content)
@@ -108,6 +114,9 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
                     tensor.copy_(content)
             else:
                 tensor.data = copy_of(content)  # an observer gave it another shape
-            set_versions((tensor,), (version,))
+            filled.append(tensor)
+            versions.append(version)
     finally:
+        if filled:
+            set_versions(tuple(filled), tuple(versions))
         set_grad_enabled(grad_enabled)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._dispatch import unseen
-from ckpt_hooks._refit import copy_of, is_plain
+from ckpt_hooks._refit import is_plain, stand_in_for
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
 from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view, storage_address, storage_of, version_witness
@@ -201,7 +201,7 @@ class Packed(Kept):
             raise self._modified(unpacked)
         tensor = unpacked.detach()
         if self._strides is not None and tensor.stride() != self._strides:
-            tensor = copy_of(tensor, self._strides)
+            tensor = stand_in_for(tensor, self._strides)
         return tensor
 
 

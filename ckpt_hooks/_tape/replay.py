@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt_hooks._ambient.draws import draw_again
-from ckpt_hooks._refit import copy_of
+from ckpt_hooks._refit import stand_in_for
 from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
 
@@ -221,7 +221,7 @@ class Replay:
         for number in self._plan.asked:
             tensor = self.tensors.get(number)
             if tensor is not None and number not in self.held and storage_address(tensor) in addresses:
-                self.held[number] = copy_of(tensor)
+                self.held[number] = stand_in_for(tensor)
 
 
 def bring_back(replay: Replay, value: Value) -> None:
