@@ -144,7 +144,18 @@ def by_swapped_rows(run):
     return run(function, leaf(3)), function.then
 
 
-VALUES = {"global changed": by_global, "eval before backward": by_eval, "operators swapped": by_swapped_operators}
+def by_even_numbers_of_equal_values(run):
+    """Of which a hash by exclusive or sees nothing: four of anything are zero to it."""
+    function = Switch(lambda x: x * torch.full((4,), 2.0), lambda x: x * torch.full((4,), 3.0))
+    return run(function, leaf(4)), function.then
+
+
+VALUES = {
+    "global changed": by_global,
+    "eval before backward": by_eval,
+    "operators swapped": by_swapped_operators,
+    "equal values": by_even_numbers_of_equal_values,
+}
 
 
 def fails_by_values(make, run):
