@@ -56,36 +56,42 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     return [fingerprint(part) for part in parts if isinstance(part, torch.Tensor)]
 
 
-_WORD = 8
 #: Integers by how many bytes they have.
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, _WORD: torch.int64}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ODD = 0x100000001B3
 
 
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bits of a tensor as integers, of 64 bits where its last dimension comes out even, however it is laid out."""
-    tensor = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).detach().resolve_neg()
-    size = tensor.element_size()
-    in_a_word = _WORD // size
-    if tensor.dim() == 0 or tensor.shape[-1] % in_a_word:
-        return tensor.view(_INTEGERS[size])
-    *strides, last = tensor.stride()
-    if in_a_word > 1 and (last != 1 or any(step % in_a_word for step in (*strides, tensor.storage_offset()))):
-        tensor = tensor.contiguous()
-    return tensor.view(_INTEGERS[_WORD])
+def _integers(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bits of a tensor as integers of 32 bits at most."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = tensor.detach().resolve_neg()
+    integers = _INTEGERS.get(tensor.element_size())
+    if integers is not None:
+        return tensor.view(integers)
+    if tensor.dim() == 0 or tensor.stride(-1) != 1:
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+    return tensor.view(torch.int32)
 
 
 def hash_of(tensor: torch.Tensor) -> Any:
     """Returns a hash of all bits of a tensor, on its device, which does not tell where they stand; None where it has none.
 
-    That is the sum of 64 bits each, modulo 2 to the 64th: the same in whatever order it is taken, and ten times as fast as
-    ``torch.hash_tensor``, which takes elements one by one, and takes them for nothing where they come in pairs (all zeros and
-    all ones are the same to it).
+    Bits are taken as integers and added up along the last dimension, without more bits, for which they would all be copied.
+    What many equal numbers lose by that, the last one makes up for. Of the sums ``s`` it takes ``s * (2 * s + 1)``, which no
+    two numbers have in common, and adds that up: what is added in one row and taken away in another is seen.
+
+    So it is the same however the tensor is laid out, and reads several times as much in a second as ``torch.hash_tensor``,
+    which takes the exclusive or of values: an even number of ones is the same to that as an even number of zeros.
     """
     if is_traceable_wrapper_subclass(tensor):
         return _of_parts(hash_of, tensor)
     if not _has_bits(tensor) or tensor.numel() == 0:
         return None
-    return _words(tensor).sum()
+    integers = _integers(tensor)
+    last = integers.select(-1, -1) if integers.dim() else integers
+    rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
+    return torch.addcmul(rows, rows, rows, value=2).sum()
 
 
 #: How many values of a tensor are looked at, about.

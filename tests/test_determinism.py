@@ -65,10 +65,22 @@ def test_each_value_counts(dtype, last, make):
         assert not torch.equal(found.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
 
 
-def test_hashes_of_equal_values_differ():
-    """Which an exclusive or takes for nothing where there is an even number of them."""
-    found = {int(hash_of(torch.full((count,), value))) for count in (2, 4, 64) for value in (1.0, -1.0, 2.0, 3.0)}
-    assert len(found) == 12
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (64,), (4096,), (512, 1024), (4096, 256), (256, 4096)], ids=str)
+def test_hashes_of_equal_values_differ(shape, dtype):
+    """Which an exclusive or takes for nothing where there is an even number of them, and a sum where that is a large power."""
+    values = (0.0, 1.0) if dtype is torch.bool else (0.0, 1.0, -1.0, 2.0, 4.0, 0.5)
+    found = {int(hash_of(torch.full((1,), value, dtype=dtype).expand(shape).contiguous())) for value in values}
+    assert len(found) == len(values)
+
+
+def test_differences_that_cancel_each_other_out_in_two_rows_are_seen():
+    """As roundings do, of which some go up and some go down."""
+    tensor = numbers(torch.float32, 4, 8) + 1
+    other = tensor.clone()
+    other.view(torch.int32)[0, 0] += 1
+    other.view(torch.int32)[2, 3] -= 1
+    assert hash_of(other) != hash_of(tensor)
 
 
 def test_hashes_of_what_is_computed_when_it_is_read():
