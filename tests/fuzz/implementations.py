@@ -64,10 +64,10 @@ def curried(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def varied() -> Run:
-    """Returns what gives each region other options: the same ones in each run of a program."""
-    draw = random.Random(0)
+    """Returns what gives each region options of its own, the same whenever it runs: also in the recompute of another one."""
 
     def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        draw = random.Random(_number_of(function))
         options = {"early_stop": draw.random() < 0.7, "debug": draw.random() < 0.2}
         options["determinism_check"] = draw.choice(["default", "none"])
         return ckpt_hooks.checkpoint(function, *args, **options, **kwargs)
