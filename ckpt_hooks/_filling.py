@@ -73,8 +73,10 @@ class Filling:
         "_early_stop",
         "_frame",
         "_function",
+        "_leaf",
         "_versions",
         "_wanted",
+        "_way_out",
         "_without_grad",
         "last",
         "stopped",
@@ -101,6 +103,8 @@ class Filling:
         self.stopped = False
         self._doubt: tuple[int, Callable[[], MutationError]] | None = None
         self._versions: list[int] | None = None
+        self._leaf: torch.Tensor | None = None  # the latest one that was saved
+        self._way_out: WayOut | None = None
 
     def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
         """Tells that the rerun read what has changed since forward.
@@ -136,17 +140,16 @@ class Filling:
             asked = [alive and index in wanted for index, alive in enumerate(asked)]
         while asked and not asked[-1]:
             asked.pop()
-        self.last, self._wanted = len(asked) - 1, wanted
+        self.last, self._wanted, self._way_out = len(asked) - 1, wanted, way_out
         if asked and self._early_stop:
             asked[-1] = _STOP
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self._without_grad.append
         plain, detach = torch.Tensor, self._detach
-        leaf: torch.Tensor | None = None  # the latest one
         unfinished = -1  # sequence number of the operator that saved what it may yet write to
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
-            nonlocal leaf, unfinished
+            nonlocal unfinished
             step = next_asked()
             if step:
                 if tensor.requires_grad:
@@ -164,7 +167,8 @@ class Filling:
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
                     has_graph = len(values) - 1 not in self._without_grad[-1:]
-                    if way_out is None or not has_graph or not is_all_but_done(_getframe(1), values, leaf, way_out):
+                    way_out = self._way_out
+                    if way_out is None or not has_graph or not is_all_but_done(_getframe(1), values, self._leaf, way_out):
                         raise StopRecompute
                     unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
                 return tensor
@@ -174,7 +178,7 @@ class Filling:
             if tensor.requires_grad:
                 if not tensor.is_leaf:
                     return detach(tensor)
-                leaf = tensor
+                self._leaf = tensor
                 return tensor
             index = len(values) - 1
             append_without_grad(index)
@@ -242,7 +246,11 @@ class Filling:
             self._compare_grad()
         if check.fingerprint is not None:
             self._compare_values(check.fingerprint)
-        return values
+        # Autograd keeps the hook for as long as the graph that the rerun made, which user code may hold on to (Rule 9).
+        del self._frame, self._function, self._doubt, self._leaf, self._way_out
+        result = values.copy()
+        values.clear()
+        return result
 
     def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:
         differences = self._differences()

@@ -297,6 +297,42 @@ def test_a_handle_that_died_is_not_brought_back_with_those_after_which_it_was_ta
     del node
 
 
+def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
+    w, x, h = leaf(3), leaf(3), leaf(3) * 2
+    gone = weakref.ref(h)
+    y, z = checkpoint(lambda h: (h.sin().exp(), w * x), h)
+    del h, y
+    assert frames.alive() == [False]
+    assert gone() is None
+    z.sum().backward()
+    assert torch.equal(w.grad, x)
+
+
+@pytest.mark.parametrize("observed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"determinism_check": "values"}, {"debug": True}, {"early_stop": False}])
+def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, observed):
+    watching = Frames()
+    left = []
+
+    def function(x, scale):
+        y = x.sin() * scale.sum()
+        left.append(y)  # with the graph that the rerun made
+        return y.exp().cos(), x.tan()
+
+    x, scale = leaf(3), torch.ones(5)
+    gone = weakref.ref(scale)
+    with observe(watching) if observed else contextlib.nullcontext():
+        y, unclaimed = checkpoint(function, x, scale, **options)
+        del scale
+        y.sum().backward()
+    del y, unclaimed
+    assert len(left) == 2
+    assert watching.alive() == [False] * observed
+    del left[0]  # of forward
+    assert gone() is None
+    assert torch.equal(grad(left[0].sum(), x)[0], x.cos() * 5)
+
+
 def test_errors_keep_nothing():
     """Neither that of a parameter that has changed, nor that of another operator under a policy."""
     layer, w = torch.nn.Linear(3, 3, dtype=torch.float64), leaf(3)

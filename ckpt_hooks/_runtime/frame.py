@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import abc
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -131,6 +131,7 @@ class Frame(abc.ABC):
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
         recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         observer: Who watches this frame, or None.
+        release: Has the pack hook let go of the frame; set as long as forward runs.
     """
 
     __slots__ = (
@@ -146,8 +147,11 @@ class Frame(abc.ABC):
         "passes",
         "path",
         "recomputing",
+        "release",
         "without_grad",
     )
+
+    release: Callable[[], None]
 
     def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
         self.numbers: list[int] = []

@@ -1,7 +1,8 @@
 """The pack and unpack hooks, and putting them around a forward.
 
-The unpack hook is one function of the module: autograd keeps it in the graph, where a closure or a bound method over a frame
-would be a cycle that no garbage collector sees. The pack hook is a closure, which autograd holds only while it is pushed.
+Autograd keeps both hooks with each tensor that went through them, a leaf that was kept included. So the unpack hook is one
+function of the module; and the pack hook is a closure that lets go of its frame when forward ends, since a frame is not to live
+any longer than its handles (Rule 9).
 
 A leaf that requires grad is kept instead of dropped: that costs no memory, since the graph holds it as well, and spares it a
 handle, a comparison and a place in the recompute. It also is what plain autograd does, down to the object. A *view* of a leaf
@@ -83,12 +84,13 @@ def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bo
 
 
 def _pack_observed(
-    frame: Frame, observer: Observer, pack: Callable[[torch.Tensor], Handle | Kept]
+    observer: Observer, pack: Callable[[torch.Tensor], Handle | Kept]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
     def pack_observed(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
         if type(packed) is tuple:
-            observer.packed(frame, packed[1] - FIRST, tensor)
+            frame, number = packed
+            observer.packed(frame, number - FIRST, tensor)
         return packed
 
     return pack_observed
@@ -187,12 +189,18 @@ def open_frame(
         note(latest)
         return frame, number
 
+    finish = None
     if fingerprint is None and frame.observer is None:
         push_saved_tensors_hooks(pack, unpack)
-        finish = None
     else:
         finish = _open_watched(frame, pack, fingerprint, left_out)
     stack.innermost = frame
+
+    def release() -> None:
+        nonlocal frame
+        del frame
+
+    frame.release = release
     return finish
 
 
@@ -211,7 +219,7 @@ def _open_watched(
     if frame.observer is None:
         push_saved_tensors_hooks(pack, unpack)
     else:
-        push_saved_tensors_hooks(_pack_observed(frame, frame.observer, pack), unpack_observed)
+        push_saved_tensors_hooks(_pack_observed(frame.observer, pack), unpack_observed)
     return finish
 
 
@@ -219,3 +227,5 @@ def close_frame(frame: Frame) -> None:
     """Ends the forward of the innermost frame, well or by an exception; its parent is innermost again."""
     pop_saved_tensors_hooks()
     stack.innermost, frame.parent = frame.parent, None
+    frame.release()
+    del frame.release
