@@ -6,15 +6,24 @@ function whose rerun runs backward over the same region). So each entry has a st
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 
 from .errors import DeterminismError
 
-__all__ = ["ContextPair", "Selects", "both", "call_context_fn", "noop_context_fn", "reusable", "selection_of"]
+__all__ = [
+    "ContextPair",
+    "Selects",
+    "both",
+    "call_context_fn",
+    "noop_context_fn",
+    "reusable",
+    "selection_of",
+    "suppressed_error",
+]
 
 #: Wraps a forward, and each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -62,17 +71,32 @@ class _Both(AbstractContextManager[None]):
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner
-        self._entered: list[ExitStack] = []
+        self._entered: list[AbstractContextManager[None]] = []
         self.selection = selection_of(outer) or selection_of(inner)
 
     def __enter__(self) -> None:
-        with ExitStack() as stack:
-            stack.enter_context(reusable(self._outer))
-            stack.enter_context(reusable(self._inner))
-            self._entered.append(stack.pop_all())
+        entered = _one_in_the_other(reusable(self._outer), reusable(self._inner))
+        entered.__enter__()
+        self._entered.append(entered)
 
     def __exit__(self, *exc_info: Any) -> bool | None:
         return self._entered.pop().__exit__(*exc_info)
+
+
+@contextmanager
+def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    # An ``ExitStack`` keeps an exception that is raised on the way out in a cycle, and with it a region's inputs.
+    with outer, inner:
+        yield
+
+
+def suppressed_error(error: BaseException) -> RuntimeError:
+    """Returns the error for a forward context that suppresses what forward raised."""
+    return RuntimeError(
+        "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
+        f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
+        "around the call of checkpoint."
+    )
 
 
 class Selects(Protocol):

@@ -246,11 +246,12 @@ class Filling:
             self._compare_grad()
         if check.fingerprint is not None:
             self._compare_values(check.fingerprint)
-        # Autograd keeps the hook for as long as the graph that the rerun made, which user code may hold on to (Rule 9).
+        return values.copy()
+
+    def let_go(self) -> None:
+        """Ends the filling, well or not: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
+        self.values.clear()
         del self._frame, self._function, self._doubt, self._leaf, self._way_out
-        result = values.copy()
-        values.clear()
-        return result
 
     def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:
         differences = self._differences()

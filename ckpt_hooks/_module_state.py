@@ -8,6 +8,9 @@ For a rerun, names that were bound to other objects since (``self.history = ...`
 tensors that were written to get their content back, in place, so that every view and alias of them sees it. Both are undone
 when the rerun ends, versions included. What the rerun itself writes is undone as well.
 
+Tensors that were copied are not held, since any of them may become part of a graph later on (``self.aux += loss``), which holds
+this. Of one that nobody else holds by then, a rerun finds another copy.
+
 Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged. Those of other classes than
 torch's own, sparse ones and quantised ones are only known by their versions. Closed-over tensors are copied up to a size;
 larger ones are only known by their versions.
@@ -26,7 +29,7 @@ from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._rebinding import ABSENT, ATOMS, HAD_GRAPH, WAS_NONE, carries_graph, is_guard, rebound
 from ._refit import copy_of, fill_all, is_plain, same_layout
-from ._torch import storage_of
+from ._torch import set_versions, storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
@@ -69,39 +72,58 @@ def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and same_bytes(tensor, copy)
 
 
-# The latest copy of each tensor, with its version.
-_copies: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
+# The latest copy of each tensor, with its version, as long as somebody holds that copy.
+_copies: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[torch.Tensor]]] = {}
+# The latest copies of tensors that a module owns, which the next step will need as well.
+_lasting: dict[int, torch.Tensor] = {}
 
 
 def _known_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     """Returns the latest copy of a tensor, if it has not changed since."""
     known = _copies.get(id(tensor))
-    if known is not None and known[0]() is tensor and known[1] == tensor._version and _same(tensor, known[2]):
-        return known[2]
+    if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        copy = known[2]()
+        if copy is not None and _same(tensor, copy):
+            return copy
     return None
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def _copy(tensor: torch.Tensor, *, lasts: bool) -> torch.Tensor:
     copy, key = copy_of(tensor), id(tensor)
-    _copies[key] = weakref.ref(tensor, lambda _: _copies.pop(key, None)), tensor._version, copy
+
+    def forget(_: weakref.ref[torch.Tensor]) -> None:
+        _copies.pop(key, None)
+        _lasting.pop(key, None)
+
+    _copies[key] = weakref.ref(tensor, forget), tensor._version, weakref.ref(copy)
+    if lasts:
+        _lasting[key] = copy
     return copy
 
 
 class _Entry:
     """One tensor: its version before forward and after it, and its copy."""
 
-    __slots__ = ("after", "before", "copy", "tensor")
+    __slots__ = ("after", "before", "copy", "reference")
 
     def __init__(self, tensor: torch.Tensor, copy: torch.Tensor | None) -> None:
-        self.tensor = tensor
+        self.reference = weakref.ref(tensor)
         self.before = self.after = tensor._version
         self.copy = copy
 
     def is_stale(self) -> bool:
-        """Whether the tensor is not as it was before forward."""
-        if self.tensor._version != self.before:
-            return True
-        return self.copy is not None and _has_storage(self.tensor) and not _same(self.tensor, self.copy)
+        """Whether the tensor is not as it was before forward; if it is gone, nobody can tell."""
+        tensor = self.reference()
+        if tensor is None or tensor._version != self.before:
+            return tensor is not None
+        return self.copy is not None and _has_storage(tensor) and not _same(tensor, self.copy)
+
+    def substitute(self) -> torch.Tensor:
+        """Returns what stands for the tensor where it is gone."""
+        assert self.copy is not None
+        substitute = copy_of(self.copy)
+        set_versions((substitute,), (self.before,))
+        return substitute
 
 
 class _Frozen(_Entry):
@@ -114,17 +136,18 @@ class _Frozen(_Entry):
         self._note, self._storage = note, storage_of(tensor)
         self.slot = slot
 
-    def is_in_place(self) -> bool:
+    def is_in_place(self, tensor: torch.Tensor) -> bool:
         """Whether it is where it was; otherwise it is in the hands of a framework, which frees parameters and gathers them."""
         assert self.copy is not None
-        return storage_of(self.tensor) == self._storage and same_layout(self.tensor, self.copy)
+        return storage_of(tensor) == self._storage and same_layout(tensor, self.copy)
 
     def was_written(self) -> bool:
         """Whether forward has written to it, or bound its name to another one; notes it if so."""
-        tensor, copy = self.tensor, self.copy
+        tensor, copy = self.reference(), self.copy
         assert copy is not None
         written = self.slot[0].get(self.slot[1]) is not tensor or (
-            self.is_in_place()
+            tensor is not None
+            and self.is_in_place(tensor)
             and (tensor._version != self.before or (tensor.device.type == "cpu" and not same_bytes(tensor, copy)))
         )
         if written:
@@ -172,7 +195,7 @@ class State:
     """What forward found, for a rerun to find it again.
 
     Attributes:
-        slots: Names in modules with the objects that they had.
+        slots: Names in modules with the objects that they had, or with the entries of tensors.
         entries: Tensors.
         plans: Of the modules.
         parameters: Those among the tensors that are parameters, by their ``id``.
@@ -191,20 +214,17 @@ class State:
         self.entries: list[_Entry] = []
         self._frozen = _frozen_of(plans)
         self.parameters = _NO_PARAMETERS
-        seen = set()
+        seen: dict[int, _Entry | None] = {}
         owned = [value for _, value in self.slots if isinstance(value, torch.Tensor)] + own
         for number, tensor in enumerate((*owned, *others)):
             if id(tensor) not in seen:
-                seen.add(id(tensor))
-                copy = _known_copy(tensor)
-                if copy is None:
-                    if not _is_copied(tensor):
-                        if _is_versioned(tensor):  # and all that there is to say is that it was modified
-                            self.entries.append(_Entry(tensor, None))
-                        continue
-                    if number < len(owned) or tensor.nbytes <= _MOST_BYTES:
-                        copy = _copy(tensor)
-                self.entries.append(_Entry(tensor, copy))
+                entry = seen[id(tensor)] = _entry_of(tensor, is_owned=number < len(owned))
+                if entry is not None:
+                    self.entries.append(entry)
+        for number, (slot, value) in enumerate(self.slots):
+            entry = seen.get(id(value))
+            if entry is not None and entry.copy is not None:
+                self.slots[number] = slot, entry
 
     def settle(self, *, failed: bool = False) -> bool:
         """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind.
@@ -214,22 +234,23 @@ class State:
         """
         for plan in () if failed else self.plans:
             plan.has_run()
-        for entry in self.entries:
-            entry.after = entry.tensor._version
         for frozen in self._frozen:
             if frozen.was_written():
-                frozen.after = frozen.tensor._version
                 self.entries.append(frozen)
-                self.slots.append((frozen.slot, frozen.tensor))
+                self.slots.append((frozen.slot, frozen))
+        for entry in self.entries:
+            tensor = entry.reference()
+            if tensor is not None:
+                entry.after = tensor._version
         has_new_parts = self._has_new_parts()
         self.slots += [] if has_new_parts else rebound(self._namespaces, self._changed_owners)
         # What carries a graph is of a forward before, as a loss that is only logged: to keep it would keep that forward, and
         # so on.
-        self.slots = [(slot, HAD_GRAPH if carries_graph(value) else value) for slot, value in self.slots]
+        self.slots = [(slot, HAD_GRAPH if carries_graph(_present(value)) else value) for slot, value in self.slots]
         if has_new_parts:
             self.slots = [(slot, value) for slot, value in self.slots if value is not None]
         if any(plan.has_written() for plan in self.plans):
-            found = (entry.tensor for entry in self.entries)
+            found = (entry.reference() for entry in self.entries)
             self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
         self._namespaces, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
@@ -240,16 +261,17 @@ class State:
 
     def _changed_owners(self) -> set[int]:
         """Returns which dictionaries of modules have names of tensors that forward has changed, or bound to others."""
-        stale = {id(entry.tensor) for entry in self.entries if entry.is_stale()}
+        stale = {id(entry) for entry in self.entries if entry.is_stale()}
         return {
             id(owner)
             for (owner, name), value in self.slots
-            if id(value) in stale or (isinstance(owner.get(name), torch.Tensor) and owner[name] is not value)
+            if id(value) in stale or (isinstance(owner.get(name), torch.Tensor) and owner[name] is not _present(value))
         }
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
-        return frozenset(storage_of(entry.tensor) for entry in self.entries)
+        tensors = (entry.reference() for entry in self.entries)
+        return frozenset(storage_of(tensor) for tensor in tensors if tensor is not None)
 
     def rewind(self, undo: StateUndo, complain: Callable[[torch.Tensor, int], BaseException]) -> None:
         """Puts back what forward found.
@@ -260,10 +282,13 @@ class State:
         """
         stale, entries, slots, initialises = [], self.entries, self.slots, False
         if not self._settled:  # a backward in the middle of forward
-            entries = entries + [frozen for frozen in self._frozen if frozen.is_in_place()]
+            frozen = [(entry, entry.reference()) for entry in self._frozen]
+            entries = entries + [entry for entry, tensor in frozen if tensor is not None and entry.is_in_place(tensor)]
             slots = slots + ([] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners))
         for entry in entries:
-            tensor, copy = entry.tensor, entry.copy
+            tensor, copy = entry.reference(), entry.copy
+            if tensor is None:
+                continue
             if entry.is_stale():
                 if copy is None:
                     raise complain(tensor, entry.before)
@@ -280,6 +305,9 @@ class State:
                 undo.slots.append((slot, now))
                 if value is not now and is_guard(value, now):
                     initialises = True
+                if isinstance(value, _Entry):
+                    tensor = value.reference()
+                    value = value.substitute() if tensor is None else tensor
                 if value is not HAD_GRAPH:
                     _bind(slot, None if value is WAS_NONE else value)
         for tensor, _, _ in stale:
@@ -311,6 +339,22 @@ class State:
             if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
                 fill_all([(parameter, version, content, None)])
                 raise undo.complain(parameter, version)
+
+
+def _entry_of(tensor: torch.Tensor, *, is_owned: bool) -> _Entry | None:
+    """Returns an entry for a tensor, None if nothing can be done about it."""
+    copy = _known_copy(tensor)
+    if copy is None:
+        if not _is_copied(tensor):  # all that there may be to say of it is that it was modified
+            return _Entry(tensor, None) if _is_versioned(tensor) else None
+        if is_owned or tensor.nbytes <= _MOST_BYTES:
+            copy = _copy(tensor, lasts=is_owned)
+    return _Entry(tensor, copy)
+
+
+def _present(value: Any) -> Any:
+    """Returns what the object of a slot is now."""
+    return value.reference() if isinstance(value, _Entry) else value
 
 
 def _bind(slot: Slot, value: Any) -> None:

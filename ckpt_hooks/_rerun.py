@@ -22,7 +22,7 @@ from ._ambient.draws import RecordDraws
 from ._ambient.tracking import hold, let_go
 from ._arguments import Arguments, HandedOut
 from ._blame import blame, mutation_error, name_of, uninitialized
-from ._contexts import ContextPair, both, reusable, selection_of
+from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
 from ._module_plan import idle_plan, plan_of
@@ -44,7 +44,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import Noted, WatchReads, parameters_of, references_of
+from ._weights import Noted, WatchReads, references_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
@@ -55,7 +55,6 @@ _default_generators = threading.RLock()
 _shared_streams = threading.RLock()
 
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
-_NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
 class FunctionFrame(Frame):
@@ -135,12 +134,12 @@ class FunctionFrame(Frame):
         paused = pause_modes() if num_dispatch_modes() else None
         try:
             function, options = self._function, self._options
-            generators = _NO_GENERATORS
+            generators: Sequence[torch.Generator] = ()
             # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._parameters = Noted(parameters_of(plan.parameters))
+                self._parameters = Noted(plan.parameters)
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
                 if self._keeps_all:
@@ -189,7 +188,7 @@ class FunctionFrame(Frame):
                 raise uninitialized(self._region())
             self._keeps_all, self._plain = True, False
             return reached.generators
-        self._parameters = Noted(parameters_of(references_of(plans, reached.tensors)))
+        self._parameters = Noted(references_of(plans, reached.tensors))
         if not self._options.preserve_buffers:
             for plan in plans:
                 plan.has_run()
@@ -218,11 +217,7 @@ class FunctionFrame(Frame):
             if self._selection is not None:
                 self._selection.close(early_stop=self._options.early_stop)
         elif suppressed:
-            raise RuntimeError(
-                "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
-                f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
-                "around the call of checkpoint."
-            ) from error
+            raise suppressed_error(error) from error
 
     def _close(self, error: BaseException | None) -> None:
         paused = pause_modes()
@@ -250,8 +245,13 @@ class FunctionFrame(Frame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
-        options = self._options
-        filling = Filling(self, self._function, early_stop=options.early_stop, selective=self._contexts is not None)
+        filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        try:
+            return self._recompute(filling, wanted)
+        finally:
+            filling.let_go()
+
+    def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
@@ -261,6 +261,7 @@ class FunctionFrame(Frame):
         grad_enabled = torch.is_grad_enabled()
         transforms = None
         handed_out: list[HandedOut] = []
+        call: _Call | None = None
         try:
             transforms = suspend_transforms()
             set_grad_enabled(True)
@@ -295,7 +296,7 @@ class FunctionFrame(Frame):
                 raise
         except Exception as error:
             if not filling.stopped:
-                if self._selection is not None:
+                if self._selection is not None and call is not None:
                     self._selection.check(len(filling.values) - 1, self._explain, error)
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
@@ -314,7 +315,7 @@ class FunctionFrame(Frame):
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:
-            values = filling.result(options.check)
+            values = filling.result(self._options.check)
         except DeterminismError as found:  # not those of regions around, which restore the arguments
             blame(found, self, self._function, self._arguments.path_of)
             self._explain(found)

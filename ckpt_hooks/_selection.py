@@ -79,6 +79,10 @@ class _Packed:
             except MutationError:  # something around the region wrote to it
                 self._packed = None
 
+    def forget(self) -> None:
+        """Lets go of a tensor that was brought back and not asked for."""
+        self._value = MISSING
+
     @unseen
     def get(self, *, last: bool) -> torch.Tensor:
         """Returns the tensor, or :data:`MISSING` if the hooks have handed on one that was modified."""
@@ -287,16 +291,22 @@ class Selection:
             has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
         """
         self.values, self.last, self.has_stopped = values, last, has_stopped
-        if self._hooks is not None and _recomputes(self._hooks[1]):
-            for entry in self.entries.values():
-                for saved in _packed_in(entry.value):
-                    saved.prepare()
+        for saved in self._recomputed():
+            saved.prepare()
         if self._batch is not None:
             self._batch.fetch_with_next()
 
     def settle(self) -> None:
         """Forgets the recompute, which has ended and would be kept alive."""
         self.values, self.last, self.has_stopped = _NO_VALUES, False, _never
+        for saved in self._recomputed():
+            saved.forget()
+
+    def _recomputed(self) -> Iterator[_Packed]:
+        """Goes through what was kept in the hands of a frame."""
+        if self._hooks is not None and _recomputes(self._hooks[1]):
+            for entry in self.entries.values():
+                yield from _packed_in(entry.value)
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.

@@ -41,7 +41,6 @@ __all__ = [
     "Noted",
     "References",
     "WatchReads",
-    "parameters_of",
     "references_of",
 ]
 
@@ -60,11 +59,10 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own
 
 
-def parameters_of(references: References) -> list[torch.Tensor]:
+def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]:
     """Returns the parameters as they are now: a framework may have its modules hold others by the time of a rerun."""
-    modules, tensors = references
     try:
-        found: list[torch.Tensor] = [
+        return [
             parameter
             for reference in modules
             for parameter in reference()._parameters.values()  # type: ignore[union-attr]
@@ -72,25 +70,27 @@ def parameters_of(references: References) -> list[torch.Tensor]:
         ]
     except AttributeError:  # a module that is gone
         alive = [reference for reference in modules if reference() is not None]
-        return parameters_of((alive, tensors)) if len(alive) < len(modules) else list(tensors)
-    return found + list(tensors) if tensors else found
+        return _parameters_of(alive) if len(alive) < len(modules) else []
 
 
 class Noted:
-    """Parameters that a region reaches, and their versions when its forward began.
+    """Parameters and other tensors that a region reaches, and their versions when its forward began.
 
-    Those that require grad are held, as the graph holds them too; the others weakly.
+    Parameters that require grad are held, as the graph holds them too; all else weakly. Other tensors may have a history, which
+    may be that of a region before, and so on.
     """
 
     __slots__ = ("_held", "_versions", "_weak")
 
-    def __init__(self, parameters: list[torch.Tensor]) -> None:
-        """Notes the versions that parameters have now."""
-        self._held: Sequence[torch.Tensor] = parameters
+    def __init__(self, references: References) -> None:
+        """Notes the versions that they have now."""
+        modules, others = references
+        self._held: Sequence[torch.Tensor] = _parameters_of(modules)
         self._weak: Sequence[weakref.ref[torch.Tensor]] = ()
-        if not all(map(_requires_grad, parameters)):
-            self._held = [parameter for parameter in parameters if parameter.requires_grad]
-            self._weak = [weakref.ref(parameter) for parameter in parameters if not parameter.requires_grad]
+        if others or not all(map(_requires_grad, self._held)):
+            frozen = [parameter for parameter in self._held if not parameter.requires_grad]
+            self._weak = list(map(weakref.ref, (*frozen, *others)))
+            self._held = [parameter for parameter in self._held if parameter.requires_grad]
         self._versions = self._read()
 
     def _read(self) -> list[int]:

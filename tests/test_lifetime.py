@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
+import types
 import weakref
 
 import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
+from ckpt_hooks import CheckpointError, GraphExecGroup, _module_state, _selection, checkpoint, is_recomputing
 from ckpt_hooks._runtime.observers import observe
 from ckpt_hooks._runtime.passes import MISSING, Pass
 from tests.measure import Frames, leaf
@@ -331,6 +333,185 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
     del left[0]  # of forward
     assert gone() is None
     assert torch.equal(grad(left[0].sum(), x)[0], x.cos() * 5)
+
+
+@pytest.mark.parametrize("failure", ["raises", "differs"])
+def test_a_recompute_that_fails_keeps_nothing_by_what_it_leaves_behind(frames, failure):
+    left, fail = [], [False]
+
+    def function(x, scale):
+        y = x.sin() * scale.sum()
+        left.append(y)  # with the graph that the rerun made
+        if fail[0]:
+            if failure == "raises":
+                raise KeyError
+            y = y[:2]
+        return y.exp().cos()
+
+    x, scale = leaf(3), torch.ones(5)
+    gone = weakref.ref(scale)
+    y = checkpoint(function, x, scale).sum()
+    fail[0] = True
+    with contextlib.suppress(KeyError, CheckpointError):
+        y.backward()
+    del y, scale
+    assert len(left) == 2
+    del left[0]  # of forward
+    assert frames.alive() == [False]
+    assert gone() is None
+
+
+class AddsUp(torch.nn.Module):
+    """Adds what the loss does not use to an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, x):
+        y = x.sin()
+        self.total += y.exp().sum()
+        return y.cos()
+
+
+@pytest.mark.parametrize("where", ["in the region", "after it"])
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_tensor_that_becomes_part_of_the_graph_is_not_held(frames, where, backward):
+    module = AddsUp() if where == "in the region" else torch.nn.Module()
+    if where == "after it":
+        module.forward = lambda x: x.sin().exp() * module.total
+    for _ in range(3):
+        module.total = torch.ones(())
+        y = checkpoint(module, leaf(3))
+        if where == "after it":
+            module.total += y.sum()
+        if backward and where == "in the region":
+            y.sum().backward()
+    del y, module.total
+    assert not any(frames.alive())
+
+
+def test_an_attribute_that_is_gone_is_there_again_for_a_rerun():
+    class Running(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mean = torch.ones(3)
+
+        def forward(self, x):
+            self.mean = self.mean * 0.5 + x.detach().mean() * 0.5
+            return (x * self.mean).sin()
+
+    plain, module = Running(), Running()
+    x = leaf(3)
+    for _ in range(4):
+        expected = grad(plain(x).sum(), x)[0]
+        y = checkpoint(module, x).sum()
+        gone = weakref.ref(module.mean)
+        checkpoint(module, x)  # by which the tensor before is gone
+        plain(x)
+        assert gone() is None
+        assert torch.equal(grad(y, x)[0], expected)
+        assert torch.equal(module.mean, plain.mean)
+
+
+@pytest.mark.parametrize("held", [[None], types.SimpleNamespace(last=None)])
+def test_outputs_within_reach_of_the_next_region_are_no_chain(held):
+    """No backward in between: the graph of one region does not hold the one before."""
+
+    def function(x):
+        return (x * (held is not None)).sin().exp()
+
+    alive = []
+    for _ in range(4):
+        y = checkpoint(function, leaf(3))
+        if isinstance(held, list):
+            held[0] = y
+        else:
+            held.last = y
+        alive.append(weakref.ref(y))
+    assert [one() is not None for one in alive] == [False, False, False, True]
+
+
+@dataclasses.dataclass
+class Output:
+    """What a layer returns, in a class of its own."""
+
+    hidden: torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "wrapped", [Output, lambda y: lambda: y, lambda y: types.SimpleNamespace(h=y), lambda y: {"a": {"b": {"c": {"d": [y]}}}}]
+)
+def test_attributes_in_which_a_graph_hides_are_no_chain(wrapped):
+    class Keeps(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.output = None
+
+        def forward(self, x):
+            y = x.sin().exp()
+            self.output = wrapped(y)
+            return y
+
+    module, alive = Keeps(), []
+    for _ in range(8):
+        y = checkpoint(module, leaf(3))
+        alive.append(weakref.ref(y))
+    assert [one() is not None for one in alive] == [False] * 7 + [True]
+
+
+def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():
+    data, copies = [torch.ones(5) for _ in range(3)], _module_state._lasting.copy()
+    for batch in data:
+        checkpoint(lambda x, batch=batch: (x * batch.sum()).sin(), leaf(3)).sum().backward()
+    known = [_module_state._copies[id(batch)][2]() for batch in data if id(batch) in _module_state._copies]
+    assert known == [None] * 3
+    assert _module_state._lasting == copies
+
+
+def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):
+    class Fails(contextlib.AbstractContextManager):
+        def __exit__(self, *exc_info):
+            raise KeyError
+
+    with contextlib.suppress(KeyError):
+        checkpoint(block, leaf(3), debug=True, context_fn=lambda: (Fails(), Fails()))
+    assert frames.alive() == [False]
+
+
+def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_ends():
+    inner = checkpoint(policy=[torch.ops.aten.exp.default])
+    kept = []
+    attach = _selection.Selection.attach
+
+    def noting(self, *args, **kwargs):
+        kept.append(self)
+        attach(self, *args, **kwargs)
+
+    def two(x):
+        return x.sin().exp().cos(), x.cos().exp().sin()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_selection.Selection, "attach", noting)
+        y, z = checkpoint(lambda x: inner(two)(x * 2), leaf(3))
+    del z
+    y.sum().backward(retain_graph=True)
+    packed = [one for entry in kept[0].entries.values() for one in _selection._packed_in(entry.value)]
+    assert packed
+    assert all(one._value is MISSING for one in packed)
+
+
+def test_values_from_a_fingerprint_go_with_the_frame():
+    w, v, fingerprints = leaf(3), leaf(3), []
+
+    def fingerprint(tensor):
+        fingerprints.append(weakref.ref(copy := tensor.clone()))
+        return copy
+
+    y, z = checkpoint(lambda x: (x.sin().exp(), w * v), leaf(3), determinism_check=fingerprint)
+    del y
+    assert [one() for one in fingerprints] == [None] * len(fingerprints)
+    assert z.requires_grad
 
 
 def test_errors_keep_nothing():

@@ -216,7 +216,7 @@ def test_frozen_parameters_are_copied_up_to_a_size():
     module.large, module.small = (nn.Parameter(torch.zeros(size), requires_grad=False) for size in (1 << 22, 8))
     module.forward = lambda x: x * 2
     state, _ = capture_state([plan_of(module)], [])
-    assert [frozen.tensor.numel() for frozen in state._frozen] == [8]
+    assert [frozen.copy.numel() for frozen in state._frozen] == [8]
     assert not state.settle()
     for _ in range(4):
         state = forward(module)

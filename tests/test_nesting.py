@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.autograd import grad
 
@@ -349,3 +350,19 @@ def test_regions_inside_backward_of_a_region():
     (g,) = grad(checkpoint(lambda x: Own.apply(x.exp()), x).sum(), x)
     e = x.exp().detach().requires_grad_()
     assert torch.equal(g, grad(e.sin().sin().asin().sum(), e)[0] * x.exp())
+
+
+@pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.exp.default]}])
+def test_an_error_of_the_region_around_is_not_one_of_the_region_inside(options):
+    """Which asked for its arguments, and whose function has not run."""
+    calls = []
+
+    def function(x):
+        calls.append(x)
+        if len(calls) == 2:
+            raise KeyError
+        return chain(x)
+
+    y = checkpoint(lambda x: checkpoint(**options)(function)(x * 2) * 3, leaf(3))
+    with pytest.raises(KeyError):
+        y.sum().backward()

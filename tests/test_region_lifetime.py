@@ -62,6 +62,17 @@ def block(x):
 # Frames
 
 
+def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
+    w, x, h = leaf(4), leaf(4), leaf(4)
+    with checkpoint_region(policy=policies.dots_saveable):
+        y, z = h.sin().exp(), w * x
+    assert frames.alive() == [True]
+    del y
+    assert frames.alive() == [False]
+    z.sum().backward()
+    assert torch.equal(w.grad, x)
+
+
 def test_a_frame_dies_with_backward(frames):
     x = leaf(4)
     with checkpoint_region():

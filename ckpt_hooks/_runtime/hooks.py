@@ -131,6 +131,11 @@ class _Fingerprints:
                 self.taken[index] = self._fingerprint(tensor)
         self._waiting.clear()
 
+    def close(self) -> None:
+        """Ends forward; the frame has what was taken, this is held by the pack hook."""
+        self.finish()
+        self.taken = []
+
 
 def _pack_fingerprinted(
     pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: _Fingerprints
@@ -215,7 +220,7 @@ def _open_watched(
         fingerprints = _Fingerprints(fingerprint, left_out)
         frame.fingerprints = fingerprints.taken
         pack = _pack_fingerprinted(pack, fingerprints)
-        finish = fingerprints.finish
+        finish = fingerprints.close
     if frame.observer is None:
         push_saved_tensors_hooks(pack, unpack)
     else:

@@ -101,12 +101,14 @@ class RecordedFrame(Frame):
         self.start = tape.number
         self._lock = tape.lock
         try:
-            push_saved_tensors_hooks(self._packing(tape), unpack)
+            pack, release = self._packing(tape)
+            push_saved_tensors_hooks(pack, unpack)
         except BaseException:
             if outer is None:
                 tape.__exit__()
             raise
         tape.path, tape.deciding = self.path, self._deciding
+        self.release = release
         stack.innermost = self
         if self.observer is not None:
             self.observer.entered(self)
@@ -117,6 +119,8 @@ class RecordedFrame(Frame):
         assert tape is not None
         pop_saved_tensors_hooks()
         stack.innermost, self.parent = self.parent, None
+        self.release()
+        del self.release
         self.tape = None
         self.complete = True
         if outer is None:
@@ -130,7 +134,8 @@ class RecordedFrame(Frame):
         if self._deciding is not None and error is None:
             self._deciding.finish()
 
-    def _packing(self, tape: Recorder) -> Callable[[torch.Tensor], Pin | KeptLeaf]:
+    def _packing(self, tape: Recorder) -> tuple[Callable[[torch.Tensor], Pin | KeptLeaf], Callable[[], None]]:
+        """Returns the pack hook, and what has it let go of this frame: autograd keeps it with each leaf that is kept."""
         get, pins = tape.known.get, self.pins
         append = pins.append
         pack_other, observer = self._pack_other, self.observer
@@ -154,7 +159,11 @@ class RecordedFrame(Frame):
             frame.bytes += tensor.nbytes
             return pin
 
-        return pack
+        def release() -> None:
+            nonlocal frame, pack_other
+            del frame, pack_other
+
+        return pack, release
 
     def _pin_of(self, tensor: torch.Tensor, value: Value) -> Pin:
         pin = Pin()
