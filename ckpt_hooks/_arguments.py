@@ -33,11 +33,12 @@ from .errors import CheckpointError, MutationError
 
 __all__ = ["Arguments", "HandedOut"]
 
-#: The position of a tensor, the tensor as somebody's hooks handed it out, and its version then.
-HandedOut = tuple[int, torch.Tensor, int]
+#: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
+HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
+_NO_FLAGS: dict[int, bool] = {}
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -121,6 +122,7 @@ class Arguments:
     __slots__ = (
         "_captured",
         "_facts",
+        "_flags",
         "_foreign",
         "_kept_facts",
         "_saved",
@@ -138,6 +140,8 @@ class Arguments:
     live: Sequence[torch.Tensor] | None
 
     _captured: tuple[list[Any], dict[str, Any]] | None
+    # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
+    _flags: dict[int, bool]
     # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
     _foreign: bool
     _kept_facts: list[_Facts]
@@ -187,25 +191,58 @@ class Arguments:
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
+        self._flags = _NO_FLAGS
+
+    def close(self) -> None:
+        """Ends forward: what is done to a tensor from now on, the function has not done."""
+        self.live = None
+        now = _facts_of_all(self._tensors)
+        if now != self._kept_facts:
+            self._note_flags(now)
+
+    def _note_flags(self, now: Sequence[_Facts]) -> None:
+        """Notes which tensors require grad, or no grad any more, since the function has called ``requires_grad_``, say."""
+        for position, (before, found) in enumerate(zip(self._kept_facts, now, strict=True)):
+            if before[1] != found[1] and None not in (before[1], found[1]):
+                self._flags = {position: bool(before[1]), **self._flags}
+                self._kept_facts[position] = before[0], found[1]
+
+    def _with_flags(self) -> list[torch.Tensor | None]:
+        """Returns the tensors that are kept, some of them by aliases that require grad, or not, as when forward began."""
+        aliases: dict[int, torch.Tensor] = {}
+        tensors = list(self._tensors)
+        for position, flag in self._flags.items():
+            tensor = tensors[position]
+            assert tensor is not None
+            if id(tensor) not in aliases:
+                aliases[id(tensor)] = tensor.detach().requires_grad_(flag)
+            tensors[position] = aliases[id(tensor)]
+        return tensors
 
     def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
     def restore(
-        self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut]
+        self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False
     ) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns arguments to call with again: the saved tensors, in new containers.
 
         Args:
             region: Names the region, for an error.
             handed_out: Gets what :meth:`look_at` is to be given when the rerun has ended.
+            is_open: Whether forward has not ended yet.
 
         Raises:
             MutationError: If a tensor was modified in place since.
         """
-        kept = self._tensors
-        if _facts_of_all(kept) != self._kept_facts:
-            self._raise_changed(region())
+        kept, now = self._tensors, _facts_of_all(self._tensors)
+        if now != self._kept_facts:
+            if is_open:
+                self._note_flags(now)
+            if now != self._kept_facts:
+                self._raise_changed(region())
+        if self._flags:
+            kept = self._with_flags()
         if self._saved is None and self._captured is None:
             return kept, _NO_KWARGS
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
@@ -226,8 +263,8 @@ class Arguments:
                     if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, region())
                     tensor = refit(unpacked, self._strides.get(position), version)
-                    if tensor is unpacked and self._foreign:
-                        handed_out.append((position, tensor, tensor._version))
+                    is_theirs = tensor is unpacked and self._foreign
+                    handed_out.append((position, tensor, tensor._version if is_theirs else None))
                 tensors.append(tensor)
         if self._captured is None:
             return tensors, _NO_KWARGS
@@ -238,10 +275,22 @@ class Arguments:
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
 
+    def take_hooks_off(self, handed_out: list[HandedOut], first: int) -> None:
+        """Takes off the hooks that a rerun has registered on its tensors, whose gradient may yet come: forward's are there.
+
+        Args:
+            handed_out: What :meth:`restore` has added to.
+            first: The number of the first hook that the rerun may have registered.
+        """
+        for tensor in (*self._tensors, *(tensor for _, tensor, _ in handed_out)):
+            hooks = None if tensor is None else tensor._backward_hooks
+            for number in [number for number in hooks or () if number >= first]:
+                del hooks[number]  # type: ignore[union-attr]
+
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""
         for position, tensor, version in handed_out:
-            if tensor._version != version:
+            if version is not None and tensor._version != version:
                 storages = list(self._storages)
                 storages[position] = storage_of(tensor)
                 self._storages = tuple(storages)

@@ -116,7 +116,7 @@ class ModulePlan:
         everything = _all_modules(root)
         modules = [module for module in everything if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
-        self._children = list(map(weakref.ref, _children_of(modules)))
+        self._children = list(map(_reference_to, _children_of(modules)))
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
         self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
         owners = [list(vars(module).items()) for module in modules]  # other threads may add a plan of theirs meanwhile
@@ -265,6 +265,11 @@ class ModulePlan:
         return type(None), ()
 
 
+def _reference_to(module: Module) -> Callable[[], Module | None]:
+    """Returns a weak reference to a module; to a proxy of one, which is registered like a module, a strong one."""
+    return (lambda: module) if type(module) in weakref.ProxyTypes else weakref.ref(module)
+
+
 def _children_of(modules: list[Module]) -> list[Module]:
     return [child for module in modules for child in module._modules.values() if child is not None]
 
@@ -278,7 +283,11 @@ def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tu
 
 
 def _all_modules(root: Module) -> list[Module]:
-    """Returns a module, those in it, and those in lists and the like among its attributes, such as an untrained teacher."""
+    """Returns a module, those in it, and those in containers and objects among its attributes, such as an untrained teacher.
+
+    Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Neither is a module taken
+    that has this one in it, as a trainer has the whole model.
+    """
     found = dict.fromkeys(Module.modules(root))
     todo = list(found)
     while todo:
@@ -286,10 +295,24 @@ def _all_modules(root: Module) -> list[Module]:
         for value in attributes:
             if isinstance(value, (list, tuple, dict)):
                 inner = [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Module)]
-                new = [module for one in inner for module in Module.modules(one) if module not in found]
-                found.update(dict.fromkeys(new))
-                todo += new
+            else:
+                inner = []
+            inner += [one for one in _modules_within(value) if one not in found and root not in Module.modules(one)]
+            new = [module for one in inner for module in Module.modules(one) if module not in found]
+            found.update(dict.fromkeys(new))
+            todo += new
     return list(found)
+
+
+def _modules_within(value: Any) -> list[Module]:
+    kind = type(value)
+    if isinstance(value, Module):
+        return [value]
+    if kind in _NUMBERS or isinstance(value, (str, torch.Tensor)) or kind.__module__.partition(".")[0] == "torch":
+        return []
+    search = Search()
+    search.look(value, _DEPTH + 1)
+    return search.modules
 
 
 def _holds_something(value: Any) -> bool:

@@ -16,6 +16,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from . import _ambient
 from ._ambient.draws import RecordDraws
@@ -199,7 +200,7 @@ class FunctionFrame(Frame):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._plain:
             close_frame(self)
-            self._arguments.live = None
+            self._arguments.close()
             self.complete = error is None
             return
         if self._keeps_all:
@@ -223,7 +224,7 @@ class FunctionFrame(Frame):
         paused = pause_modes()
         try:
             close_frame(self)
-            self._arguments.live = None
+            self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
             if self._state is not None:
@@ -231,8 +232,7 @@ class FunctionFrame(Frame):
             if self._state is not None and self._state.parameters and self._parameters is not None:
                 self._parameters.leave_out(self._state.parameters)  # which a rerun finds as they were
             if self._finish is not None:
-                finish, self._finish = self._finish, None
-                finish()
+                self._finish()
             if self.observer is not None:
                 self.observer.exited(self, error)
         finally:
@@ -258,14 +258,13 @@ class FunctionFrame(Frame):
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
-        grad_enabled = torch.is_grad_enabled()
-        transforms = None
+        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
         handed_out: list[HandedOut] = []
         call: _Call | None = None
         try:
             transforms = suspend_transforms()
             set_grad_enabled(True)
-            call = self._arguments.restore(self._region, handed_out)
+            call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
@@ -312,6 +311,8 @@ class FunctionFrame(Frame):
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
+            if RemovableHandle.next_id != first_hook:
+                self._arguments.take_hooks_off(handed_out, first_hook)
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:

@@ -662,6 +662,66 @@ def test_argument_frozen_or_unfrozen_before_backward(run, place, name, required)
     assert_requires_grad_is_noticed(y, name)
 
 
+@pytest.mark.parametrize("place", OWN_INPUT)
+@pytest.mark.parametrize("also_inside", [False, True])
+@runs("region", "nested")
+def test_function_has_an_argument_require_grad(run, place, also_inside):
+    """Positions of atoms, of which forces are the gradient: some backward of them inside the region, all of them after it."""
+    layer = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+    def energy(x, buffer):
+        buffer.requires_grad_()
+        energy = (layer(buffer) * x).sum()
+        if also_inside:
+            (force,) = torch.autograd.grad(energy, buffer, create_graph=True)
+            energy = energy + force.square().sum()
+        return energy
+
+    gradients = []
+    for impl in (lambda function, *args, **kwargs: function(*args, **kwargs), run):
+        layer.zero_grad()
+        x, position = torch.linspace(1, 2, 3).requires_grad_(), torch.linspace(-1, 1, 9).reshape(3, 3)
+        OWN_INPUT[place](impl, energy, x, position).backward()
+        assert position.requires_grad
+        gradients.append([x.grad, position.grad, *(parameter.grad for parameter in layer.parameters())])
+    assert all(map(torch.equal, *gradients))
+
+
+def assert_hook_counts_once(run, *, is_leaf, backwards):
+    """To scale the gradient of what came before, a function has registered a hook on its argument."""
+    calls = []
+
+    def halve(gradient):
+        calls.append(gradient)
+        return gradient * 0.5
+
+    def function(h):
+        h.register_hook(halve)
+        return h.sin().exp()
+
+    gradients = []
+    for impl in (lambda function, *args: function(*args), run):
+        calls.clear()
+        x = torch.linspace(-1, 1, 3).requires_grad_()
+        y = impl(function, x if is_leaf else x.tan())
+        for _ in range(backwards):
+            y.sum().backward(retain_graph=True)
+        gradients.append(x.grad)
+        assert len(calls) == backwards
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@runs(*FORMS, torch_fails=SILENT)
+def test_function_registers_a_hook_on_its_argument(run, backwards):
+    assert_hook_counts_once(run, is_leaf=False, backwards=backwards)
+
+
+@runs("region", "sequential", torch_fails=SILENT)
+def test_function_registers_a_hook_on_a_leaf(run):
+    assert_hook_counts_once(run, is_leaf=True, backwards=1)
+
+
 # Parameters that are freed after forward and filled again
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 import weakref
 
 import pytest
@@ -621,7 +622,42 @@ class Block(nn.Module):
         return self.norm(x).sin()
 
 
+class Keeper(nn.Module):
+    """Has a module within something else than a module."""
+
+    def __init__(self, kept, apply):
+        super().__init__()
+        if isinstance(kept, nn.Module):
+            object.__setattr__(self, "kept", kept)  # past its registration
+        else:
+            self.kept = kept
+        self.apply_kept = apply
+
+    def forward(self, x):
+        return self.apply_kept(self.kept, x).sin()
+
+
+def kept_as(wrap, apply):
+    """Returns a way to reach a module by a module that keeps it in something."""
+    return lambda run, module, x: run(Keeper(wrap(module), apply), x)
+
+
+def through_registered_proxy(run, module, x):
+    """A module that knows the one around it, as a proxy that is registered like a module."""
+    inner, outer = Block(module), Block(module)
+    inner.parent = weakref.proxy(outer)
+    return run(inner.part, x)
+
+
 REACHED = {
+    "module past registration": kept_as(lambda module: module, lambda kept, x: kept(x)),
+    "object": kept_as(lambda module: types.SimpleNamespace(m=module), lambda kept, x: kept.m(x)),
+    "kept partial": kept_as(functools.partial, lambda kept, x: kept(x)),
+    "kept method": kept_as(lambda module: module.forward, lambda kept, x: kept(x)),
+    "kept closure": kept_as(lambda module: lambda x: module(x), lambda kept, x: kept(x)),
+    "nested containers": kept_as(lambda module: {"a": [(module,)]}, lambda kept, x: kept["a"][0][0](x)),
+    "set": kept_as(lambda module: {module}, lambda kept, x: next(iter(kept))(x)),
+    "beside a proxy": through_registered_proxy,
     "module": lambda run, module, x: run(module, x),
     "bound method": lambda run, module, x: run(module.forward, x),
     "method of a parent": lambda run, module, x: run(Block(module).part, x),
