@@ -101,10 +101,10 @@ def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an empty tensor that shares the version counter of another one, and keeps nothing of it alive.
 
-    Of a subclass it is an alias, since nothing can be put in its place.
+    Of a subclass, or a tensor that is not a dense one, it is an alias, since nothing can be put in its place.
     """
     witness = counted_detach(tensor)
-    if type(tensor) is torch.Tensor:
+    if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
         empty = _past_modes(functools.partial(torch.empty, 0, dtype=tensor.dtype, device=tensor.device))
         _past_modes(setattr, witness, "data", empty)
     return witness

@@ -241,6 +241,17 @@ def test_a_distributed_linear_layer():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("policy", [policies.everything_saveable, policies.dots_saveable])
+def test_nested_tensors(policy):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
+    parts = [torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)]
+    gradients = []
+    for impl in (lambda function: function, lambda function: region(function, policy)):
+        y = impl(module)(torch.nested.as_nested_tensor(parts)).to_padded_tensor(0.0)
+        gradients.append(grad(y.sum(), [*parts, *module.parameters()]))
+    assert all(map(torch.equal, *gradients))
+
+
 def test_jagged_tensors():
     """They keep what they were asked about their layout, so that forward asks and a recompute does not."""
     layer = torch.nn.Linear(4, 4)
