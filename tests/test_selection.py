@@ -241,6 +241,7 @@ def test_a_distributed_linear_layer():
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("policy", [policies.everything_saveable, policies.dots_saveable])
 def test_nested_tensors(policy):
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.LayerNorm(4))
