@@ -13,6 +13,7 @@ import torch
 from typing_extensions import ParamSpec
 
 from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ._fused_steps import watch_fused_steps
 from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
 from ._rerun import FunctionFrame
@@ -190,6 +191,7 @@ def _run(
     if is_any_transform_active():
         warn_of_transform()
         return function(*args, **kwargs)
+    watch_fused_steps()
     contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
     settings = current_settings()
     if debug if settings.debug is None else settings.debug:

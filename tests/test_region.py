@@ -12,7 +12,7 @@ import torch
 from torch.autograd import grad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from ckpt_hooks import _transforms, checkpoint_name, checkpoint_region, is_recomputing, policies
+from ckpt_hooks import MutationError, _transforms, checkpoint_name, checkpoint_region, is_recomputing, policies
 from ckpt_hooks._runtime.stack import stack
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, plain, replayed
@@ -31,6 +31,19 @@ def _nothing_left_behind():
 
 def block(x):
     return x.sin().exp().cos()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_optimizer_that_steps_before_backward_is_noticed(fused):
+    """Versions do not tell of fused ones."""
+    bias = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([bias], 0.1, fused=fused)
+    bias.grad = torch.ones(3)
+    with checkpoint_region():
+        y = (torch.ones(3) + bias).tanh() * 2
+    optimizer.step()
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 # Ways to write a region

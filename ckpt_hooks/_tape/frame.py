@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._fused_steps import watch_fused_steps
 from ckpt_hooks._policy import Policy
 from ckpt_hooks._runtime.frame import Frame, mutated_leaf, overlap_error
 from ckpt_hooks._runtime.frame import Kept as KeptLeaf
@@ -92,6 +93,7 @@ class RecordedFrame(Frame):
         outer, tape = self.outer, self.tape
         if outer is None or tape is None:
             is_crowded()
+            watch_fused_steps()
             tape = self.tape = Recorder(
                 top_saved_tensors_hooks(False), respect_hooks=self._respect_hooks, is_in_frame=self.parent is not None
             )

@@ -722,6 +722,31 @@ def test_function_registers_a_hook_on_a_leaf(run):
     assert_hook_counts_once(run, is_leaf=True, backwards=1)
 
 
+# An optimizer's step too early
+
+
+READS = {
+    "module": lambda run, layer, x: run(layer, x),
+    "closure": lambda run, layer, x: run(lambda x: (x + layer[0].bias).tanh() * 2, x),
+    "argument": lambda run, layer, x: run(lambda x, bias: (x + bias).tanh() * 2, x, layer[0].bias),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("reads", READS)
+@runs("region", "nested", torch_fails=(SILENT, UNNOTICED, RuntimeError))
+def test_optimizer_steps_before_backward(run, reads, fused):
+    """Which the parameters' versions do not tell where it is a fused one: plain autograd needs no bias any more."""
+    layer = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
+    optimizer = torch.optim.SGD(layer.parameters(), 0.1, fused=fused)
+    x = leaf(3).detach().float().requires_grad_()
+    READS[reads](lambda function, *args: function(*args), layer, x).sum().backward()
+    y = READS[reads](run, layer, x)
+    optimizer.step()
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
 # Parameters that are freed after forward and filled again
 
 
