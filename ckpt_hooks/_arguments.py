@@ -12,7 +12,9 @@ costs a sixth.
 
 from __future__ import annotations
 
+import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,14 +33,18 @@ from ._torch import (
 )
 from .errors import CheckpointError, MutationError
 
-__all__ = ["Arguments", "HandedOut"]
+__all__ = ["Arguments", "HandedOut", "Hooks", "put_hooks_back"]
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
+#: Says which hooks are registered on a tensor, by their numbers; and which ones were.
+Hooks = tuple[Callable[[], "dict[int, Any] | None"], "dict[int, Any] | None"]
+
 _NO_KWARGS: dict[str, Any] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
 _NO_FLAGS: dict[int, bool] = {}
+_NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -116,6 +122,25 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def put_hooks_back(hooks: Sequence[Hooks], first: int) -> None:
+    """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
+
+    Args:
+        hooks: What was registered before.
+        first: The number of the first hook that the rerun may have registered.
+    """
+    for present, before in hooks:
+        now = present()
+        if now is None:
+            continue
+        for number in [number for number in now if number >= first]:
+            del now[number]
+        if before and any(number not in now for number in before):
+            merged = {**before, **now}
+            now.clear()
+            now.update((number, merged[number]) for number in sorted(merged))
+
+
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
@@ -124,6 +149,7 @@ class Arguments:
         "_facts",
         "_flags",
         "_foreign",
+        "_hooked",
         "_kept_facts",
         "_saved",
         "_storages",
@@ -144,6 +170,8 @@ class Arguments:
     _flags: dict[int, bool]
     # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
     _foreign: bool
+    # Where hooks of saved tensors were active: the hooks that are registered on each tensor, of which a rerun gets another one.
+    _hooked: Sequence[Callable[[], dict[int, Any] | None]]
     _kept_facts: list[_Facts]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
@@ -191,11 +219,13 @@ class Arguments:
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
-        self._flags = _NO_FLAGS
+        self._flags, self._hooked = _NO_FLAGS, _NO_HOOKS
 
     def close(self) -> None:
         """Ends forward: what is done to a tensor from now on, the function has not done."""
-        self.live = None
+        if self.live is not None:
+            self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
+            self.live = None
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             self._note_flags(now)
@@ -215,7 +245,10 @@ class Arguments:
             tensor = tensors[position]
             assert tensor is not None
             if id(tensor) not in aliases:
-                aliases[id(tensor)] = tensor.detach().requires_grad_(flag)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                alias = torch.nn.Parameter(tensor.detach(), False) if is_parameter else tensor.detach()
+                alias.__dict__.update(tensor.__dict__)
+                aliases[id(tensor)] = alias.requires_grad_(flag)
             tensors[position] = aliases[id(tensor)]
         return tensors
 
@@ -275,17 +308,17 @@ class Arguments:
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
 
-    def take_hooks_off(self, handed_out: list[HandedOut], first: int) -> None:
-        """Takes off the hooks that a rerun has registered on its tensors, whose gradient may yet come: forward's are there.
+    def hooks(self, handed_out: list[HandedOut]) -> list[Hooks]:
+        """Returns the hooks that are registered on the tensors of a rerun which is about to begin.
 
         Args:
             handed_out: What :meth:`restore` has added to.
-            first: The number of the first hook that the rerun may have registered.
         """
+        present: list[Callable[[], dict[int, Any] | None]] = [*self._hooked]
         for tensor in (*self._tensors, *(tensor for _, tensor, _ in handed_out)):
-            hooks = None if tensor is None else tensor._backward_hooks
-            for number in [number for number in hooks or () if number >= first]:
-                del hooks[number]  # type: ignore[union-attr]
+            if tensor is not None and tensor.requires_grad:
+                present.append(functools.partial(getattr, tensor, "_backward_hooks"))
+        return [(now, hooks.copy() if (hooks := now()) else None) for now in present]
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
+import types
 import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -36,6 +37,7 @@ _DEPTH = 2
 
 _MACHINERY = frozenset(vars(Module())) | {PLAN}
 _NUMBERS = frozenset({int, float, complex, bool})
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 _MUTABLE = (dict, OrderedDict, defaultdict, list, set, deque)
 
 #: A name in a module, as the dict that holds it and the key.
@@ -286,10 +288,10 @@ def _all_modules(root: Module) -> list[Module]:
     """Returns a module, those in it, and those in containers and objects among its attributes, such as an untrained teacher.
 
     Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Neither is a module taken
-    that has this one in it, as a trainer has the whole model.
+    that has this one in it, as a trainer has the whole model, nor one from among which this one is, as of all layers.
     """
     found = dict.fromkeys(Module.modules(root))
-    todo = list(found)
+    todo, seen, ancestors = list(found), set[int](), set[Module]()
     while todo:
         attributes = [value for name, value in list(vars(todo.pop()).items()) if name not in _MACHINERY]
         for value in attributes:
@@ -297,7 +299,13 @@ def _all_modules(root: Module) -> list[Module]:
                 inner = [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Module)]
             else:
                 inner = []
-            inner += [one for one in _modules_within(value) if one not in found and root not in Module.modules(one)]
+            if id(value) not in seen:
+                seen.add(id(value))
+                within = _modules_within(value)
+                if type(value) in _CALLABLES or root not in within:
+                    within = [one for one in within if one not in found and one not in ancestors]
+                    ancestors.update(one for one in within if root in Module.modules(one))
+                    inner += [one for one in within if one not in ancestors]
             new = [module for one in inner for module in Module.modules(one) if module not in found]
             found.update(dict.fromkeys(new))
             todo += new

@@ -9,7 +9,7 @@ tensors that were written to get their content back, in place, so that every vie
 when the rerun ends, versions included. What the rerun itself writes is undone as well.
 
 Tensors that were copied are not held, since any of them may become part of a graph later on (``self.aux += loss``), which holds
-this. Of one that nobody else holds by then, a rerun finds another copy.
+this. Held is an alias of those that names are bound to, which is what a rerun finds where nobody else holds the tensor by then.
 
 Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged. Those of other classes than
 torch's own, sparse ones and quantised ones are only known by their versions. Closed-over tensors are copied up to a size;
@@ -29,7 +29,7 @@ from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._rebinding import ABSENT, ATOMS, HAD_GRAPH, WAS_NONE, carries_graph, is_guard, rebound
 from ._refit import copy_of, fill_all, is_plain, same_layout
-from ._torch import set_versions, storage_of
+from ._torch import storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
@@ -102,28 +102,40 @@ def _copy(tensor: torch.Tensor, *, lasts: bool) -> torch.Tensor:
 
 
 class _Entry:
-    """One tensor: its version before forward and after it, and its copy."""
+    """One tensor: its version before forward and after it, and its copy.
 
-    __slots__ = ("after", "before", "copy", "reference")
+    Attributes:
+        held: The tensor itself until forward has ended; then what has the same memory and version, if it has a name.
+    """
+
+    __slots__ = ("after", "before", "copy", "held", "reference")
 
     def __init__(self, tensor: torch.Tensor, copy: torch.Tensor | None) -> None:
         self.reference = weakref.ref(tensor)
+        self.held: torch.Tensor | None = tensor
         self.before = self.after = tensor._version
         self.copy = copy
 
+    def present(self) -> torch.Tensor | None:
+        """Returns the tensor, what stands for it, or None if there is neither."""
+        tensor = self.reference()
+        return self.held if tensor is None else tensor
+
+    def settle(self, *, has_name: bool) -> None:
+        """Lets go of the tensor."""
+        tensor = self.reference()
+        assert tensor is not None
+        self.after = tensor._version
+        self.held = tensor.detach() if has_name else None
+        if self.held is not None and isinstance(tensor, torch.nn.Parameter):
+            self.held = torch.nn.Parameter(self.held, requires_grad=False)
+
     def is_stale(self) -> bool:
         """Whether the tensor is not as it was before forward; if it is gone, nobody can tell."""
-        tensor = self.reference()
+        tensor = self.present()
         if tensor is None or tensor._version != self.before:
             return tensor is not None
         return self.copy is not None and _has_storage(tensor) and not _same(tensor, self.copy)
-
-    def substitute(self) -> torch.Tensor:
-        """Returns what stands for the tensor where it is gone."""
-        assert self.copy is not None
-        substitute = copy_of(self.copy)
-        set_versions((substitute,), (self.before,))
-        return substitute
 
 
 class _Frozen(_Entry):
@@ -238,20 +250,19 @@ class State:
             if frozen.was_written():
                 self.entries.append(frozen)
                 self.slots.append((frozen.slot, frozen))
-        for entry in self.entries:
-            tensor = entry.reference()
-            if tensor is not None:
-                entry.after = tensor._version
         has_new_parts = self._has_new_parts()
         self.slots += [] if has_new_parts else rebound(self._namespaces, self._changed_owners)
         # What carries a graph is of a forward before, as a loss that is only logged: to keep it would keep that forward, and
         # so on.
-        self.slots = [(slot, HAD_GRAPH if carries_graph(_present(value)) else value) for slot, value in self.slots]
+        self.slots = [(slot, HAD_GRAPH if carries_graph(_tensor_of(value)) else value) for slot, value in self.slots]
         if has_new_parts:
             self.slots = [(slot, value) for slot, value in self.slots if value is not None]
         if any(plan.has_written() for plan in self.plans):
             found = (entry.reference() for entry in self.entries)
             self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
+        named = {id(value) for _, value in self.slots if isinstance(value, _Entry)}
+        for entry in self.entries:
+            entry.settle(has_name=id(entry) in named)
         self._namespaces, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
 
@@ -265,12 +276,12 @@ class State:
         return {
             id(owner)
             for (owner, name), value in self.slots
-            if id(value) in stale or (isinstance(owner.get(name), torch.Tensor) and owner[name] is not _present(value))
+            if id(value) in stale or (isinstance(owner.get(name), torch.Tensor) and owner[name] is not _tensor_of(value))
         }
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
-        tensors = (entry.reference() for entry in self.entries)
+        tensors = (entry.present() for entry in self.entries)
         return frozenset(storage_of(tensor) for tensor in tensors if tensor is not None)
 
     def rewind(self, undo: StateUndo, complain: Callable[[torch.Tensor, int], BaseException]) -> None:
@@ -286,7 +297,7 @@ class State:
             entries = entries + [entry for entry, tensor in frozen if tensor is not None and entry.is_in_place(tensor)]
             slots = slots + ([] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners))
         for entry in entries:
-            tensor, copy = entry.reference(), entry.copy
+            tensor, copy = entry.present(), entry.copy
             if tensor is None:
                 continue
             if entry.is_stale():
@@ -305,11 +316,8 @@ class State:
                 undo.slots.append((slot, now))
                 if value is not now and is_guard(value, now):
                     initialises = True
-                if isinstance(value, _Entry):
-                    tensor = value.reference()
-                    value = value.substitute() if tensor is None else tensor
                 if value is not HAD_GRAPH:
-                    _bind(slot, None if value is WAS_NONE else value)
+                    _bind(slot, None if value is WAS_NONE else _tensor_of(value))
         for tensor, _, _ in stale:
             undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
@@ -352,9 +360,9 @@ def _entry_of(tensor: torch.Tensor, *, is_owned: bool) -> _Entry | None:
     return _Entry(tensor, copy)
 
 
-def _present(value: Any) -> Any:
-    """Returns what the object of a slot is now."""
-    return value.reference() if isinstance(value, _Entry) else value
+def _tensor_of(value: Any) -> Any:
+    """Returns the object of a slot."""
+    return value.present() if isinstance(value, _Entry) else value
 
 
 def _bind(slot: Slot, value: Any) -> None:

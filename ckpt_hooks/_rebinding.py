@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ._module_plan import ModulePlan, Slot
-from ._reach import Search
 
 __all__ = ["ABSENT", "ATOMS", "HAD_GRAPH", "WAS_NONE", "carries_graph", "is_guard", "rebound"]
 
@@ -29,8 +28,6 @@ WAS_NONE = object()
 #: Types of values that have no content to change.
 ATOMS = frozenset({int, float, complex, bool, str, bytes, torch.Size, torch.dtype, torch.device, type(None)})
 _CONTAINERS = (list, tuple, dict, set, deque)
-#: How many levels of objects are looked into for a graph.
-_DEPTH = 8
 #: What is no number, flag or the like.
 _PARTS = (torch.Tensor, torch.nn.Module, ModulePlan)
 
@@ -114,16 +111,10 @@ def _are_of_tensors(value: Any, now: Any) -> bool:
 
 
 def carries_graph(value: Any) -> bool:
-    """Whether a value is a tensor with a history, or holds one, in containers, objects and functions."""
+    """Whether a value is a tensor with a history, or holds one."""
     if isinstance(value, torch.Tensor):  # as most are
         return value.requires_grad and _has_history(value)
-    if type(value) in ATOMS:
-        return False
-    if _has_tensor(value, _has_history, levels=3):  # in large containers too
-        return True
-    search = Search()
-    search.look(value, _DEPTH)
-    return any(map(_has_history, search.tensors))
+    return _has_tensor(value, _has_history, levels=3)
 
 
 def _has_tensor(value: Any, test: Callable[[torch.Tensor], bool], *, levels: int) -> bool:

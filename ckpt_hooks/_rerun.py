@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import threading
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
@@ -20,8 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _ambient
 from ._ambient.draws import RecordDraws
-from ._ambient.tracking import hold, let_go
-from ._arguments import Arguments, HandedOut
+from ._ambient.tracking import default_generators, hold, let_go, shared_streams
+from ._arguments import Arguments, HandedOut, Hooks, put_hooks_back
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
@@ -49,11 +48,6 @@ from ._weights import Noted, WatchReads, references_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
-
-# Held by the recompute that borrows the default generators; others that run meanwhile do without.
-_default_generators = threading.RLock()
-# Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
-_shared_streams = threading.RLock()
 
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 
@@ -253,7 +247,7 @@ class FunctionFrame(Frame):
 
     def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
-        borrows = self._draws is None and not Presence.count and _default_generators.acquire(False)
+        borrows = self._draws is None and not Presence.count and default_generators.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
@@ -261,10 +255,12 @@ class FunctionFrame(Frame):
         grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
         handed_out: list[HandedOut] = []
         call: _Call | None = None
+        hooks: list[Hooks] = []
         try:
             transforms = suspend_transforms()
             set_grad_enabled(True)
             call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
+            hooks = self._arguments.hooks(handed_out)
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
@@ -306,13 +302,13 @@ class FunctionFrame(Frame):
                 self._selection.settle()
             set_grad_enabled(grad_enabled)
             if borrows:
-                _default_generators.release()
+                default_generators.release()
             self.recomputing = reentered
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
-            if RemovableHandle.next_id != first_hook:
-                self._arguments.take_hooks_off(handed_out, first_hook)
+            if hooks:
+                put_hooks_back(hooks, first_hook)
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:
@@ -331,7 +327,7 @@ class FunctionFrame(Frame):
         with ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
             if ambient.has_streams:
-                undone.enter_context(_shared_streams)
+                undone.enter_context(shared_streams)
             for plan in () if state is None else sorted(state.plans, key=id):
                 undone.enter_context(plan.lock)
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))

@@ -106,7 +106,7 @@ class Noted:
 
     def have_changed(self) -> bool:
         """Whether any was written to since."""
-        return self._read() != self._versions
+        return self._read() != self._versions and bool(self.changed())  # one that is gone has no version
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns those that were written to since, and the versions that they should have."""

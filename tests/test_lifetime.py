@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import sys
 import types
 import weakref
@@ -430,34 +429,6 @@ def test_outputs_within_reach_of_the_next_region_are_no_chain(held):
             held.last = y
         alive.append(weakref.ref(y))
     assert [one() is not None for one in alive] == [False, False, False, True]
-
-
-@dataclasses.dataclass
-class Output:
-    """What a layer returns, in a class of its own."""
-
-    hidden: torch.Tensor
-
-
-@pytest.mark.parametrize(
-    "wrapped", [Output, lambda y: lambda: y, lambda y: types.SimpleNamespace(h=y), lambda y: {"a": {"b": {"c": {"d": [y]}}}}]
-)
-def test_attributes_in_which_a_graph_hides_are_no_chain(wrapped):
-    class Keeps(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.output = None
-
-        def forward(self, x):
-            y = x.sin().exp()
-            self.output = wrapped(y)
-            return y
-
-    module, alive = Keeps(), []
-    for _ in range(8):
-        y = checkpoint(module, leaf(3))
-        alive.append(weakref.ref(y))
-    assert [one() is not None for one in alive] == [False] * 7 + [True]
 
 
 def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import types
 import weakref
 
 import pytest
@@ -299,3 +300,86 @@ def test_parameters_without_gradients_are_not_kept():
     del gathered
     assert alive() is None
     del y
+
+
+class SharesMemory(nn.Module):
+    """Has a buffer under two names, or a view of it, and binds the second one anew in each forward."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("whole", torch.ones(4))
+        self.register_buffer("part", self.share())
+
+    def share(self):
+        return self.whole if self.kind == "same" else self.whole[:]
+
+    def forward(self, x):
+        written = self.part if self.kind == "view that is written" else self.whole
+        written.add_(1)
+        y = (x * self.part.clone()).sin() * self.whole.clone()
+        if self.kind == "both bound anew":
+            self.whole = self.whole + 1
+        self.part = self.share()
+        return y
+
+
+@pytest.mark.parametrize("kind", ["same", "view", "view that is written", "both bound anew"])
+def test_tensors_that_are_gone_share_memory_in_a_rerun_as_they_did(kind):
+    plain, module = SharesMemory(kind), SharesMemory(kind)
+    x = leaf(4)
+    pending = []
+    for _ in range(3):
+        expected = torch.autograd.grad(plain(x).sum(), x)[0]
+        pending.append((checkpoint(module, x).sum(), expected))
+    for y, expected in reversed(pending):
+        assert torch.equal(torch.autograd.grad(y, x)[0], expected)
+    assert torch.equal(module.whole, plain.whole)
+    assert torch.equal(module.part, plain.part)
+
+
+def test_a_frozen_parameter_that_is_gone_is_a_parameter_in_a_rerun():
+    class Steps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.step = nn.Parameter(torch.ones(3), requires_grad=False)
+
+        def forward(self, x):
+            assert isinstance(self.step, nn.Parameter)
+            y = (x * self.step).sin()
+            self.step = nn.Parameter(self.step + 1, requires_grad=False)
+            return y
+
+    plain, module = Steps(), Steps()
+    x = leaf(3)
+    for _ in range(3):
+        expected = torch.autograd.grad(plain(x).sum(), x)[0]
+        assert torch.equal(torch.autograd.grad(checkpoint(module, x).sum(), x)[0], expected)
+    assert torch.equal(module.step, plain.step)
+
+
+def test_an_argument_that_comes_to_require_grad_keeps_its_class_and_attributes():
+    weight = nn.Parameter(torch.linspace(0, 1, 3), requires_grad=False)
+    weight.tag = "mine"
+
+    def function(x, weight):
+        assert isinstance(weight, nn.Parameter)
+        assert weight.tag == "mine"
+        weight.requires_grad_()
+        return (x * weight).sin()
+
+    x = leaf(3)
+    checkpoint(function, x, weight).sum().backward()
+    assert torch.equal(x.grad, (x * weight).cos() * weight)
+
+
+def test_modules_of_a_trainer_and_of_a_list_of_layers_are_not_those_of_a_layer():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(3)))
+    trainer = types.SimpleNamespace(model=model)
+    layers = types.SimpleNamespace(layers=list(model))
+    norm = nn.BatchNorm1d(2)
+    for layer in model:
+        layer.trainer, layer.others = trainer, layers
+    model[0].helper = types.SimpleNamespace(norm=norm)
+    assert [reference() for reference in plan_of(model[0])._modules] == [model[0], norm]
+    assert [reference() for reference in plan_of(model[1])._modules] == [model[1]]

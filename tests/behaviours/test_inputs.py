@@ -722,6 +722,30 @@ def test_function_registers_a_hook_on_a_leaf(run):
     assert_hook_counts_once(run, is_leaf=True, backwards=1)
 
 
+@pytest.mark.parametrize("saved_by", [contextlib.nullcontext, torch.autograd.graph.save_on_cpu])
+@pytest.mark.parametrize("backwards", [1, 2])
+@runs("region", "nested")
+def test_function_replaces_the_hook_on_its_argument(run, saved_by, backwards):
+    """The rerun takes off that of forward, and puts on one of its own."""
+    gradients = []
+    for impl in (lambda function, *args: function(*args), run):
+        handles = []
+
+        def function(h, handles=handles):
+            if handles:
+                handles.pop().remove()
+            handles.append(h.register_hook(lambda gradient: gradient * 2))
+            return h.sin().exp()
+
+        x = torch.linspace(-1, 1, 4).requires_grad_()
+        with saved_by():
+            y = impl(function, x.tan())
+        for _ in range(backwards):
+            y.sum().backward(retain_graph=True)
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
 # An optimizer's step too early
 
 
