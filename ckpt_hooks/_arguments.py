@@ -12,7 +12,6 @@ costs a sixth.
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,13 +32,13 @@ from ._torch import (
 )
 from .errors import CheckpointError, MutationError
 
-__all__ = ["Arguments", "HandedOut", "Hooks", "put_hooks_back"]
+__all__ = ["Arguments", "HandedOut", "Hooks"]
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
-#: Says which hooks are registered on a tensor, by their numbers; and which ones were.
-Hooks = tuple[Callable[[], "dict[int, Any] | None"], "dict[int, Any] | None"]
+#: The hooks that are registered on tensors, each dict of them by their numbers, and what was in it.
+Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
@@ -120,25 +119,6 @@ def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
 
 def _identity(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def put_hooks_back(hooks: Sequence[Hooks], first: int) -> None:
-    """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
-
-    Args:
-        hooks: What was registered before.
-        first: The number of the first hook that the rerun may have registered.
-    """
-    for present, before in hooks:
-        now = present()
-        if now is None:
-            continue
-        for number in [number for number in now if number >= first]:
-            del now[number]
-        if before and any(number not in now for number in before):
-            merged = {**before, **now}
-            now.clear()
-            now.update((number, merged[number]) for number in sorted(merged))
 
 
 class Arguments:
@@ -308,17 +288,29 @@ class Arguments:
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
 
-    def hooks(self, handed_out: list[HandedOut]) -> list[Hooks]:
-        """Returns the hooks that are registered on the tensors of a rerun which is about to begin.
+    def hooks(self) -> Hooks:
+        """Returns the hooks that are registered on the tensors which a rerun is about to get."""
+        present = [hooks for tensor in self._tensors if tensor is not None and (hooks := tensor._backward_hooks)]
+        present += [hooks for reference in self._hooked if (hooks := reference())]
+        return [(hooks, hooks.copy()) for hooks in present]
+
+    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], first: int) -> None:
+        """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
 
         Args:
+            before: What :meth:`hooks` returned before the rerun.
             handed_out: What :meth:`restore` has added to.
+            first: The number of the first hook that the rerun may have registered.
         """
-        present: list[Callable[[], dict[int, Any] | None]] = [*self._hooked]
         for tensor in (*self._tensors, *(tensor for _, tensor, _ in handed_out)):
-            if tensor is not None and tensor.requires_grad:
-                present.append(functools.partial(getattr, tensor, "_backward_hooks"))
-        return [(now, hooks.copy() if (hooks := now()) else None) for now in present]
+            hooks = None if tensor is None else tensor._backward_hooks
+            for number in [number for number in hooks or () if number >= first]:
+                del hooks[number]  # type: ignore[union-attr]
+        for hooks, others in before:
+            if any(number not in hooks for number in others):
+                merged = {**others, **hooks}
+                hooks.clear()
+                hooks.update((number, merged[number]) for number in sorted(merged))
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""

@@ -9,7 +9,8 @@ tensors that were written to get their content back, in place, so that every vie
 when the rerun ends, versions included. What the rerun itself writes is undone as well.
 
 Tensors that were copied are not held, since any of them may become part of a graph later on (``self.aux += loss``), which holds
-this. Held is an alias of those that names are bound to, which is what a rerun finds where nobody else holds the tensor by then.
+this. Where nobody else holds one by the time of a rerun, that finds an alias, if forward itself has bound the name to something
+else; or else a copy.
 
 Nothing is done about tensors that carry a graph, whose content and history cannot be exchanged. Those of other classes than
 torch's own, sparse ones and quantised ones are only known by their versions. Closed-over tensors are copied up to a size;
@@ -29,13 +30,11 @@ from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._rebinding import ABSENT, ATOMS, HAD_GRAPH, WAS_NONE, carries_graph, is_guard, rebound
 from ._refit import copy_of, fill_all, is_plain, same_layout
-from ._torch import storage_of
+from ._state_copies import has_storage, is_same, known_copy, take_copy
+from ._torch import set_versions, storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
-#: Up to this size tensors on the CPU are compared byte by byte, since batch norm moves no version; its own, which have one
-#: dimension, up to the other size.
-_COMPARED_BYTES = 1 << 16
 #: Up to this size tensors that are not a module's are copied.
 _MOST_BYTES = 1 << 20
 #: Parameters without gradients are copied up to this size, all of a region together, in the first few forwards of a module.
@@ -46,7 +45,7 @@ _NO_PARAMETERS: frozenset[int] = frozenset()
 
 def _is_copied(tensor: torch.Tensor) -> bool:
     """Whether a tensor's content can be taken, compared and put back."""
-    return is_plain(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and _has_storage(tensor)
+    return is_plain(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:
@@ -54,64 +53,17 @@ def _is_versioned(tensor: torch.Tensor) -> bool:
     return not (is_plain(tensor) or tensor.requires_grad or tensor.is_meta or tensor.is_inference())
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the elements of a strided tensor are there, which a framework may have freed."""
-    count = tensor.numel()
-    if count and not tensor.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + count) * tensor.element_size() if count else 0
-    return tensor.untyped_storage().nbytes() >= needed
-
-
-def _same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-    """Whether a tensor still equals its copy, if its version says so: other devices than the CPU are not made to wait."""
-    if not same_layout(tensor, copy):
-        return False
-    if copy.nbytes > (_COMPARED_BYTES if copy.dim() > 1 else _MOST_BYTES):
-        return True
-    return tensor.device.type == "cpu" and same_bytes(tensor, copy)
-
-
-# The latest copy of each tensor, with its version, as long as somebody holds that copy.
-_copies: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[torch.Tensor]]] = {}
-# The latest copies of tensors that a module owns, which the next step will need as well.
-_lasting: dict[int, torch.Tensor] = {}
-
-
-def _known_copy(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns the latest copy of a tensor, if it has not changed since."""
-    known = _copies.get(id(tensor))
-    if known is not None and known[0]() is tensor and known[1] == tensor._version:
-        copy = known[2]()
-        if copy is not None and _same(tensor, copy):
-            return copy
-    return None
-
-
-def _copy(tensor: torch.Tensor, *, lasts: bool) -> torch.Tensor:
-    copy, key = copy_of(tensor), id(tensor)
-
-    def forget(_: weakref.ref[torch.Tensor]) -> None:
-        _copies.pop(key, None)
-        _lasting.pop(key, None)
-
-    _copies[key] = weakref.ref(tensor, forget), tensor._version, weakref.ref(copy)
-    if lasts:
-        _lasting[key] = copy
-    return copy
-
-
 class _Entry:
     """One tensor: its version before forward and after it, and its copy.
 
     Attributes:
-        held: The tensor itself until forward has ended; then what has the same memory and version, if it has a name.
+        held: The tensor itself until forward has ended; then what stands for it, if there is a need.
     """
 
-    __slots__ = ("after", "before", "copy", "held", "reference")
+    __slots__ = ("after", "before", "copy", "held", "kind", "reference")
 
     def __init__(self, tensor: torch.Tensor, copy: torch.Tensor | None) -> None:
-        self.reference = weakref.ref(tensor)
+        self.reference, self.kind = weakref.ref(tensor), type(tensor)
         self.held: torch.Tensor | None = tensor
         self.before = self.after = tensor._version
         self.copy = copy
@@ -121,21 +73,31 @@ class _Entry:
         tensor = self.reference()
         return self.held if tensor is None else tensor
 
-    def settle(self, *, has_name: bool) -> None:
-        """Lets go of the tensor."""
-        tensor = self.reference()
+    def settle(self, *, is_replaced: bool) -> None:
+        """Lets go of the tensor, and takes an alias if forward has replaced it."""
+        tensor, self.held = self.held, None
         assert tensor is not None
         self.after = tensor._version
-        self.held = tensor.detach() if has_name else None
-        if self.held is not None and isinstance(tensor, torch.nn.Parameter):
-            self.held = torch.nn.Parameter(self.held, requires_grad=False)
+        if is_replaced:
+            self._stand_in(tensor.detach())
+
+    def _stand_in(self, tensor: torch.Tensor) -> None:
+        self.held = torch.nn.Parameter(tensor, requires_grad=False) if self.kind is torch.nn.Parameter else tensor
+
+    def substitute(self) -> None:
+        """Has a copy stand for a tensor that is gone."""
+        if self.copy is not None and self.present() is None:
+            copy = copy_of(self.copy)
+            set_versions((copy,), (self.before,))
+            self.after = self.before
+            self._stand_in(copy)
 
     def is_stale(self) -> bool:
         """Whether the tensor is not as it was before forward; if it is gone, nobody can tell."""
         tensor = self.present()
         if tensor is None or tensor._version != self.before:
             return tensor is not None
-        return self.copy is not None and _has_storage(tensor) and not _same(tensor, self.copy)
+        return self.copy is not None and has_storage(tensor) and not is_same(tensor, self.copy)
 
 
 class _Frozen(_Entry):
@@ -260,9 +222,10 @@ class State:
         if any(plan.has_written() for plan in self.plans):
             found = (entry.reference() for entry in self.entries)
             self.parameters = frozenset(id(tensor) for tensor in found if isinstance(tensor, torch.nn.Parameter))
-        named = {id(value) for _, value in self.slots if isinstance(value, _Entry)}
+        named = ((slot, value) for slot, value in self.slots if isinstance(value, _Entry))
+        replaced = {id(entry) for (owner, name), entry in named if owner.get(name) is not entry.held}
         for entry in self.entries:
-            entry.settle(has_name=id(entry) in named)
+            entry.settle(is_replaced=id(entry) in replaced)
         self._namespaces, self._frozen, self._settled = [], [], True
         return bool(self.slots or self.entries)
 
@@ -296,6 +259,9 @@ class State:
             frozen = [(entry, entry.reference()) for entry in self._frozen]
             entries = entries + [entry for entry, tensor in frozen if tensor is not None and entry.is_in_place(tensor)]
             slots = slots + ([] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners))
+        for _, value in slots:
+            if isinstance(value, _Entry):
+                value.substitute()
         for entry in entries:
             tensor, copy = entry.present(), entry.copy
             if tensor is None:
@@ -341,7 +307,7 @@ class State:
         fill_all(
             (tensor, version, content, None)
             for tensor, version, content in undo.others
-            if tensor._version != version or (_has_storage(tensor) and not _same(tensor, content))
+            if tensor._version != version or (has_storage(tensor) and not is_same(tensor, content))
         )
         for parameter, version, content in undo.trained:
             if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
@@ -351,12 +317,12 @@ class State:
 
 def _entry_of(tensor: torch.Tensor, *, is_owned: bool) -> _Entry | None:
     """Returns an entry for a tensor, None if nothing can be done about it."""
-    copy = _known_copy(tensor)
+    copy = known_copy(tensor)
     if copy is None:
         if not _is_copied(tensor):  # all that there may be to say of it is that it was modified
             return _Entry(tensor, None) if _is_versioned(tensor) else None
         if is_owned or tensor.nbytes <= _MOST_BYTES:
-            copy = _copy(tensor, lasts=is_owned)
+            copy = take_copy(tensor, lasts=is_owned)
     return _Entry(tensor, copy)
 
 

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._ambient.tracking import default_generators, hold, let_go, shared_streams
-from ._arguments import Arguments, HandedOut, Hooks, put_hooks_back
+from ._arguments import Arguments, HandedOut, Hooks
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
@@ -255,12 +255,12 @@ class FunctionFrame(Frame):
         grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
         handed_out: list[HandedOut] = []
         call: _Call | None = None
-        hooks: list[Hooks] = []
+        hooks: Hooks = ()
         try:
             transforms = suspend_transforms()
             set_grad_enabled(True)
             call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
-            hooks = self._arguments.hooks(handed_out)
+            hooks = self._arguments.hooks()
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
@@ -307,8 +307,8 @@ class FunctionFrame(Frame):
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
-            if hooks:
-                put_hooks_back(hooks, first_hook)
+            if hooks or RemovableHandle.next_id != first_hook:
+                self._arguments.put_hooks_back(hooks, handed_out, first_hook)
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:

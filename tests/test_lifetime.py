@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import CheckpointError, GraphExecGroup, _module_state, _selection, checkpoint, is_recomputing
+from ckpt_hooks import CheckpointError, GraphExecGroup, _selection, _state_copies, checkpoint, is_recomputing
 from ckpt_hooks._runtime.observers import observe
 from ckpt_hooks._runtime.passes import MISSING, Pass
 from tests.measure import Frames, leaf
@@ -432,12 +432,12 @@ def test_outputs_within_reach_of_the_next_region_are_no_chain(held):
 
 
 def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():
-    data, copies = [torch.ones(5) for _ in range(3)], _module_state._lasting.copy()
+    data, copies = [torch.ones(5) for _ in range(3)], _state_copies._lasting.copy()
     for batch in data:
         checkpoint(lambda x, batch=batch: (x * batch.sum()).sin(), leaf(3)).sum().backward()
-    known = [_module_state._copies[id(batch)][2]() for batch in data if id(batch) in _module_state._copies]
+    known = [_state_copies._copies[id(batch)][2]() for batch in data if id(batch) in _state_copies._copies]
     assert known == [None] * 3
-    assert _module_state._lasting == copies
+    assert _state_copies._lasting == copies
 
 
 def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):

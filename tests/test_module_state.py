@@ -383,3 +383,26 @@ def test_modules_of_a_trainer_and_of_a_list_of_layers_are_not_those_of_a_layer()
     model[0].helper = types.SimpleNamespace(norm=norm)
     assert [reference() for reference in plan_of(model[0])._modules] == [model[0], norm]
     assert [reference() for reference in plan_of(model[1])._modules] == [model[1]]
+
+
+def test_an_attribute_that_the_caller_has_replaced_is_in_a_rerun_what_it_was():
+    """Nobody else holds the tensor any more."""
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = None
+
+        def forward(self, x):
+            return (x * self.scale).sin()
+
+    module, x = Scales(), leaf(3)
+    for number in range(1, 7):
+        module.scale = torch.full((3,), float(number))
+        y = checkpoint(module, x).sum()
+        gone = weakref.ref(module.scale)
+        module.scale = torch.zeros(3)
+        assert gone() is None
+        for _ in range(2):
+            assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], (x * number).cos() * number)
+        assert not module.scale.any()
