@@ -290,9 +290,14 @@ class Arguments:
 
     def hooks(self) -> Hooks:
         """Returns the hooks that are registered on the tensors which a rerun is about to get."""
-        present = [hooks for tensor in self._tensors if tensor is not None and (hooks := tensor._backward_hooks)]
-        present += [hooks for reference in self._hooked if (hooks := reference())]
-        return [(hooks, hooks.copy()) for hooks in present]
+        found: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for tensor in self._tensors:
+            if tensor is not None and (hooks := tensor._backward_hooks):
+                found.append((hooks, hooks.copy()))
+        for reference in self._hooked:
+            if found_again := reference():
+                found.append((found_again, found_again.copy()))
+        return found
 
     def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], first: int) -> None:
         """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
