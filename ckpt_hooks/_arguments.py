@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ._containers import Capture, Container, TensorAt, build
-from ._refit import refit
+from ._refit import as_kind, refit
 from ._runtime.hooks import unpack, unpack_observed
 from ._torch import (
     SavedTensor,
@@ -225,8 +225,7 @@ class Arguments:
             tensor = tensors[position]
             assert tensor is not None
             if id(tensor) not in aliases:
-                is_parameter = isinstance(tensor, torch.nn.Parameter)
-                alias = torch.nn.Parameter(tensor.detach(), False) if is_parameter else tensor.detach()
+                alias = as_kind(tensor.detach(), type(tensor))
                 alias.__dict__.update(tensor.__dict__)
                 aliases[id(tensor)] = alias.requires_grad_(flag)
             tensors[position] = aliases[id(tensor)]

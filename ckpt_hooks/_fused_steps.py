@@ -8,6 +8,7 @@ from a recompute as from plain autograd.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -16,15 +17,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 __all__ = ["watch_fused_steps"]
 
-_is_watching = False
 
-
+@functools.cache  # one hook is enough
 def watch_fused_steps() -> None:
     """Counts the steps of fused optimizers from now on."""
-    global _is_watching
-    if not _is_watching:
-        _is_watching = True
-        register_optimizer_step_post_hook(_count_step)
+    register_optimizer_step_post_hook(_count_step)
 
 
 def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

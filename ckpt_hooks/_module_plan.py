@@ -291,25 +291,27 @@ def _all_modules(root: Module) -> list[Module]:
     that has this one in it, as a trainer has the whole model, nor one from among which this one is, as of all layers.
     """
     found = dict.fromkeys(Module.modules(root))
-    todo, seen, ancestors = list(found), set[int](), set[Module]()
+    todo, seen = list(found), set[int]()
+    has_root = functools.cache(lambda module: root in Module.modules(module))
     while todo:
         attributes = [value for name, value in list(vars(todo.pop()).items()) if name not in _MACHINERY]
         for value in attributes:
-            if isinstance(value, (list, tuple, dict)):
-                inner = [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Module)]
-            else:
-                inner = []
-            if id(value) not in seen:
-                seen.add(id(value))
-                within = _modules_within(value)
-                if type(value) in _CALLABLES or root not in within:
-                    within = [one for one in within if one not in found and one not in ancestors]
-                    ancestors.update(one for one in within if root in Module.modules(one))
-                    inner += [one for one in within if one not in ancestors]
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            inner, within = _modules_directly_in(value), _modules_within(value)
+            if type(value) in _CALLABLES or root not in within:
+                inner += [one for one in within if one not in found and not has_root(one)]
             new = [module for one in inner for module in Module.modules(one) if module not in found]
             found.update(dict.fromkeys(new))
             todo += new
     return list(found)
+
+
+def _modules_directly_in(value: Any) -> list[Module]:
+    if not isinstance(value, (list, tuple, dict)):
+        return []
+    return [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Module)]
 
 
 def _modules_within(value: Any) -> list[Module]:

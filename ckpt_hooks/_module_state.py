@@ -29,7 +29,7 @@ import torch
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._rebinding import ABSENT, ATOMS, HAD_GRAPH, WAS_NONE, carries_graph, is_guard, rebound
-from ._refit import copy_of, fill_all, is_plain, same_layout
+from ._refit import as_kind, copy_of, fill_all, is_plain, same_layout
 from ._state_copies import has_storage, is_same, known_copy, take_copy
 from ._torch import set_versions, storage_of
 
@@ -79,10 +79,7 @@ class _Entry:
         assert tensor is not None
         self.after = tensor._version
         if is_replaced:
-            self._stand_in(tensor.detach())
-
-    def _stand_in(self, tensor: torch.Tensor) -> None:
-        self.held = torch.nn.Parameter(tensor, requires_grad=False) if self.kind is torch.nn.Parameter else tensor
+            self.held = as_kind(tensor.detach(), self.kind)
 
     def substitute(self) -> None:
         """Has a copy stand for a tensor that is gone."""
@@ -90,13 +87,15 @@ class _Entry:
             copy = copy_of(self.copy)
             set_versions((copy,), (self.before,))
             self.after = self.before
-            self._stand_in(copy)
+            self.held = as_kind(copy, self.kind)
 
     def is_stale(self) -> bool:
         """Whether the tensor is not as it was before forward; if it is gone, nobody can tell."""
         tensor = self.present()
-        if tensor is None or tensor._version != self.before:
-            return tensor is not None
+        if tensor is None:
+            return False
+        if tensor._version != self.before:
+            return True
         return self.copy is not None and has_storage(tensor) and not is_same(tensor, self.copy)
 
 
@@ -110,18 +109,20 @@ class _Frozen(_Entry):
         self._note, self._storage = note, storage_of(tensor)
         self.slot = slot
 
-    def is_in_place(self, tensor: torch.Tensor) -> bool:
+    def is_in_place(self) -> bool:
         """Whether it is where it was; otherwise it is in the hands of a framework, which frees parameters and gathers them."""
+        assert self.held is not None  # until forward has ended
         assert self.copy is not None
-        return storage_of(tensor) == self._storage and same_layout(tensor, self.copy)
+        return storage_of(self.held) == self._storage and same_layout(self.held, self.copy)
 
     def was_written(self) -> bool:
         """Whether forward has written to it, or bound its name to another one; notes it if so."""
-        tensor, copy = self.reference(), self.copy
+        tensor, copy = self.held, self.copy
+        assert tensor is not None
         assert copy is not None
-        written = self.slot[0].get(self.slot[1]) is not tensor or (
-            tensor is not None
-            and self.is_in_place(tensor)
+        has_name = self.slot[0].get(self.slot[1]) is tensor
+        written = not has_name or (
+            self.is_in_place()
             and (tensor._version != self.before or (tensor.device.type == "cpu" and not same_bytes(tensor, copy)))
         )
         if written:
@@ -256,8 +257,7 @@ class State:
         """
         stale, entries, slots, initialises = [], self.entries, self.slots, False
         if not self._settled:  # a backward in the middle of forward
-            frozen = [(entry, entry.reference()) for entry in self._frozen]
-            entries = entries + [entry for entry, tensor in frozen if tensor is not None and entry.is_in_place(tensor)]
+            entries = entries + [frozen for frozen in self._frozen if frozen.is_in_place()]
             slots = slots + ([] if self._has_new_parts() else rebound(self._namespaces, self._changed_owners))
         for _, value in slots:
             if isinstance(value, _Entry):

@@ -17,7 +17,7 @@ import torch
 
 from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["PLAIN", "copy_of", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
+__all__ = ["PLAIN", "as_kind", "copy_of", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
 
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -26,6 +26,11 @@ PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor without gradients as what it stands for is, a parameter or not; the memory is the same."""
+    return torch.nn.Parameter(tensor, requires_grad=False) if issubclass(kind, torch.nn.Parameter) else tensor
 
 
 def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:

@@ -19,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _ambient
 from ._ambient.draws import RecordDraws
-from ._ambient.tracking import default_generators, hold, let_go, shared_streams
+from ._ambient.rng import default_generators_lock
+from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
@@ -247,7 +248,7 @@ class FunctionFrame(Frame):
 
     def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
-        borrows = self._draws is None and not Presence.count and default_generators.acquire(False)
+        borrows = self._draws is None and not Presence.count and default_generators_lock.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
@@ -302,7 +303,7 @@ class FunctionFrame(Frame):
                 self._selection.settle()
             set_grad_enabled(grad_enabled)
             if borrows:
-                default_generators.release()
+                default_generators_lock.release()
             self.recomputing = reentered
             stack.innermost = outer
             if transforms is not None:
@@ -327,7 +328,7 @@ class FunctionFrame(Frame):
         with ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
             if ambient.has_streams:
-                undone.enter_context(shared_streams)
+                undone.enter_context(shared_streams_lock)
             for plan in () if state is None else sorted(state.plans, key=id):
                 undone.enter_context(plan.lock)
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))

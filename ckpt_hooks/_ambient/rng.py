@@ -11,6 +11,7 @@ the generator as it was, and still needs to know from where to draw again.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ from ckpt_hooks._bytes import same_bytes
 from .streams import Stream, device_streams, find_devices, stream_of_generator
 from .tracking import TRACKED
 
-__all__ = ["Snapshot", "Undo", "capture", "default_states", "enter", "leave"]
+__all__ = ["Snapshot", "Undo", "capture", "default_generators_lock", "default_states", "enter", "leave"]
+
+#: Held by the recompute that borrows the default generators; others that run meanwhile do without.
+default_generators_lock = threading.RLock()
 
 _States = tuple[tuple[Stream, Any], ...]
 #: State of the CPU's generator, of those of devices, and of other streams; None for the first where nothing is to be restored.

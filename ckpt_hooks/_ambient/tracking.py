@@ -12,12 +12,10 @@ from typing_extensions import Self
 
 from .streams import Stream
 
-__all__ = ["TRACKED", "TrackedSource", "default_generators", "hold", "let_go", "shared_streams", "track_rng"]
+__all__ = ["TRACKED", "TrackedSource", "hold", "let_go", "shared_streams_lock", "track_rng"]
 
-#: Held by the recompute that borrows the default generators; others that run meanwhile do without.
-default_generators = threading.RLock()
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
-shared_streams = threading.RLock()
+shared_streams_lock = threading.RLock()
 
 _lock = threading.Lock()
 #: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.

@@ -13,7 +13,7 @@ from ckpt_hooks._policy import Policy
 from ckpt_hooks._runtime.frame import Frame, mutated_leaf, overlap_error
 from ckpt_hooks._runtime.frame import Kept as KeptLeaf
 from ckpt_hooks._runtime.groups import group_scope
-from ckpt_hooks._runtime.hooks import UNPACKS
+from ckpt_hooks._runtime.hooks import UNPACKS, close_frame
 from ckpt_hooks._runtime.passes import MISSING, graph_task_scope
 from ckpt_hooks._runtime.settings import current_settings
 from ckpt_hooks._runtime.stack import is_crowded, stack
@@ -22,7 +22,6 @@ from ckpt_hooks._torch import (
     graph_exec_group,
     graph_task_id,
     is_kept_anyway,
-    pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     storage_address,
     storage_of,
@@ -119,10 +118,7 @@ class RecordedFrame(Frame):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         tape, outer = self.tape, self.outer
         assert tape is not None
-        pop_saved_tensors_hooks()
-        stack.innermost, self.parent = self.parent, None
-        self.release()
-        del self.release
+        close_frame(self)
         self.tape = None
         self.complete = True
         if outer is None:
