@@ -2,7 +2,7 @@
 
 The hook made here takes the tensors in order, as the values of the handles of the same numbers, and ends the rerun as soon as
 the last handle that is still alive has its value (Rule 5), by an exception: there the operator that saves has not even run
-yet. (Where all that is left is to return, it does that instead: see :mod:`ckpt_hooks._tail`.) Two things follow from that.
+yet. Two things follow from that.
 
 *User code must not swallow the stop* (Rule 8): it derives from ``BaseException``, and a function that swallows it all the
 same meets it again at the next tensor it saves; however it ends, every value is there already.
@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from itertools import chain, repeat
-from sys import _getframe
 from typing import Any
 
 import torch
@@ -30,7 +29,6 @@ from ._dispatch import only_quiet_modes, unseen
 from ._refit import stand_in_for
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
-from ._tail import WayOut, is_all_but_done, is_small
 from ._torch import detach_past_modes, sequence_number, storage_of
 from ._words import describe
 from .determinism import Check, first_difference, version_of
@@ -73,10 +71,8 @@ class Filling:
         "_early_stop",
         "_frame",
         "_function",
-        "_leaf",
         "_versions",
         "_wanted",
-        "_way_out",
         "_without_grad",
         "last",
         "stopped",
@@ -103,8 +99,6 @@ class Filling:
         self.stopped = False
         self._doubt: tuple[int, Callable[[], MutationError]] | None = None
         self._versions: list[int] | None = None
-        self._leaf: torch.Tensor | None = None  # the latest one that was saved
-        self._way_out: WayOut | None = None
 
     def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
         """Tells that the rerun read what has changed since forward.
@@ -119,7 +113,6 @@ class Filling:
         self,
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
-        way_out: WayOut | None = None,
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the pack hook of the rerun.
 
@@ -131,7 +124,6 @@ class Filling:
         Args:
             wanted: Which handles to fill; None for all that are alive.
             exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
-            way_out: What to know for the function to return where it has nothing left to do; None to stop it anyway.
         """
         values = self.values
         asked: list[Any] = self._frame.alive()
@@ -140,7 +132,7 @@ class Filling:
             asked = [alive and index in wanted for index, alive in enumerate(asked)]
         while asked and not asked[-1]:
             asked.pop()
-        self.last, self._wanted, self._way_out = len(asked) - 1, wanted, way_out
+        self.last, self._wanted = len(asked) - 1, wanted
         if asked and self._early_stop:
             asked[-1] = _STOP
         next_asked = chain(asked, repeat(None)).__next__
@@ -166,20 +158,13 @@ class Filling:
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
                     self.stopped = True
-                    has_graph = len(values) - 1 not in self._without_grad[-1:]
-                    way_out = self._way_out
-                    if way_out is None or not has_graph or not is_all_but_done(_getframe(1), values, self._leaf, way_out):
-                        raise StopRecompute
-                    unfinished = sequence_number()  # another operator that saves tensors is not expected, and stopped
+                    raise StopRecompute
                 return tensor
             if step is None:
                 return self._past_last(tensor, unfinished)
             append(MISSING)
             if tensor.requires_grad:
-                if not tensor.is_leaf:
-                    return detach(tensor)
-                self._leaf = tensor
-                return tensor
+                return tensor if tensor.is_leaf else detach(tensor)
             index = len(values) - 1
             append_without_grad(index)
             if index != final:
@@ -205,7 +190,7 @@ class Filling:
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
         if self._early_stop:
-            if unfinished != sequence_number() or (self.stopped and not is_small(tensor)):
+            if unfinished != sequence_number():
                 self.stopped = True
                 raise StopRecompute
         elif self._frame.complete and len(self.values) > len(self._frame.numbers):
@@ -251,7 +236,7 @@ class Filling:
     def let_go(self) -> None:
         """Ends the filling, well or not: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
-        del self._frame, self._function, self._doubt, self._leaf, self._way_out
+        del self._frame, self._function, self._doubt
 
     def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:
         differences = self._differences()

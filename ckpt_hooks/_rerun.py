@@ -35,7 +35,6 @@ from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import Presence, is_crowded, stack
-from ._tail import way_out_of
 from ._torch import (
     num_dispatch_modes,
     pop_saved_tensors_hooks,
@@ -361,11 +360,8 @@ class FunctionFrame(Frame):
         if parameters is not None and not parameters.have_changed():
             parameters = None
         in_context = self._context is not None or self._contexts is not None or copy_context()
-        caller = (FunctionFrame._call if in_context else FunctionFrame._call_under).__code__
-        has_modes = num_dispatch_modes() > 0
-        way_out = None if has_modes or self._contexts is not None else way_out_of(caller, self._function, *call)
-        hook = filling.hook(wanted, exchanged, way_out)
-        if parameters is not None or (has_modes and self._selection is None):
+        hook = filling.hook(wanted, exchanged)
+        if parameters is not None or (self._selection is None and num_dispatch_modes()):
             hook = filling.noting_versions(hook)
         push_saved_tensors_hooks(hook, hand_back)
         try:

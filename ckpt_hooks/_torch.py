@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -385,7 +384,3 @@ def _make_saved_tensor(tensor: torch.Tensor) -> SavedTensor:
 save_tensor: Callable[[torch.Tensor], SavedTensor] = (
     _make_saved_tensor if hasattr(_autograd, "_make_saved_tensor") else _NodeSavedTensor
 )
-
-# What calls a module, and what that calls to call its forward, hooks or none: to tell their frames. 2.11 to 2.15.
-CALL_OF_MODULES: CodeType = torch.nn.Module._wrapped_call_impl.__code__
-CALL_OF_FORWARD: CodeType = torch.nn.Module._call_impl.__code__

@@ -10,11 +10,6 @@ from ckpt_hooks import CheckpointError, DeterminismError, checkpoint
 from tests.measure import Calls, CountOps, leaf
 
 
-def as_it_is(tensor):
-    """Something left to do: what has only to return would not be stopped."""
-    return [tensor].pop()
-
-
 @pytest.mark.parametrize("inplace", [False, True])
 def test_rule_5_rrelu_is_finished_before_the_stop(inplace):
     """An operator that saves an input and fills it only then is right, also as the last one of a region."""
@@ -66,6 +61,40 @@ def test_rule_5_frozen_weights_do_not_delay_the_stop():
     assert ops.counts["addmm"] == 0
 
 
+class NotesAdditions:
+    """Something to add to a tensor, which has a side effect."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __radd__(self, tensor):
+        self.count += 1
+        return tensor
+
+
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_rule_5_what_comes_after_the_last_saved_tensor_does_not_run_again(size):
+    """Whatever it is in this step and was in the steps before: an addition, one of a large tensor, or a side effect."""
+    summand = torch.ones(1)
+
+    def function(x):
+        return x.clone().sin() + summand
+
+    for _ in range(4):
+        y = checkpoint(function, leaf(1))
+        with CountOps() as ops:
+            y.sum().backward()
+        assert ops.counts["add"] == 0
+    summand = torch.ones(size)
+    y = checkpoint(function, leaf(1))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops.counts["add"] == 0
+    summand = NotesAdditions()
+    checkpoint(function, leaf(1)).sum().backward()
+    assert summand.count == 1
+
+
 @pytest.mark.parametrize("swallowed", [Exception, BaseException])
 def test_rule_8_user_code_cannot_swallow_the_stop(swallowed):
     """A fallback around the last operators of a region is not taken for good: values are those of the path forward took."""
@@ -73,7 +102,7 @@ def test_rule_8_user_code_cannot_swallow_the_stop(swallowed):
 
     def function(x):
         try:
-            return as_it_is(x.sin().exp())
+            return x.sin().exp()
         except swallowed:
             fallbacks.append(1)
             return x.cos().tanh().tanh()
@@ -89,7 +118,7 @@ def test_rule_8_a_function_that_fails_after_swallowing_the_stop():
 
     def function(x):
         try:
-            return as_it_is(x.sin().exp())
+            return x.sin().exp()
         except BaseException:
             raise ValueError("cleaning up failed") from None
 
@@ -235,7 +264,7 @@ def test_keyboard_interrupt_passes():
 
     def function(x):
         try:
-            return as_it_is(x.sin().exp())
+            return x.sin().exp()
         except BaseException:
             raise KeyboardInterrupt from None
 
