@@ -1,4 +1,4 @@
-"""Where the state of a module is: buffers, attributes that are tensors, containers and objects that hold some.
+"""Where the state of a module is: its attributes and those of its submodules, and objects there that hold tensors.
 
 That is found once for a module and its submodules, and used as long as it has the same ones. It is kept in the module's
 ``__dict__``, so that it dies with the module; it refers to modules weakly, and it copies and pickles as None.
@@ -7,12 +7,10 @@ That is found once for a module and its submodules, and used as long as it has t
 from __future__ import annotations
 
 import functools
-import operator
 import threading
 import types
 import weakref
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,21 +22,19 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ._attributes import MACHINERY, PLAN, ModuleNote, all_hold, note_module
+from ._noted_values import TensorNote
 from ._reach import Search
 
-__all__ = ["PLAN", "ModulePlan", "Slot", "idle_plan", "plan_of"]
+__all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
-#: The attribute of a module that has its plan.
-PLAN = "_ckpt_hooks_plan"
 #: In how many forwards, and one more, a module is looked at in any case: they may build caches, and add attributes.
 _LOOKS = 3
 #: Levels of containers and objects that are opened below an attribute.
 _DEPTH = 2
 
-_MACHINERY = frozenset(vars(Module())) | {PLAN}
 _NUMBERS = frozenset({int, float, complex, bool})
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-_MUTABLE = (dict, OrderedDict, defaultdict, list, set, deque)
 
 #: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]
@@ -63,53 +59,32 @@ class _Epoch:
         _Epoch.number += 1
 
 
-class _Simple:
-    """Attributes of one module that are numbers, and may become tensors."""
-
-    __slots__ = ("_get", "_number")
-
-    def __init__(self, number: int, own: dict[str, Any]) -> None:
-        names = [name for name, value in list(own.items()) if type(value) in _NUMBERS]
-        self._number = number
-        self._get = operator.itemgetter("training", *names, "training")  # of one name alone it would answer no tuple
-
-    def have_turned(self, modules: list[Module]) -> bool:
-        """Whether one of them is a tensor by now, or gone."""
-        try:
-            values = self._get(modules[self._number].__dict__)
-        except KeyError:
-            return True
-        return not _NUMBERS.issuperset(map(type, values)) and any(isinstance(value, torch.Tensor) for value in values)
-
-
 class ModulePlan:
     """What there is to capture of one module.
 
     Attributes:
+        epoch: What had been registered in modules, of any kind, when the module was last looked at.
         is_lazy: Whether there are modules in it that make their parameters in their first forward.
-        parameters: The module and its submodules as far as they have parameters of their own; see :mod:`ckpt_hooks._weights`.
         lock: Held by a recompute that rewinds the module.
+        notes: The attributes of the module and its submodules, as of the latest forward.
+        parameters: The module and its submodules as far as they have parameters of their own; see :mod:`ckpt_hooks._weights`.
     """
 
     __slots__ = (
         "_children",
-        "_epoch",
-        "_holders",
         "_is_looked_at",
+        "_is_stateless",
         "_looks_at_frozen",
         "_modules",
-        "_names",
-        "_own_size",
-        "_parameter_count",
         "_root",
         "_scripted",
-        "_simple",
-        "_size",
-        "_stateless",
+        "_searched",
         "_used",
         "_written",
+        "epoch",
         "is_lazy",
         "lock",
+        "notes",
         "parameters",
     )
 
@@ -121,72 +96,88 @@ class ModulePlan:
         self._children = list(map(_reference_to, _children_of(modules)))
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
         self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
-        owners = [list(vars(module).items()) for module in modules]  # other threads may add a plan of theirs meanwhile
-        names = [(number, name, value) for number, own in enumerate(owners) for name, value in own]
-        names = [entry for entry in names if entry[1] not in _MACHINERY]
-        #: Attributes that are tensors, or None and may become one: number of the module, and name.
-        self._names = [(n, name) for n, name, value in names if value is None or isinstance(value, torch.Tensor)]
-        #: Attributes that hold tensors or generators, or may come to hold some.
-        self._holders = [(n, name) for n, name, value in names if type(value) in _MUTABLE or _holds_something(value)]
-        #: Attributes that are numbers, and may become tensors.
-        simple = {n for n, _, value in names if type(value) in _NUMBERS}
-        self._simple = [_Simple(n, vars(modules[n])) for n in sorted(simple)]
-        self._size = sum(map(len, map(vars, modules))) + (PLAN not in vars(root))
-        self._own_size = len(vars(root)) + (PLAN not in vars(root))
-        self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
-        self._epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
-        self._stateless = False
+        self.epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
         #: Parameters without gradients that forward was seen to write to: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
         #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
-        self._parameter_count = _count_parameters(modules)
-        self.lock = threading.RLock()
+        self.lock: Any = threading.RLock() if before is None else before.lock
+        root.__dict__.setdefault(PLAN, self)  # which counts among the attributes that are noted
+        self.notes = tuple(note for module in modules if (note := note_module(module)) is not None)
+        self._look()
 
-    def is_idle(self, root: Module) -> bool:
-        """Whether there is nothing in a module that forward might change, as far as can be said without looking."""
-        return (
-            self._stateless
-            and self._epoch == _Epoch.number
-            and self._used > _LOOKS
-            and self._own_size == len(root.__dict__)
-            and self._root() is root
+    def _look(self) -> None:
+        """Finds out where to look for tensors and generators in each forward."""
+        #: Attributes that are objects, or hold some, with tensors or generators in them.
+        self._searched = [
+            (note.module, name)
+            for note in self.notes
+            if (module := note.module()) is not None
+            for name in note.others
+            if _holds_something(vars(module).get(name))
+        ]
+        self.is_lazy = any(
+            isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
+        )
+        self._is_stateless = not (
+            self._written
+            or self._scripted
+            or self.is_lazy
+            or self._searched
+            or any(next(note.tensors(), None) is not None for note in self.notes)
         )
 
     def holds(self, root: Module) -> bool:
-        """Whether this is the plan of a module that has the submodules and attributes that it had.
+        """Whether this is the plan of a module that has the submodules that it had.
 
-        To look at all of them costs a microsecond for every ten submodules. So it is done in the first few forwards, then
-        whenever a module, buffer or parameter was registered anywhere, and always for a module that has state.
+        They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
         """
         if self._root() is not root:
             return False
-        if self.is_idle(root):
+        if self.epoch == _Epoch.number and self._used > _LOOKS:
             return True
-        is_new = self._epoch != _Epoch.number or self._used < _LOOKS
-        self._epoch, self._is_looked_at = _Epoch.number, True
+        self.epoch, self._is_looked_at = _Epoch.number, True
         modules = self._alive()
         children = _children_of(modules)
         if (
             len(modules) != len(self._modules)
-            or sum(map(len, map(vars, modules))) != self._size
             or len(children) != len(self._children)
             or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
-            or any(simple.have_turned(modules) for simple in self._simple)
         ):
             return False
-        if is_new:
-            self.parameters = _parameters_of(modules)
-            self._parameter_count = _count_parameters(modules)
-        self._stateless = not (
-            self._names
-            or self._written
-            or self._scripted
-            or self.is_lazy
-            or any(module._buffers for module in modules)
-            or next(self._held(modules), None) is not None
+        self.parameters = _parameters_of(modules)
+        self.notes = tuple(_renewed(note, is_new=True) for note in self.notes)
+        self._look()
+        return True
+
+    def is_idle(self, root: Module) -> bool:
+        """Whether attributes, which are noted, are all that a forward might change, as far as can be said without looking."""
+        return (
+            self._is_stateless
+            and self.epoch == _Epoch.number
+            and self._used > _LOOKS
+            and self._root() is root
+            and self.note()
+            and self._is_stateless
         )
+
+    def note(self) -> bool:
+        """Notes the attributes as they are; returns whether the plan is good for them, or a new one is needed."""
+        if all_hold(self.notes):
+            return True
+        before = self.notes
+        if any(note.module() is None for note in before):
+            return False
+        self.notes = tuple(map(_renewed, before))
+        if any(new.others != old.others for new, old in zip(self.notes, before, strict=True)):
+            return False
+        if any(
+            new.is_simple != old.is_simple or not new.is_simple
+            for new, old in zip(self.notes, before, strict=True)
+            if new is not old
+        ):
+            self._look()
         return True
 
     def _alive(self) -> list[Module]:
@@ -202,41 +193,28 @@ class ModulePlan:
     def note_written(self, number: int, name: str) -> None:
         """Tells of a parameter without gradients that forward has written to: number of the module, and name."""
         self._written.add((number, name))
-        self._stateless = False
+        self._is_stateless = False
 
-    def _held(self, modules: list[Module]) -> Iterator[Any]:
-        """Goes through tensors and generators in containers and objects."""
-        for number, name in self._holders:
-            search = Search()
-            search.look(vars(modules[number]).get(name), _DEPTH + 1)
-            yield from search.tensors
-            yield from search.generators
-
-    def contents(self) -> tuple[list[Slot], list[torch.Tensor], list[torch.Generator]]:
-        """Returns names that may be bound to something else, tensors elsewhere, and generators."""
-        modules = self._alive()
-        if self._stateless or len(modules) != len(self._modules):
+    def contents(self) -> tuple[list[TensorNote], list[torch.Tensor], list[torch.Generator]]:
+        """Returns notes of tensors, tensors elsewhere, and generators."""
+        if self._is_stateless:
             return [], [], []
-        slots: list[Slot] = [(module._buffers, name) for module in modules for name in module._buffers]
-        slots += [(vars(modules[number]), name) for number, name in self._names]
-        slots += [(modules[number]._parameters, name) for number, name in self._written]
-        held = list(self._held(modules))
-        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        search = Search()
+        for reference, name in self._searched:
+            module = reference()
+            if module is not None:
+                search.look(vars(module).get(name), _DEPTH + 1)
+        tensors = search.tensors
         for reference in self._scripted:
             scripted = reference()
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
-        return slots, tensors, [value for value in held if isinstance(value, torch.Generator)]
+        return [noted for note in self.notes for noted in note.tensors()], tensors, search.generators
 
-    def has_new_parts(self) -> bool:
-        """Whether modules or parameters have been added since the module was last looked at."""
-        if self._epoch == _Epoch.number:
-            return False
-        modules = self._alive()
-        return len(_children_of(modules)) != len(self._children) or _count_parameters(modules) != self._parameter_count
-
-    def has_written(self) -> bool:
-        """Whether parameters are among what forward changes."""
-        return bool(self._written)
+    def written(self) -> list[Slot]:
+        """Returns names of parameters without gradients that forward was seen to write to."""
+        modules = self._alive() if self._written else []
+        slots = [(modules[number]._parameters, name) for number, name in self._written if number < len(modules)]
+        return [slot for slot in slots if slot[0].get(slot[1]) is not None]
 
     def frozen(self) -> list[tuple[Callable[[], None], Slot]]:
         """Returns parameters without gradients, as long as the module is new, and what to call if forward writes to one.
@@ -245,23 +223,12 @@ class ModulePlan:
         """
         if self._looks_at_frozen > _LOOKS:
             return []
-        modules = self._alive()
         return [
             (functools.partial(self.note_written, number, name), (module._parameters, name))
-            for number, module in enumerate(modules)
+            for number, module in enumerate(self._alive())
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
         ]
-
-    def namespaces(self) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        """Returns where names of a module and its submodules are bound to objects, and a copy of each as it is now.
-
-        None of a module that has no state, once it is known well enough.
-        """
-        if self._used > _LOOKS and self._stateless:
-            return []
-        modules = self._alive()
-        return [(owner, owner.copy()) for module in modules for owner in (vars(module), module._buffers)]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -274,10 +241,6 @@ def _reference_to(module: Module) -> Callable[[], Module | None]:
 
 def _children_of(modules: list[Module]) -> list[Module]:
     return [child for module in modules for child in module._modules.values() if child is not None]
-
-
-def _count_parameters(modules: list[Module]) -> int:
-    return sum(parameter is not None for module in modules for parameter in module._parameters.values())
 
 
 def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()]]:
@@ -294,7 +257,7 @@ def _all_modules(root: Module) -> list[Module]:
     todo, seen = list(found), set[int]()
     has_root = functools.cache(lambda module: root in Module.modules(module))
     while todo:
-        attributes = [value for name, value in list(vars(todo.pop()).items()) if name not in _MACHINERY]
+        attributes = [value for name, value in list(vars(todo.pop()).items()) if name not in MACHINERY]
         for value in attributes:
             if id(value) in seen:
                 continue
@@ -328,25 +291,49 @@ def _modules_within(value: Any) -> list[Module]:
 def _holds_something(value: Any) -> bool:
     if isinstance(value, (torch.Tensor, Module)):
         return False
-    if type(value) is tuple and not value:  # may be bound to a filled one
-        return True
     search = Search()
     search.look(value, _DEPTH + 1)
     return bool(search.tensors or search.generators)
 
 
+def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
+    """Returns a note of the same module as it is now.
+
+    Args:
+        note: A note that may hold still.
+        is_new: Whether submodules and parameters may have been added.
+    """
+    module = note.module()
+    if module is None:
+        return note
+    own = vars(module)
+    if note.holds(own) and not (is_new and not note.has_parts_of(own)):
+        return note
+    return (None if is_new else note.with_values(own)) or ModuleNote(module)
+
+
 def plan_of(module: Module) -> ModulePlan:
-    """Returns the plan of a module, a new one where it has changed."""
+    """Returns the plan of a module with its attributes noted, a new one where it has changed."""
     plan: ModulePlan | None = module.__dict__.get(PLAN)
-    if plan is None or not plan.holds(module):
+    if plan is None or not plan.holds(module) or not plan.note():
         _Epoch.watch()
         plan = module.__dict__[PLAN] = ModulePlan(module, plan)
     return plan
 
 
 def idle_plan(function: Any) -> ModulePlan | None:
-    """Returns the plan of a function that is a module, which was looked at before and has no state to capture."""
+    """Returns the plan of a function that is a module known well, with its attributes noted, if those are all of its state."""
     if not isinstance(function, Module):
         return None
     plan: ModulePlan | None = function.__dict__.get(PLAN)
     return plan if plan is not None and plan.is_idle(function) else None
+
+
+def epoch() -> int:
+    """Returns how many modules, buffers and parameters have been registered anywhere."""
+    return _Epoch.number
+
+
+def has_new_parts(since: int) -> bool:
+    """Whether modules, buffers or parameters have been registered anywhere since an epoch."""
+    return since != _Epoch.number

@@ -17,7 +17,7 @@ import torch
 
 from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["PLAIN", "as_kind", "copy_of", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
+__all__ = ["PLAIN", "as_kind", "copy_of", "copy_with_history", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
 
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -70,6 +70,14 @@ def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
     copy = copy_of(tensor, strides)
     if copy._version != tensor._version:
         set_versions((copy,), (tensor._version,))
+    return copy
+
+
+def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns a copy that requires grad and is no leaf, for a function that may write to it, or look at its history."""
+    with torch.enable_grad():
+        copy: torch.Tensor = _Copy.apply(tensor.detach().requires_grad_(), tensor.stride() if is_plain(tensor) else None)  # type: ignore[no-untyped-call]
+    set_versions((copy,), (version,))
     return copy
 
 

@@ -22,11 +22,12 @@ from ._ambient.draws import RecordDraws
 from ._ambient.rng import default_generators_lock
 from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks
+from ._attributes import AttributesUndo, ModuleNote
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
-from ._module_plan import idle_plan, plan_of
+from ._module_plan import ModulePlan, epoch, has_new_parts, idle_plan, plan_of
 from ._module_state import State, StateUndo, capture_state
 from ._options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from ._reach import NOTHING, Reached, reach
@@ -49,6 +50,9 @@ from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
 
+#: What was registered in modules when forward began, and notes of their attributes.
+_NO_ATTRIBUTES: tuple[int, Sequence[ModuleNote]] = (0, ())
+
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 
 
@@ -69,6 +73,7 @@ class FunctionFrame(Frame):
     __slots__ = (
         "_ambient",
         "_arguments",
+        "_attributes",
         "_context",
         "_contexts",
         "_draws",
@@ -78,6 +83,7 @@ class FunctionFrame(Frame):
         "_options",
         "_parameters",
         "_plain",
+        "_plans",
         "_selection",
         "_state",
         "explain",
@@ -119,6 +125,8 @@ class FunctionFrame(Frame):
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
         self._state: State | None = None
+        self._plans: Sequence[ModulePlan] = ()
+        self._attributes = _NO_ATTRIBUTES
         self._draws: RecordDraws | None = None
         self._parameters: Noted | None = None
         self._keeps_all = False
@@ -134,6 +142,8 @@ class FunctionFrame(Frame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
+                self._plans = (plan,)
+                self._attributes = plan.epoch, plan.notes
                 self._parameters = Noted(plan.parameters)
             elif (reached := reach(function, objects)) is not NOTHING:
                 generators = self._look_into(reached)
@@ -158,6 +168,7 @@ class FunctionFrame(Frame):
             self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
         self._plain = (
             self._state is None
+            and (plan is not None or not self._plans)
             and self._finish is None
             and self._draws is None
             and self._contexts is None
@@ -183,10 +194,10 @@ class FunctionFrame(Frame):
                 raise uninitialized(self._region())
             self._keeps_all, self._plain = True, False
             return reached.generators
+        self._plans = plans
+        self._attributes = epoch(), plans[0].notes if len(plans) == 1 else [note for plan in plans for note in plan.notes]
         self._parameters = Noted(references_of(plans, reached.tensors))
         if not self._options.preserve_buffers:
-            for plan in plans:
-                plan.has_run()
             return reached.generators
         self._state, more = capture_state(plans, reached.tensors)
         return [*reached.generators, *more]
@@ -221,8 +232,10 @@ class FunctionFrame(Frame):
             self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
+            for plan in self._plans if error is None else ():
+                plan.has_run()
             if self._state is not None:
-                self._state = self._state if self._state.settle(failed=error is not None) else None
+                self._state = self._state if self._state.settle() else None
             if self._state is not None and self._state.parameters and self._parameters is not None:
                 self._parameters.leave_out(self._state.parameters)  # which a rerun finds as they were
             if self._finish is not None:
@@ -264,20 +277,20 @@ class FunctionFrame(Frame):
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
-            state = self._state
-            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
+            plans = self._plans
+            if not borrows or self._ambient.has_streams or len(plans) > 1 or (self._state is not None and not plans):
                 self._call_with_more(filling, wanted, call, borrows=borrows)
-            elif state is None:
+            elif not plans:
                 undo = _ambient.enter(self._ambient)
                 try:
                     self._call_under(filling, wanted, call)
                 finally:
                     _ambient.leave(undo)
             else:
-                with state.plans[0].lock:
+                with plans[0].lock:
                     undo = _ambient.enter(self._ambient)
                     try:
-                        self._call_rewound(state, filling, wanted, call)
+                        self._call_rewound(filling, wanted, call)
                     finally:
                         _ambient.leave(undo)
         except StopRecompute:
@@ -323,31 +336,40 @@ class FunctionFrame(Frame):
 
     def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: _Call, *, borrows: bool) -> None:
         """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
-        ambient, state = self._ambient, self._state
+        ambient = self._ambient
         with ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
             if ambient.has_streams:
                 undone.enter_context(shared_streams_lock)
-            for plan in () if state is None else sorted(state.plans, key=id):
+            for plan in sorted(self._plans, key=id):
                 undone.enter_context(plan.lock)
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
             if not borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
-            if state is None:
-                self._call_under(filling, wanted, call)
-            else:
-                self._call_rewound(state, filling, wanted, call)
+            self._call_rewound(filling, wanted, call)
 
-    def _call_rewound(self, state: State, filling: Filling, wanted: Collection[int] | None, call: _Call) -> None:
-        """Calls the function with state of modules as forward found it."""
-        undo = StateUndo()
+    def _call_rewound(self, filling: Filling, wanted: Collection[int] | None, call: _Call) -> None:
+        """Calls the function with state of modules, and of closed-over tensors, as forward found it."""
+        state, (epoch_of_forward, notes) = self._state, self._attributes
+        attributes = AttributesUndo(with_buffers=self._options.preserve_buffers)
         try:
-            state.rewind(undo, self._mutated)
-            self._call_under(filling, wanted, call, undo.storages())
+            attributes.put_back(notes, self._mutated, has_new_parts=has_new_parts(epoch_of_forward))
+            if state is None and not attributes.may_initialise:
+                self._call_under(filling, wanted, call)
+                return
+            undo = StateUndo()
+            try:
+                if attributes.may_initialise:
+                    undo.watch_trained(self._plans, self._mutated)
+                if state is not None:
+                    state.rewind(undo, self._mutated)
+                self._call_under(filling, wanted, call, undo.storages())
+            finally:
+                undo.restore()
         finally:
-            State.restore(undo)
+            attributes.restore()
 
     def _call_under(
         self,

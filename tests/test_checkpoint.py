@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 import ckpt_hooks
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+from tests.measure import Calls
 
 # The reserved keywords of a direct call, with their defaults, as torch 2.14 has them.
 RESERVED = {
@@ -414,12 +415,11 @@ def test_decorator_on_forward_of_a_module(curry: Callable[..., Any]) -> None:
         def __init__(self) -> None:
             super().__init__()
             self.linear = nn.Linear(4, 4)
-            self.calls = 0
+            self.sin = Calls(torch.sin)
 
         @curry(use_reentrant=False)
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.calls += 1
-            return self.linear(x).sin().cos()
+            return self.sin(self.linear(x)).cos()
 
     class Deeper(Block):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -433,7 +433,7 @@ def test_decorator_on_forward_of_a_module(curry: Callable[..., Any]) -> None:
         expected = after(block.linear(x).sin().cos())
         assert torch.equal(y, expected)
         assert torch.equal(block.linear.weight.grad, torch.autograd.grad(expected.sum(), block.linear.weight)[0])
-        assert block.calls == 2
+        assert block.sin.count == 2
 
 
 def test_decorator_under_staticmethod_and_classmethod(curry: Callable[..., Any]) -> None:
@@ -530,11 +530,10 @@ class Step(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.rand(3))
-        self.calls = 0
+        self.run = Calls(lambda x: (x * self.weight).sin())  # a number of the module's own would count forwards alone
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
-        return (x * self.weight).sin()
+        return self.run(x)
 
 
 @pytest.mark.parametrize("kind", [_in_nn_sequential, nn.ModuleList, list, tuple])
@@ -549,9 +548,9 @@ def test_chunks_are_cut_as_torch_cuts_them(
     steps = [Step() for _ in range(num_steps)]
     x = leaf()
     y = api.checkpoint_sequential(kind(steps), segments, x)
-    assert [step.calls for step in steps] == [1] * num_steps
+    assert [step.run.count for step in steps] == [1] * num_steps
     y.sum().backward()
-    assert [step.calls for step in steps] == [2] * num_rerun + [1] * (num_steps - num_rerun)
+    assert [step.run.count for step in steps] == [2] * num_rerun + [1] * (num_steps - num_rerun)
 
     found = [x.grad, *(step.weight.grad for step in steps)]
     expected = nn.Sequential(*steps)(x)
@@ -584,7 +583,7 @@ def test_sequential_runs_a_shared_module_each_time_it_occurs() -> None:
     step = Step()
     x = leaf()
     y = checkpoint_sequential(nn.Sequential(step, step, step, step), 2, x)
-    assert step.calls == 4
+    assert step.run.count == 4
     assert torch.equal(y, nn.Sequential(step, step, step, step)(x))
 
 

@@ -1,0 +1,312 @@
+"""Attributes of modules: noted when a forward begins, put back for each rerun of it, and restored after that.
+
+One rule: in a rerun a module has the attributes that forward found; afterwards it has those that it had before the rerun. So
+``self.step += 1``, a hidden state that is bound anew, a list that grows, and ``model.eval()`` before backward are right.
+
+The rule is about ``training``, buffers, and every other entry of ``vars(module)`` that is a number, a string, None, a tensor,
+or a plain container of these (:mod:`ckpt_hooks._noted_values`). It is not about parameters, hooks and objects of other classes.
+
+Submodules and parameters that forward has added are taken out for the rerun. So the function makes them again, out of the same
+random numbers, and those of forward are there in the end.
+
+Modules of torch's own frameworks are left alone: DDP and its like note in attributes where they are in a step, which a rerun
+must not undo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_, itemgetter
+from typing import Any
+
+from torch.nn import Module
+
+from ._noted_values import (
+    ABSENT,
+    Complain,
+    ContainerNote,
+    GoneError,
+    PutBack,
+    TensorNote,
+    containers_in,
+    contents_of,
+    fill,
+    has_note,
+    is_atom,
+    note_of,
+)
+
+__all__ = ["MACHINERY", "PLAN", "AttributesUndo", "ModuleNote", "all_hold", "note_module"]
+
+#: The attribute of a module that has what is known of it.
+PLAN = "_ckpt_hooks_plan"
+
+#: What a module consists of; ``training`` is an attribute like others.
+MACHINERY = (frozenset(vars(Module())) - {"training"}) | {PLAN}
+
+#: Attributes of every module that are dicts of what it consists of.
+_PARTS = ("_buffers", "_modules", "_parameters")
+
+#: Where torch's own wrappers of modules are defined.
+_FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
+#: Where classes are that FSDP makes out of a user's.
+_MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
+
+
+class ModuleNote:
+    """The attributes of one module as they were.
+
+    Attributes:
+        get: Returns those that are numbers and the like, out of ``vars(module)``.
+        has_history: Whether a tensor with a history is among them.
+        is_simple: Whether all are numbers and the like.
+        module: Refers to the module weakly.
+        others: Names of objects of which there is no note, and of containers that hold some.
+        size: How many entries ``vars(module)`` has.
+        values: What ``get`` returned.
+    """
+
+    __slots__ = (
+        "_get_others",
+        "_kinds",
+        "_names",
+        "_noted",
+        "_parts",
+        "get",
+        "has_history",
+        "is_simple",
+        "module",
+        "others",
+        "size",
+        "values",
+    )
+
+    def __init__(self, module: Module) -> None:
+        own = vars(module)
+        self.module = weakref.ref(module)
+        self.size = len(own)
+        simple: list[str] = []
+        others: list[str] = []
+        self._noted: dict[str, TensorNote | ContainerNote] = {}
+        for name, value in list(own.items()):
+            if name not in MACHINERY:
+                noted = note_of(value)
+                if noted is ABSENT:
+                    others.append(name)
+                elif noted is value:
+                    simple.append(name)
+                else:
+                    self._noted[name] = noted
+        if own["_buffers"]:
+            self._noted["_buffers"] = ContainerNote(own["_buffers"], 2)
+        self._names = tuple(simple)
+        self.get = _getter(simple)
+        self.values = self.get(own)
+        self._get_others = _getter(others)
+        self._kinds = tuple(map(type, self._get_others(own)))
+        self.others = [*others, *(name for name, noted in self._noted.items() if _has_others(noted))]
+        self.has_history = any(noted.has_history for noted in self._noted.values())
+        self.is_simple = not self._noted and not others
+        self._parts = [frozenset(own[name]) for name in _PARTS]
+
+    def holds(self, own: dict[str, Any]) -> bool:
+        """Whether a module has the attributes that it had.
+
+        Args:
+            own: ``vars`` of the module.
+        """
+        try:
+            return (
+                len(own) == self.size
+                and all(map(is_, self.get(own), self.values))
+                and (self.is_simple or self._rest_holds(own))
+            )
+        except KeyError:
+            return False
+
+    def _rest_holds(self, own: dict[str, Any]) -> bool:
+        for name, noted in self._noted.items():
+            if not noted.holds(own[name]):
+                return False
+        return tuple(map(type, self._get_others(own))) == self._kinds
+
+    def has_parts_of(self, own: dict[str, Any]) -> bool:
+        """Whether a module has the submodules, parameters and buffers that it had, by their names."""
+        return all(own[name].keys() == names for name, names in zip(_PARTS, self._parts, strict=True))
+
+    def with_values(self, own: dict[str, Any]) -> ModuleNote | None:
+        """Returns a note that differs in numbers and the like alone; None where more has changed."""
+        try:
+            values = self.get(own)
+            if len(own) != self.size or not self._rest_holds(own) or not all(map(is_atom, values)):
+                return None
+        except KeyError:
+            return None
+        other = ModuleNote.__new__(ModuleNote)
+        for name in ModuleNote.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.values = values
+        return other
+
+    def restore_simple(self, own: dict[str, Any]) -> None:
+        """Undoes what a rerun did to a module that has nothing but numbers and the like, which were as noted before it."""
+        for name in [name for name in own if name not in MACHINERY and name not in self._names]:
+            del own[name]
+        own.update(zip(self._names, self.values, strict=False))
+
+    def tensors(self) -> Iterator[TensorNote]:
+        """Goes through the tensors."""
+        todo: list[Any] = list(self._noted.values())
+        for noted in todo:
+            if type(noted) is TensorNote:
+                yield noted
+            elif type(noted) is ContainerNote:
+                todo += noted.entries
+
+    def put_back(self, own: dict[str, Any], complain: Complain, *, with_buffers: bool) -> bool:
+        """Gives a module the attributes that it had, and its containers what they held.
+
+        Args:
+            own: ``vars`` of the module.
+            complain: Returns an error for a tensor with a history that was written to since.
+            with_buffers: Whether buffers are among the attributes.
+
+        Returns:
+            Whether a flag changed, a name was None or not there, or a part is taken out: the function may initialise something.
+        """
+        guards = False
+        for name, value in zip(self._names, self.values, strict=False):
+            now = own.get(name, ABSENT)
+            if now is not value:
+                guards = guards or (name != "training" and (value is None or type(value) is bool))
+                own[name] = value
+        back = PutBack(complain, {id(one): one for one in (own["_buffers"], *_containers_of(own))})
+        for name, noted in self._noted.items():
+            if name in own["_parameters"] or (name == "_buffers" and not with_buffers):
+                continue  # the former where a framework gathers parameters: a tensor is one or the other
+            with contextlib.suppress(GoneError):
+                own[name] = noted.present(back)
+        for name_of_parts, names in zip(_PARTS[1:], self._parts[1:], strict=True):
+            parts = own[name_of_parts]
+            for name in [name for name in parts if name not in names and name not in self._noted]:
+                guards = True
+                del parts[name]
+        known = {*MACHINERY, *self._noted, *self._names, *self.others, *self._parts[1], *self._parts[2]}
+        for name in [name for name, value in own.items() if name not in known and has_note(value)]:
+            guards = True
+            del own[name]
+        return guards
+
+
+def _no_values(own: dict[str, Any]) -> tuple[Any, ...]:
+    return ()
+
+
+def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
+    """Returns a function that gets the values of names; that of the first one twice, since of one alone it is no tuple."""
+    return itemgetter(*names, names[0]) if names else _no_values
+
+
+def _containers_of(own: dict[str, Any]) -> Iterator[Any]:
+    for name, value in list(own.items()):
+        if name not in MACHINERY:
+            yield from containers_in(value)
+
+
+def _has_others(noted: Any) -> bool:
+    return type(noted) is ContainerNote and (bool(noted.others) or not noted.is_whole or any(map(_has_others, noted.entries)))
+
+
+def note_module(module: Module) -> ModuleNote | None:
+    """Returns a note of a module; None for one that is left alone."""
+    frameworks = [base for base in type(module).__mro__ if f"{base.__module__}.".startswith(_FRAMEWORKS)]
+    is_left_alone = any(not base.__module__.startswith(_MADE_FROM_USERS) for base in frameworks)
+    return None if is_left_alone else ModuleNote(module)
+
+
+def all_hold(notes: Sequence[ModuleNote]) -> bool:
+    """Whether all modules have the attributes that were noted."""
+    try:
+        for note in notes:  # as ``holds``, written out: a quarter less
+            own = note.module().__dict__
+            if len(own) != note.size or not all(map(is_, note.get(own), note.values)):
+                return False
+            if not note.is_simple and not note.holds(own):
+                return False
+    except (AttributeError, KeyError):  # of a module or an attribute that is gone
+        return False
+    return True
+
+
+class _Before:
+    """What a module was before a rerun."""
+
+    __slots__ = ("_contents", "_names", "_own")
+
+    def __init__(self, own: dict[str, Any], *, with_buffers: bool) -> None:
+        self._own, self._names = own, own.copy()
+        self._contents = [(container, contents_of(container)) for container in _containers_of(own)]
+        self._contents += [(own[name], own[name].copy()) for name in _PARTS[not with_buffers :]]
+
+    def restore(self) -> None:
+        own, names = self._own, self._names
+        for name in [name for name in own if name not in names and name not in MACHINERY]:
+            del own[name]
+        for name, value in names.items():
+            if own.get(name, ABSENT) is not value and name not in MACHINERY:
+                own[name] = value
+        for container, contents in self._contents:
+            if contents is not None:
+                fill(container, contents)
+
+
+class AttributesUndo:
+    """What one rerun does to attributes of modules.
+
+    Attributes:
+        may_initialise: Whether the function may initialise something once more, since a flag or the like was put back.
+    """
+
+    __slots__ = ("_before", "_same", "_with_buffers", "may_initialise")
+
+    def __init__(self, *, with_buffers: bool) -> None:
+        """Prepares for a rerun.
+
+        Args:
+            with_buffers: Whether the rerun finds buffers as forward found them.
+        """
+        self._with_buffers = with_buffers
+        self._before: list[_Before] = []
+        self._same: list[tuple[ModuleNote, dict[str, Any]]] = []
+        self.may_initialise = False
+
+    def put_back(self, notes: Sequence[ModuleNote], complain: Complain, *, has_new_parts: bool) -> None:
+        """Gives modules the attributes that they had.
+
+        Args:
+            notes: Of the modules.
+            complain: Returns an error for a tensor with a history that was written to since.
+            has_new_parts: Whether submodules or parameters may have been added since.
+        """
+        for note in notes:
+            module = note.module()
+            if module is None:
+                continue
+            own = module.__dict__
+            holds = not note.has_history and note.holds(own) and not (has_new_parts and not note.has_parts_of(own))
+            if holds and note.is_simple:
+                self._same.append((note, own))
+                continue
+            self._before.append(_Before(own, with_buffers=self._with_buffers))
+            if not holds and note.put_back(own, complain, with_buffers=self._with_buffers):
+                self.may_initialise = True
+
+    def restore(self) -> None:
+        """Gives modules the attributes that they had before the rerun."""
+        for note, own in self._same:
+            if not note.holds(own):
+                note.restore_simple(own)
+        for before in reversed(self._before):
+            before.restore()
