@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import types
 
 import pytest
 import torch
@@ -121,16 +122,20 @@ def by_global(run):
     return y, lambda: globals().__setitem__("_scale", 2.0)
 
 
-class ScaledInTraining(nn.Module):
-    """Does something else when it is not training."""
+class ScaledByFlag(nn.Module):
+    """Does something else when an object that it has says so."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(doubled=True)
 
     def forward(self, x):
-        return (x * (2.0 if self.training else 1.0)).sin().exp()
+        return (x * (2.0 if self.config.doubled else 1.0)).sin().exp()
 
 
-def by_eval(run):
-    module = ScaledInTraining()
-    return run(module, leaf(3)), module.eval
+def by_object(run):
+    module = ScaledByFlag()
+    return run(module, leaf(3)), lambda: setattr(module.config, "doubled", False)
 
 
 def by_swapped_operators(run):
@@ -152,7 +157,7 @@ def by_even_numbers_of_equal_values(run):
 
 VALUES = {
     "global changed": by_global,
-    "eval before backward": by_eval,
+    "object changed": by_object,
     "operators swapped": by_swapped_operators,
     "equal values": by_even_numbers_of_equal_values,
 }
