@@ -22,7 +22,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ._attributes import MACHINERY, PLAN, ModuleNote, all_hold, note_module
+from ._attributes import MACHINERY, PLAN, AttributeNotes, ModuleNote, note_module
 from ._noted_values import TensorNote
 from ._reach import Search
 
@@ -104,7 +104,7 @@ class ModulePlan:
         self.parameters = _parameters_of(modules)
         self.lock: Any = threading.RLock() if before is None else before.lock
         root.__dict__.setdefault(PLAN, self)  # which counts among the attributes that are noted
-        self.notes = tuple(note for module in modules if (note := note_module(module)) is not None)
+        self.notes = AttributeNotes([note for module in modules if (note := note_module(module)) is not None])
         self._look()
 
     def _look(self) -> None:
@@ -112,7 +112,7 @@ class ModulePlan:
         #: Attributes that are objects, or hold some, with tensors or generators in them.
         self._searched = [
             (note.module, name)
-            for note in self.notes
+            for note in self.notes.notes
             if (module := note.module()) is not None
             for name in note.others
             if _holds_something(vars(module).get(name))
@@ -121,11 +121,7 @@ class ModulePlan:
             isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
         )
         self._is_stateless = not (
-            self._written
-            or self._scripted
-            or self.is_lazy
-            or self._searched
-            or any(next(note.tensors(), None) is not None for note in self.notes)
+            self._written or self._scripted or self.is_lazy or self._searched or any(note.tensors for note in self.notes.notes)
         )
 
     def holds(self, root: Module) -> bool:
@@ -147,7 +143,7 @@ class ModulePlan:
         ):
             return False
         self.parameters = _parameters_of(modules)
-        self.notes = tuple(_renewed(note, is_new=True) for note in self.notes)
+        self.notes = AttributeNotes([_renewed(note, is_new=True) for note in self.notes.notes])
         self._look()
         return True
 
@@ -164,19 +160,16 @@ class ModulePlan:
 
     def note(self) -> bool:
         """Notes the attributes as they are; returns whether the plan is good for them, or a new one is needed."""
-        if all_hold(self.notes):
-            return True
         before = self.notes
-        if any(note.module() is None for note in before):
+        if before.hold():
+            return True
+        if any(note.module() is None for note in before.notes):
             return False
-        self.notes = tuple(map(_renewed, before))
-        if any(new.others != old.others for new, old in zip(self.notes, before, strict=True)):
+        now = self.notes = AttributeNotes(list(map(_renewed, before.notes)))
+        renewed = [(new, old) for new, old in zip(now.notes, before.notes, strict=True) if new is not old]
+        if any(new.others != old.others for new, old in renewed):
             return False
-        if any(
-            new.is_simple != old.is_simple or not new.is_simple
-            for new, old in zip(self.notes, before, strict=True)
-            if new is not old
-        ):
+        if not all(new.is_simple and old.is_simple for new, old in renewed):
             self._look()
         return True
 
@@ -208,7 +201,7 @@ class ModulePlan:
         for reference in self._scripted:
             scripted = reference()
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
-        return [noted for note in self.notes for noted in note.tensors()], tensors, search.generators
+        return [noted for note in self.notes.notes for noted in note.tensors], tensors, search.generators
 
     def written(self) -> list[Slot]:
         """Returns names of parameters without gradients that forward was seen to write to."""

@@ -154,10 +154,6 @@ class StateUndo:
         self.others: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self.trained: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
-    def storages(self) -> frozenset[int | None]:
-        """Returns which storages have their content exchanged for a rerun."""
-        return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged)
-
     def watch_trained(self, plans: Sequence[ModulePlan], complain: Complain) -> None:
         """Takes copies of the parameters that a rerun may initialise once more."""
         modules = {id(module): module for plan in plans for reference in plan.parameters[0] if (module := reference())}

@@ -177,7 +177,7 @@ class ContainerNote:
         others: Weak references to its entries of which there is no note.
     """
 
-    __slots__ = ("_extra", "_keys", "_only_atoms", "_value", "entries", "has_history", "identity", "is_whole", "kind", "others")
+    __slots__ = ("_extra", "_keys", "_only_atoms", "entries", "has_history", "identity", "is_whole", "kind", "others")
 
     def __init__(self, value: Any, levels: int) -> None:
         self.kind = type(value)
@@ -205,15 +205,11 @@ class ContainerNote:
         inner = [entry for entry in self.entries if type(entry) in (TensorNote, ContainerNote)]
         self.has_history = any(entry.has_history for entry in inner)
         self._only_atoms = not inner and not self.others and self.is_whole
-        # What cannot change, and holds nothing that can, is held itself.
-        self._value = value if self._only_atoms and self.kind not in _MUTABLE else None
 
     def holds(self, value: Any) -> bool:
         """Whether a value is the container, and all is in it that was."""
         if id(value) != self.identity or type(value) is not self.kind or len(value) != len(self.entries):
             return False
-        if self._value is not None:
-            return self._value is value
         if self._keys is not None:
             if not all(map(is_, value, self._keys)):
                 return False
@@ -229,8 +225,6 @@ class ContainerNote:
             GoneError: If something that was in it is not to be had any more.
         """
         made = back.made
-        if self._value is not None:
-            return self._value
         if self.identity in made:
             return made[self.identity]
         if not self.is_whole:
@@ -259,10 +253,6 @@ class ContainerNote:
         return now
 
 
-def _is_key(value: Any) -> bool:
-    return is_atom(value) or (type(value) is tuple and all(map(_is_key, value)))
-
-
 def _holds(noted: Any, value: Any) -> bool:
     kind = type(noted)
     if kind is TensorNote or kind is ContainerNote:
@@ -285,26 +275,26 @@ def _present(noted: Any, back: PutBack) -> Any:
 
 
 def note_of(value: Any, levels: int = _LEVELS) -> Any:
-    """Returns a note of a value: itself if it is a number or the like, and :data:`ABSENT` for an object of another kind."""
-    kind = type(value)
-    if kind in ATOMS:
+    """Returns a note of a value: the value if it cannot change, and :data:`ABSENT` for an object of another kind."""
+    if is_atom(value):
         return value
     if isinstance(value, torch.Tensor):
         return TensorNote(value)
+    kind = type(value)
     if _is_container(kind):
-        return ContainerNote(value, levels) if levels and (kind not in _DICTS or all(map(_is_key, value))) else ABSENT
-    return value if isinstance(value, enum.Enum) else ABSENT
+        return ContainerNote(value, levels) if levels and (kind not in _DICTS or all(map(is_atom, value))) else ABSENT
+    return ABSENT
 
 
 def has_note(value: Any) -> bool:
     """Whether there is a note of a value of this kind."""
-    kind = type(value)
-    return kind in ATOMS or isinstance(value, (torch.Tensor, enum.Enum)) or _is_container(kind)
+    return is_atom(value) or isinstance(value, torch.Tensor) or _is_container(type(value))
 
 
 def is_atom(value: Any) -> bool:
-    """Whether a value is its own note."""
-    return type(value) in ATOMS or isinstance(value, enum.Enum)
+    """Whether a value is its own note: it cannot change, and holds nothing that can."""
+    kind = type(value)
+    return kind in ATOMS or isinstance(value, enum.Enum) or (kind in _IMMUTABLE and all(map(is_atom, value)))
 
 
 def _is_container(kind: type) -> bool:

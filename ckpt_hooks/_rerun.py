@@ -22,15 +22,14 @@ from ._ambient.draws import RecordDraws
 from ._ambient.rng import default_generators_lock
 from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks
-from ._attributes import AttributesUndo, ModuleNote
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
-from ._module_plan import ModulePlan, epoch, has_new_parts, idle_plan, plan_of
-from ._module_state import State, StateUndo, capture_state
+from ._module_plan import idle_plan
 from ._options import DEFAULT_OPTIONS, RegionOptions, name_of_function
-from ._reach import NOTHING, Reached, reach
+from ._reach import NOTHING, reach
+from ._reached_state import ReachedState, Rewound, state_of, state_of_idle
 from ._runtime.frame import Frame, format_path
 from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
@@ -45,13 +44,10 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._weights import Noted, WatchReads, references_of
+from ._weights import WatchReads
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
-
-#: What was registered in modules when forward began, and notes of their attributes.
-_NO_ATTRIBUTES: tuple[int, Sequence[ModuleNote]] = (0, ())
 
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 
@@ -73,7 +69,6 @@ class FunctionFrame(Frame):
     __slots__ = (
         "_ambient",
         "_arguments",
-        "_attributes",
         "_context",
         "_contexts",
         "_draws",
@@ -81,9 +76,7 @@ class FunctionFrame(Frame):
         "_function",
         "_keeps_all",
         "_options",
-        "_parameters",
         "_plain",
-        "_plans",
         "_selection",
         "_state",
         "explain",
@@ -124,11 +117,8 @@ class FunctionFrame(Frame):
         self._options = options
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
-        self._state: State | None = None
-        self._plans: Sequence[ModulePlan] = ()
-        self._attributes = _NO_ATTRIBUTES
+        self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
-        self._parameters: Noted | None = None
         self._keeps_all = False
         #: Turns an error of a rerun into one that says more.
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
@@ -142,17 +132,19 @@ class FunctionFrame(Frame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._plans = (plan,)
-                self._attributes = plan.epoch, plan.notes
-                self._parameters = Noted(plan.parameters)
+                self._state = state_of_idle(plan)
             elif (reached := reach(function, objects)) is not NOTHING:
-                generators = self._look_into(reached)
-                if self._keeps_all:
+                self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
+                if self._state is None:
+                    if self._contexts is not None:
+                        raise uninitialized(self._region())
+                    self._keeps_all, self._plain = True, False  # this once
                     return self
+                generators = self._state.generators
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._context = copy_context() or None
             crowded = is_crowded()
-            left_out = () if self._state is None or options.check.fingerprint is None else self._state.storages()
+            left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()
             if self._selection is not None:
                 hooks = top_saved_tensors_hooks(False)
                 self._selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
@@ -167,8 +159,7 @@ class FunctionFrame(Frame):
             under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
             self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
         self._plain = (
-            self._state is None
-            and (plan is not None or not self._plans)
+            (plan is not None or self._state is None)
             and self._finish is None
             and self._draws is None
             and self._contexts is None
@@ -184,23 +175,6 @@ class FunctionFrame(Frame):
                 self._close(error)
                 raise
         return self
-
-    def _look_into(self, reached: Reached) -> Sequence[torch.Generator]:
-        """Captures state that the function reaches besides its arguments; returns the generators among that."""
-        plans = [plan_of(module) for module in reached.modules]
-        if any(plan.is_lazy for plan in plans):
-            # What a lazy module's first forward does to itself cannot be done twice. All is kept, this once.
-            if self._contexts is not None:
-                raise uninitialized(self._region())
-            self._keeps_all, self._plain = True, False
-            return reached.generators
-        self._plans = plans
-        self._attributes = epoch(), plans[0].notes if len(plans) == 1 else [note for plan in plans for note in plan.notes]
-        self._parameters = Noted(references_of(plans, reached.tensors))
-        if not self._options.preserve_buffers:
-            return reached.generators
-        self._state, more = capture_state(plans, reached.tensors)
-        return [*reached.generators, *more]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._plain:
@@ -232,12 +206,8 @@ class FunctionFrame(Frame):
             self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
-            for plan in self._plans if error is None else ():
-                plan.has_run()
             if self._state is not None:
-                self._state = self._state if self._state.settle() else None
-            if self._state is not None and self._state.parameters and self._parameters is not None:
-                self._parameters.leave_out(self._state.parameters)  # which a rerun finds as they were
+                self._state.close(failed=error is not None)
             if self._finish is not None:
                 self._finish()
             if self.observer is not None:
@@ -277,20 +247,20 @@ class FunctionFrame(Frame):
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
-            plans = self._plans
-            if not borrows or self._ambient.has_streams or len(plans) > 1 or (self._state is not None and not plans):
+            state = self._state
+            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
                 self._call_with_more(filling, wanted, call, borrows=borrows)
-            elif not plans:
+            elif state is None:
                 undo = _ambient.enter(self._ambient)
                 try:
                     self._call_under(filling, wanted, call)
                 finally:
                     _ambient.leave(undo)
             else:
-                with plans[0].lock:
+                with state.plans[0].lock:
                     undo = _ambient.enter(self._ambient)
                     try:
-                        self._call_rewound(filling, wanted, call)
+                        self._call_rewound(state, filling, wanted, call)
                     finally:
                         _ambient.leave(undo)
         except StopRecompute:
@@ -336,40 +306,30 @@ class FunctionFrame(Frame):
 
     def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: _Call, *, borrows: bool) -> None:
         """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
-        ambient = self._ambient
+        ambient, state = self._ambient, self._state
         with ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
             if ambient.has_streams:
                 undone.enter_context(shared_streams_lock)
-            for plan in sorted(self._plans, key=id):
+            for plan in () if state is None else sorted(state.plans, key=id):
                 undone.enter_context(plan.lock)
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
             if not borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
-            self._call_rewound(filling, wanted, call)
-
-    def _call_rewound(self, filling: Filling, wanted: Collection[int] | None, call: _Call) -> None:
-        """Calls the function with state of modules, and of closed-over tensors, as forward found it."""
-        state, (epoch_of_forward, notes) = self._state, self._attributes
-        attributes = AttributesUndo(with_buffers=self._options.preserve_buffers)
-        try:
-            attributes.put_back(notes, self._mutated, has_new_parts=has_new_parts(epoch_of_forward))
-            if state is None and not attributes.may_initialise:
+            if state is None:
                 self._call_under(filling, wanted, call)
-                return
-            undo = StateUndo()
-            try:
-                if attributes.may_initialise:
-                    undo.watch_trained(self._plans, self._mutated)
-                if state is not None:
-                    state.rewind(undo, self._mutated)
-                self._call_under(filling, wanted, call, undo.storages())
-            finally:
-                undo.restore()
+            else:
+                self._call_rewound(state, filling, wanted, call)
+
+    def _call_rewound(self, state: ReachedState, filling: Filling, wanted: Collection[int] | None, call: _Call) -> None:
+        """Calls the function with the state that it reaches as forward found it."""
+        rewound = Rewound(state, self._mutated)
+        try:
+            self._call_under(filling, wanted, call, rewound.put_back())
         finally:
-            attributes.restore()
+            rewound.restore()
 
     def _call_under(
         self,
@@ -378,7 +338,7 @@ class FunctionFrame(Frame):
         call: _Call,
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
-        parameters = self._parameters if self.complete else None
+        parameters = self._state.parameters if self._state is not None and self.complete else None
         if parameters is not None and not parameters.have_changed():
             parameters = None
         in_context = self._context is not None or self._contexts is not None or copy_context()

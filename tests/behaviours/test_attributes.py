@@ -280,7 +280,9 @@ def test_torch_does_not_rewind_attributes(kind):
         assert_as_eager(functools.partial(steps, kind), Run("torch"))
 
 
-@pytest.mark.parametrize("options", [{"policy": [torch.ops.aten.addmm.default]}, {"debug": True}, {"determinism_check": "values"}])
+@pytest.mark.parametrize(
+    "options", [{"policy": [torch.ops.aten.addmm.default]}, {"debug": True}, {"determinism_check": "values"}]
+)
 @pytest.mark.parametrize("kind", [Counter, Grows, HiddenPair])
 def test_attributes_with_options(kind, options):
     run = Run("ours")
