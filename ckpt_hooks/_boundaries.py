@@ -2,8 +2,8 @@
 
 A region inside a frame saves its inputs in that frame, and a frame fills its handles by number. A rerun in which an inner
 region gets one tensor more than in forward would fill the handles behind it with the values of others, of one shape perhaps. So
-each inner region leaves a *mark* with its frame before it saves: how many tensors the frame has saved by then, and how many will
-follow. A rerun compares its marks with those of forward before it hands out any value.
+each inner region leaves a *mark* with its frame before it saves: how many tensors the frame has saved by then, and how many
+will follow. A rerun compares its marks with those of forward before it hands out any value.
 """
 
 from __future__ import annotations

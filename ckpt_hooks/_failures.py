@@ -57,7 +57,7 @@ class ExplainingFrame(Frame):
 
     def _explain(self, found: DeterminismError) -> None:
         """Has an error name the objects that have changed since forward began; raises one with more in it, if that is asked."""
-        changes = [] if self._objects is None else self._objects.changes()
+        changes = [] if self._objects is None else sorted(self._objects.changes(), key=lambda change: not change.matters())
         if changes:
             lines = [f"\n  {change.describe(self._arguments.path_of)}" for change in changes[:_MOST]]
             more = "" if len(changes) <= _MOST else f"\n  and {len(changes) - _MOST} more"

@@ -264,6 +264,8 @@ class Filling:
     def let_go(self) -> None:
         """Ends the filling, well or not: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
+        if self.leftovers is not None:
+            self.leftovers.let_go()
         del self._frame, self._function, self._doubt
 
     def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:

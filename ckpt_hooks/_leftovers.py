@@ -93,6 +93,11 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
         return note
 
+    def let_go(self) -> None:
+        """Ends the following: autograd keeps the hook as long as the graph of the rerun, which the objects may hold."""
+        self._sources.clear()
+        del self._notes, self._before
+
     def changed_again(self) -> Change | None:
         """Returns the first place that saved values have come from and that the rerun has changed."""
         if self.first is None:

@@ -9,6 +9,7 @@ attributes of modules. Those outside of the arguments that reruns have found unc
 
 from __future__ import annotations
 
+import functools
 import types
 import weakref
 from collections import deque
@@ -22,8 +23,10 @@ __all__ = ["Change", "ObjectNotes", "changes_between", "notes_of"]
 
 #: How many levels of objects and containers are opened: a cache, its parts, their list, one of that, its attributes.
 _DEPTH = 5
-#: How many values one note has.
-_MOST = 500
+#: How many values are noted of one object. What has more outside of the arguments is taken for a trainer or the like.
+_MOST = 300
+#: How many entries a container has that a function closes over, for it to be looked at.
+_MOST_ENTRIES = 64
 #: How many reruns have to find an object outside of the arguments unchanged for it not to be looked at any more.
 _LOOKS = 3
 #: In how many forwards a module is searched for objects: it may get them in its first one.
@@ -63,9 +66,13 @@ class _Walk:
     __slots__ = ("left", "seen", "tensors")
 
     def __init__(self) -> None:
-        self.left = _MOST
+        self.left = 0
         self.seen: set[int] = set()
         self.tensors: list[torch.Tensor] = []
+
+    def root(self, value: Any) -> _Note:
+        self.left = _MOST
+        return self.note(value, _DEPTH)
 
     def note(self, value: Any, depth: int) -> _Note:
         kind = type(value)
@@ -75,7 +82,6 @@ class _Walk:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)
             return _TENSOR, key, _kind_of(value), None
-        self.left -= 1
         if depth <= 0 or self.left <= 0 or key in self.seen:
             return _OTHER, key, kind.__qualname__, None
         self.seen.add(key)
@@ -90,11 +96,16 @@ class _Walk:
         return _OTHER, key, kind.__qualname__, None
 
     def _parts(self, items: Any, depth: int) -> dict[Any, _Note]:
-        note, depth, most = self.note, depth - 1, self.left
+        note, depth, parts = self.note, depth - 1, {}
         try:
-            return {key: note(value, depth) for (key, value), _ in zip(items, range(max(most, 0)), strict=False)}
+            for key, value in items:
+                self.left -= 1
+                if self.left <= 0:
+                    break
+                parts[key] = note(value, depth)
         except RuntimeError:  # another thread writes to it
-            return {}
+            pass
+        return parts
 
 
 def _kind_of(tensor: torch.Tensor) -> Any:
@@ -149,8 +160,8 @@ class Change:
         return set(_tensors_in((self.before,)))
 
     def matters(self) -> bool:
-        """Whether it may have a rerun fail: mere containers of numbers are likely to be logs."""
-        return self.in_object or next(_tensors_in((self.before, self.now)), None) is not None
+        """Whether an exception of a rerun is put down to it: in an object, and not a counter."""
+        return self.in_object and any(type(note) is tuple for note in (self.before, self.now))
 
 
 _ABSENT = (_OTHER, 0, "nothing", None)
@@ -199,14 +210,21 @@ class ObjectNotes:
     __slots__ = ("before", "roots")
 
     def __init__(self, roots: Sequence[_Root]) -> None:
-        self.roots = roots
+        self.roots: list[_Root] = []
+        self.before: list[_Note] = []
         walk = _Walk()
-        self.before = [walk.note(value, _DEPTH) for _, _, value in roots]
+        for root in roots:
+            noted = walk.root(root[2])
+            if walk.left > 0 or not root[0]:
+                self.roots.append(root)
+                self.before.append(noted)
+            else:
+                _quiet.silence(root[2])
 
     def now(self) -> tuple[list[_Note], list[torch.Tensor]]:
         """Returns what is in them now, and the tensors among that."""
         walk = _Walk()
-        return [walk.note(value, _DEPTH) for _, _, value in self.roots], walk.tensors
+        return [walk.root(value) for _, _, value in self.roots], walk.tensors
 
     def changes(self) -> list[Change]:
         """Returns what has changed since forward began."""
@@ -243,14 +261,22 @@ class _Quiet:
         return found is not None and found[1] >= _LOOKS and found[0]() is value
 
     def note(self, value: Any, *, changed: bool) -> None:
-        key = id(value)
-        found = self._looks.get(key)
-        if found is None or found[0]() is not value:
-            try:
-                found = weakref.ref(value, lambda _: self._looks.pop(key, None)), 0
-            except TypeError:
-                return
-        self._looks[key] = found[0], 0 if changed else found[1] + 1
+        found = self._looks.get(id(value))
+        self._set(value, 0 if changed else 1 if found is None or found[0]() is not value else found[1] + 1)
+
+    def silence(self, value: Any) -> None:
+        self._set(value, _LOOKS)
+
+    def _set(self, value: Any, looks: int) -> None:
+        key, table = id(value), self._looks
+        found = table.get(key)
+        if found is not None and found[0]() is value:
+            table[key] = found[0], looks
+            return
+        try:
+            table[key] = weakref.ref(value, lambda _: table.pop(key, None)), looks
+        except TypeError:  # a list, say
+            return
 
 
 _quiet = _Quiet()
@@ -276,12 +302,17 @@ def _held_by(module: Module) -> list[_Root]:
         found = _searched[key] = found[0], holders, found[2] + 1
     if not found[1]:
         return []
-    roots = []
-    for reference, name in found[1]:
-        inner = reference()
-        value = None if inner is None else vars(inner).get(name)
-        if inner is not None and _is_users(type(value)) and not _quiet.has(value):
-            roots.append((f"the attribute {{!r}} of {type(inner).__qualname__}", name, value))
+    roots, quiet = [], []
+    for holder in found[1]:
+        inner = holder[0]()
+        value = None if inner is None else vars(inner).get(holder[1])
+        if inner is not None and _is_users(type(value)):
+            if _quiet.has(value):
+                quiet.append(holder)
+            else:
+                roots.append((f"the attribute {{!r}} of {type(inner).__qualname__}", holder[1], value))
+    if quiet and found[2] == _SEARCHES:
+        found[1][:] = [holder for holder in found[1] if holder not in quiet]
     return roots
 
 
@@ -298,6 +329,11 @@ def notes_of(function: Any, objects: Sequence[Any]) -> ObjectNotes | None:
             roots += _held_by(value)
         elif _is_users(type(value)) or type(value) in _SETS or type(value) is deque:
             roots.append(("", "", value))
+    _look_into_callable(function, roots)
+    return ObjectNotes(roots) if roots else None
+
+
+def _look_into_callable(function: Any, roots: list[_Root]) -> None:
     kind = type(function)
     if kind is types.MethodType:
         owner, function = function.__self__, function.__func__
@@ -313,7 +349,14 @@ def notes_of(function: Any, objects: Sequence[Any]) -> ObjectNotes | None:
         roots += _held_by(function)
     elif _is_users(kind) and not _quiet.has(function):
         roots.append(("the object {}", kind.__qualname__, function))
-    return ObjectNotes(roots) if roots else None
+    elif kind is functools.partial:
+        _look_into_callable(function.func, roots)
+        for value in (*function.args, *function.keywords.values()):
+            if _is_users(type(value)):
+                roots.append(("a partial's {}", type(value).__qualname__, value))
+    else:
+        for step in getattr(function, "steps", ()):  # of a segment, which is many functions
+            _look_into_callable(step, roots)
 
 
 def _look_into_closure(function: types.FunctionType, roots: list[_Root]) -> None:
@@ -327,5 +370,8 @@ def _look_into_closure(function: types.FunctionType, roots: list[_Root]) -> None
             continue
         if isinstance(value, Module):
             roots += _held_by(value)
-        elif (_is_users(kind) or kind in _SEQUENCES or kind in _SETS or issubclass(kind, dict)) and not _quiet.has(value):
+        elif _is_users(kind):
+            if not _quiet.has(value):
+                roots.append(("the variable {!r}", name, value))
+        elif (kind in _SEQUENCES or kind in _SETS or issubclass(kind, dict)) and len(value) <= _MOST_ENTRIES:
             roots.append(("the variable {!r}", name, value))

@@ -117,8 +117,7 @@ class FunctionFrame(ExplainingFrame):
         Frame.__init__(self, name, parent, settings.observer)
         self._function = function
         self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
-        self._marks = NO_MARKS
-        self._filling = None
+        self._marks, self._filling, self._objects = NO_MARKS, None, None
         self._options = options
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
@@ -204,6 +203,7 @@ class FunctionFrame(ExplainingFrame):
         if self._keeps_all:
             return
         suppressed: bool | None = False
+        parent = self.parent  # gone when the frame is closed
         if self._contexts is not None:
             try:
                 suppressed = self._contexts[0].__exit__(kind, error, traceback)
@@ -214,7 +214,7 @@ class FunctionFrame(ExplainingFrame):
         if error is None:
             self.complete = True
             if self._selection is not None:
-                self._selection.close(early_stop=self._options.early_stop)
+                self._selection.close(parent, early_stop=self._options.early_stop)
         elif suppressed:
             raise suppressed_error(error) from error
 
