@@ -93,12 +93,15 @@ class Container:
     def _is_unchanged(self) -> bool:
         """Whether what is shared is bound to the values that it was bound to when it was captured."""
         variables = vars(self.shared) if self.variables else {}
-        return (
-            len(variables) == len(self.variables)
-            and all(map(_is_still, self.entries, self.shared if self.entries else ()))
-            and all(_is_still(captured, variables.get(name, captured)) for name, captured in self.variables)
-            and all(_is_still(captured, slot.__get__(self.shared)) for slot, captured in self.slots)
-        )
+        try:
+            return (
+                len(variables) == len(self.variables)
+                and all(map(_is_still, self.entries, self.shared if self.entries else ()))
+                and all(_is_still(captured, variables[name]) for name, captured in self.variables)
+                and all(_is_still(captured, slot.__get__(self.shared)) for slot, captured in self.slots)
+            )
+        except (AttributeError, KeyError):  # deleted
+            return False
 
 
 def _is_still(captured: Any, value: Any) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ._arguments import Arguments
 from ._boundaries import NO_MARKS
 from ._filling import Filling
-from ._objects import ObjectNotes
+from ._reached_objects import ObjectNotes
 from ._runtime.frame import Frame, Mark, RegionPath, format_path
 from .errors import DeterminismError
 

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from ._dispatch import PausableDispatchMode, count_writes
-from ._objects import Change, ObjectNotes, changes_between
+from ._objects import Change, changes_between
 from ._operators import Kind, facts_of
+from ._reached_objects import ObjectNotes
 
 __all__ = ["Leftovers", "leftovers_of"]
 
@@ -102,7 +103,7 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Returns the first place that saved values have come from and that the rerun has changed."""
         if self.first is None:
             return None
-        found = changes_between(self._notes, self._before, self._notes.now()[0])
+        found = changes_between(self._notes.roots, self._before, self._notes.now()[0])
         return next((change for change in found if not self._reached.isdisjoint(change.tensors_before())), None)
 
 

@@ -31,9 +31,9 @@ from ._filling import Filling, StopRecompute
 from ._leftovers import leftovers_of
 from ._module_plan import idle_plan, plan_of
 from ._module_state import State, StateUndo, capture_state
-from ._objects import notes_of
 from ._options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from ._reach import NOTHING, Reached, reach
+from ._reached_objects import notes_of
 from ._runtime.frame import Frame
 from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
