@@ -16,9 +16,10 @@ __all__ = ["Change", "Note", "Root", "Tag", "Walk", "changes_between", "tag_of",
 #: How many levels of objects and containers are opened: a cache, its parts, their list, one of that, its attributes.
 _DEPTH = 5
 #: How many values are noted of one object.
-_MOST = 300
+_MOST = 600
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
+_SIMPLE = frozenset(_ATOMS)
 _SEQUENCES = (list, tuple, deque)
 _SETS = (set, frozenset)
 _HEAP_TYPE = 1 << 9  # of ``type.__flags__``: made by a ``class`` statement
@@ -108,7 +109,9 @@ class Walk:
             return _OBJECT, key, kind, self._parts(vars(value).items(), depth)
         if tag is _SEQUENCE:
             return _SEQUENCE, key, (kind, len(value)), self._parts(enumerate(value), depth, len(value))
-        return tag, key, (kind, len(value)), {} if tag is _SET else self._parts(dict.items(value), depth)
+        if tag is _SET:
+            return _SET, key, (kind, len(value)), {}
+        return _DICT, key, (kind, len(value)), self._parts(_items(value), depth)
 
     def _parts(self, items: Any, depth: int, size: int = -1) -> dict[Any, Note]:
         self.left -= len(items) if size < 0 else size
@@ -120,6 +123,17 @@ class Walk:
             return {key: value if _tags.get(type(value)) is _ATOM else self._note(value, depth) for key, value in items}
         except RuntimeError:  # another thread writes to it
             return {}
+
+
+def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
+    """Returns what is in a dict, by names where keys are objects, which are not to be held."""
+    try:
+        items = list(dict.items(value))
+    except RuntimeError:  # another thread writes to it
+        return []
+    if _SIMPLE.issuperset(map(type, value)):
+        return items
+    return [(f"<key {index}, a {type(key).__qualname__}>", one) for index, (key, one) in enumerate(items)]
 
 
 def _kind_of(tensor: torch.Tensor) -> Any:

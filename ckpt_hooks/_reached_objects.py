@@ -4,7 +4,7 @@ Such objects are not put back for a rerun, which finds them as forward left them
 log. Of a cache the rerun reads more than forward did. Where that shows, by tensors of other shapes, another number of them,
 another sequence of operators, an exception, the error says which object it was. So a forward notes what is in the objects among
 its arguments, in the closure of its function, in the object that its method is bound to, and in attributes of modules. Those
-outside of the arguments that reruns have found unchanged several times are not looked at again.
+that reruns have found unchanged several times are not looked at again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ObjectNotes", "notes_of"]
 
 #: How many entries a container has that a function closes over, for it to be looked at.
 _MOST_ENTRIES = 64
-#: How many reruns have to find an object outside of the arguments unchanged for it not to be looked at any more.
+#: How many reruns have to find an object unchanged for it not to be looked at any more.
 _LOOKS = 3
 #: In how many forwards a module is searched for objects: it may get them in its first one.
 _SEARCHES = 3
@@ -49,10 +49,10 @@ class ObjectNotes:
         walk = Walk()
         for root in roots:
             noted = walk.note(root[2])
-            if walk.left > 0 or not root[0]:
+            if walk.left > 0:
                 self.roots.append(root)
                 self.before.append(noted)
-            else:
+            else:  # a trainer or the like
                 _quiet.silence(root[2])
 
     def now(self) -> tuple[list[Note], list[torch.Tensor]]:
@@ -67,9 +67,8 @@ class ObjectNotes:
     def since(self) -> tuple[list[Note], list[torch.Tensor]]:
         """Returns what is in the objects when a rerun begins, and the tensors that were not there when forward began."""
         now, tensors = self.now()
-        for (text, _, value), one, other in zip(self.roots, self.before, now, strict=True):
-            if text:
-                _quiet.note(value, changed=one != other)
+        for (_, _, value), one, other in zip(self.roots, self.before, now, strict=True):
+            _quiet.note(value, changed=one != other)
         if now == self.before:
             return now, []
         known = set(tensors_in(self.before))
@@ -120,25 +119,24 @@ def _held_by(module: Module) -> list[Root]:
     if found[2] < _SEARCHES:
         holders = [
             (weakref.ref(inner), name)
-            for inner in module.modules()
-            if isinstance(getattr(inner, "_modules", None), dict)
+            for inner in Module.modules(module)
+            if type(inner) not in weakref.ProxyTypes and type(inner._modules) is dict
             for name, value in list(vars(inner).items())
             if tag_of(type(value)) is _OBJECT
         ]
         found = _searched[key] = found[0], holders, found[2] + 1
     if not found[1]:
         return []
-    roots, quiet = [], []
+    roots, loud = [], []
     for holder in found[1]:
         inner = holder[0]()
         value = None if inner is None else vars(inner).get(holder[1])
-        if inner is not None and tag_of(type(value)) is _OBJECT:
-            if _quiet.has(value):
-                quiet.append(holder)
-            else:
+        if not _quiet.has(value):
+            loud.append(holder)
+            if inner is not None and tag_of(type(value)) is _OBJECT:
                 roots.append((f"the attribute {{!r}} of {type(inner).__qualname__}", holder[1], value))
-    if quiet and found[2] == _SEARCHES:
-        found[1][:] = [holder for holder in found[1] if holder not in quiet]
+    if found[2] == _SEARCHES and len(loud) < len(found[1]):
+        found[1][:] = loud
     return roots
 
 
@@ -159,7 +157,7 @@ def notes_of(function: Any, objects: Sequence[Any]) -> ObjectNotes | None:
     for value in objects:
         if isinstance(value, Module):
             roots += _held_by(value)
-        elif tag_of(type(value)) in _NOTED:
+        elif tag_of(type(value)) in _NOTED and not _quiet.has(value):
             roots.append(("", "", value))
     _look_into_callable(function, roots)
     return ObjectNotes(roots) if roots else None
