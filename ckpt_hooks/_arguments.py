@@ -21,7 +21,8 @@ import torch
 
 from ._containers import Capture, Container, TensorAt, build
 from ._refit import as_kind, refit
-from ._runtime.hooks import unpack, unpack_observed
+from ._runtime.frame import Frame, RegionPath
+from ._runtime.hooks import are_of_frame, unpack, unpack_observed
 from ._torch import (
     SavedTensor,
     pop_saved_tensors_hooks,
@@ -39,6 +40,9 @@ HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 #: The hooks that are registered on tensors, each dict of them by their numbers, and what was in it.
 Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
+
+#: The frame around a region, and the region's path.
+Inside = tuple[Frame, RegionPath]
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
@@ -163,14 +167,15 @@ class Arguments:
     # Of those that are not contiguous, by position; unset where no hooks were active.
     _strides: dict[int, tuple[int, ...]]
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, nested: bool = False) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
         """Captures arguments and saves their tensors, by way of the saved-tensor hooks that are active on this thread.
 
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            nested: Whether a frame is around this one. Then a tensor that occurs twice is saved twice: the rerun of that frame
-                saves them again, in step with its forward, and may meet two tensors where forward met one twice.
+            inside: The frame around, if there is one, and the path of the region. Then a tensor that occurs twice is saved
+                twice: the rerun of that frame saves them again, in step with its forward, and may meet two tensors where
+                forward met one twice.
 
         Raises:
             TypeError: If there is an iterator among them: it can be read once, and a rerun reads it again.
@@ -192,7 +197,9 @@ class Arguments:
             self._saved = self.live = None
             self._tensors = tensors
         else:
-            self._saved, self._tensors = _save(tensors, each_occurrence=nested)
+            if inside is not None and tensors and are_of_frame(hooks):
+                inside[0].note_inside(len(tensors), inside[1])
+            self._saved, self._tensors = _save(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
             self._facts = _facts_of_all(tensors)
             self._foreign = hooks[1] not in (unpack, unpack_observed)
@@ -355,23 +362,29 @@ class Arguments:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return f"{self._path_at(position)} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
 
-    def path_of(self, tensor: torch.Tensor) -> str | None:
-        """Returns where a tensor is among the arguments, as a user would write it, or None."""
+    def path_of(self, value: Any) -> str | None:
+        """Returns where a tensor, or an object that was not taken apart, is among the arguments, as a user would write it."""
         for position, other in enumerate(self._tensors):
-            if other is tensor:
+            if other is value:
                 return self._path_at(position)
-        return None
+        if self._captured is None or not any(value is other for other in self.objects):
+            return None
+        return self._find(lambda captured: captured is value)
 
     def _path_at(self, position: int) -> str:
         if self._captured is None:
             return f"args[{position}]"
+        return self._find(lambda captured: isinstance(captured, TensorAt) and captured.position == position)
+
+    def _find(self, is_meant: Callable[[Any], bool]) -> str:
+        assert self._captured is not None
         args, kwargs = self._captured
         todo: list[tuple[str, Any]] = [(f"args[{index}]", captured) for index, captured in enumerate(args)]
         todo += [(f"kwargs[{key!r}]", captured) for key, captured in kwargs.items()]
         seen = set()
         while todo:
             path, captured = todo.pop(0)
-            if isinstance(captured, TensorAt) and captured.position == position:
+            if is_meant(captured):
                 return path
             if isinstance(captured, Container) and id(captured) not in seen:
                 seen.add(id(captured))

@@ -43,9 +43,10 @@ class Container:
         slots: Captured attributes that are in slots, by their descriptors.
         variables: Captured attributes that are in its ``__dict__``, by name.
         is_namespace: Whether it is a dict that is its own ``__dict__``.
+        shared: What was captured, if there is no tensor in it: a rerun gets that as long as it has not changed.
     """
 
-    __slots__ = ("entries", "is_namespace", "kind", "original", "slots", "variables")
+    __slots__ = ("entries", "is_namespace", "kind", "original", "shared", "slots", "variables")
 
     def __init__(self, original: Any) -> None:
         self.original = original
@@ -54,6 +55,7 @@ class Container:
         self.slots: list[tuple[Any, Any]] = []
         self.variables: list[tuple[str, Any]] = []
         self.is_namespace = False
+        self.shared: Any = None
 
     def attributes(self) -> list[tuple[str, Any]]:
         """Returns all captured attributes by name."""
@@ -63,6 +65,8 @@ class Container:
         """Returns a new container of the captured entries; ``built`` has those made so far in this rerun, by id."""
         if id(self) in built:
             return built[id(self)]
+        if self.shared is not None and self._is_unchanged():
+            return self.shared
         kind = self.kind
         made: Any
         if issubclass(kind, tuple):
@@ -85,6 +89,25 @@ class Container:
         elif self.variables:
             vars(made).update((name, build(captured, tensors, built)) for name, captured in self.variables)
         return made
+
+    def _is_unchanged(self) -> bool:
+        """Whether what is shared is bound to the values that it was bound to when it was captured."""
+        variables = vars(self.shared) if self.variables else {}
+        try:
+            return (
+                len(variables) == len(self.variables)
+                and all(map(_is_still, self.entries, self.shared if self.entries else ()))
+                and all(_is_still(captured, variables[name]) for name, captured in self.variables)
+                and all(_is_still(captured, slot.__get__(self.shared)) for slot, captured in self.slots)
+            )
+        except (AttributeError, KeyError):  # deleted
+            return False
+
+
+def _is_still(captured: Any, value: Any) -> bool:
+    if type(captured) is Container:
+        return captured.shared is value and captured._is_unchanged()
+    return captured is value
 
 
 def _new(kind: type[Any]) -> Any:
@@ -112,7 +135,7 @@ def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any])
 
 
 def _stands_for_something(captured: Any) -> bool:
-    return type(captured) in (TensorAt, Container, torch.Generator)
+    return type(captured) in (TensorAt, torch.Generator) or (type(captured) is Container and captured.shared is None)
 
 
 class Capture:
@@ -213,8 +236,13 @@ class Capture:
         return container
 
     def _unless_empty(self, container: Container) -> Any:
-        """Hands the original on where it cannot change and nothing in it is captured."""
-        if any(map(_stands_for_something, (*container.entries, *(captured for _, captured in container.attributes())))):
+        """Hands the original on where nothing in it is captured: in any case if it cannot change, or else if it has not."""
+        parts = (*container.entries, *(captured for _, captured in container.attributes()))
+        if any(map(_stands_for_something, parts)):
+            return container
+        parameters = getattr(container.kind, "__dataclass_params__", None)
+        if (parameters is not None and not parameters.frozen) or Container in map(type, parts):
+            container.shared = container.original
             return container
         self._seen[id(container.original)] = container.original
         return container.original

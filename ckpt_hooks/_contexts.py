@@ -105,7 +105,7 @@ class Selects(Protocol):
     def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None:
         """Forward is about to begin."""
 
-    def close(self, *, early_stop: bool) -> None:
+    def close(self, parent: Any, *, early_stop: bool) -> None:
         """Forward has ended well."""
 
     def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:

@@ -18,20 +18,23 @@ A test goes through the schemas of all operators for more of the kind.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 
 from ._blame import grad_fn_of, mutation_error, name_of
+from ._boundaries import NO_MARKS, first_difference
 from ._dispatch import only_quiet_modes, unseen
+from ._leftovers import Leftovers
 from ._refit import stand_in_for
-from ._runtime.frame import Frame, format_path
+from ._runtime.frame import Frame, Mark, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
 from ._words import describe
-from .determinism import Check, first_difference, version_of
+from .determinism import Check, version_of
+from .determinism import first_difference as first_other_fingerprint
 from .errors import DeterminismError, MutationError
 
 __all__ = ["Filling", "StopRecompute"]
@@ -61,6 +64,8 @@ class Filling:
 
     Attributes:
         last: The number of the last tensor that is wanted.
+        leftovers: What follows tensors that forward left in objects, if it did.
+        marks: Those that regions inside left in this rerun.
         values: One entry a tensor that the rerun saved so far: the tensor, or :data:`MISSING` where it was not wanted.
         stopped: Whether the rerun was told to stop, which it is when every value is there.
     """
@@ -75,6 +80,8 @@ class Filling:
         "_wanted",
         "_without_grad",
         "last",
+        "leftovers",
+        "marks",
         "stopped",
         "values",
     )
@@ -93,6 +100,8 @@ class Filling:
         self._function = function
         self._early_stop = early_stop
         self.values: list[torch.Tensor] = []
+        self.marks: list[Mark] = []
+        self.leftovers: Leftovers | None = None
         self._wanted: Collection[int] | None = None
         self._without_grad: list[int] = []
         self.last = -1
@@ -157,8 +166,7 @@ class Filling:
                         tensor = detach(tensor)
                 append(tensor)
                 if step is _STOP and unfinished != sequence_number():
-                    self.stopped = True
-                    raise StopRecompute
+                    self._stop()
                 return tensor
             if step is None:
                 return self._past_last(tensor, unfinished)
@@ -187,17 +195,22 @@ class Filling:
 
         return note
 
+    def _stop(self) -> None:
+        """Ends the rerun, unless it has to be seen what the function does to objects that it has read."""
+        self.stopped = True
+        if self.leftovers is None or self.leftovers.first is None:
+            raise StopRecompute
+
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
         if self._early_stop:
             if unfinished != sequence_number():
-                self.stopped = True
-                raise StopRecompute
+                self._stop()
         elif self._frame.complete and len(self.values) > len(self._frame.numbers):
             raise StopRecompute
         return tensor.detach()
 
-    def result(self, check: Check) -> list[torch.Tensor]:
+    def result(self, check: Check, marks: Sequence[Mark] = NO_MARKS) -> list[torch.Tensor]:
         """Returns the values when the rerun has ended: one entry a handle up to the last wanted, ``MISSING`` for the others.
 
         A value that the function modified in place after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well,
@@ -205,6 +218,7 @@ class Filling:
 
         Args:
             check: What values must have in common with what forward saved.
+            marks: Those that regions inside left in forward.
 
         Raises:
             DeterminismError: If the rerun saved other tensors than forward.
@@ -218,6 +232,8 @@ class Filling:
             if len(values) < end:
                 self._raise_miscounted()
             del values[end:]
+        if marks or self.marks:
+            self._compare_marks(marks)
         if self._doubt is not None and self._doubt[0] < end:
             trusted, mutated = self._doubt
             if self._wanted is not None and len(self._wanted) == 1:
@@ -233,9 +249,23 @@ class Filling:
             self._compare_values(check.fingerprint)
         return values.copy()
 
+    def _compare_marks(self, marks: Sequence[Mark]) -> None:
+        found = first_difference(marks, self.marks, self.last)
+        if found is not None:
+            _, expected, now = found
+            raise self._error(
+                "A region inside of this one was given another number of tensors during recomputation than during the original "
+                "forward pass, or at another place.\n"
+                f"region inside during forward: {expected}\n"
+                f"region inside during recomputation: {now}\n",
+                *found,
+            )
+
     def let_go(self) -> None:
         """Ends the filling, well or not: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
+        if self.leftovers is not None:
+            self.leftovers.let_go()
         del self._frame, self._function, self._doubt
 
     def _look_into(self, found: list[Any], expected_facts: list[Any]) -> None:
@@ -264,7 +294,7 @@ class Filling:
                 None if one is None or value is MISSING else fingerprint(value)
                 for one, value in zip(expected, self.values, strict=True)
             ]
-            while (index := first_difference(expected, found)) is not None and self._is_unfilled(index):
+            while (index := first_other_fingerprint(expected, found)) is not None and self._is_unfilled(index):
                 found[index] = None
         if index is not None:
             value = self.values[index]

@@ -23,14 +23,18 @@ from ._ambient.rng import default_generators_lock
 from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks
 from ._blame import blame, mutation_error, name_of, uninitialized
+from ._boundaries import NO_MARKS
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
+from ._failures import ExplainingFrame
 from ._filling import Filling, StopRecompute
+from ._leftovers import leftovers_of
 from ._module_plan import idle_plan
 from ._options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from ._reach import NOTHING, reach
+from ._reached_objects import notes_of
 from ._reached_state import ReachedState, Rewound, state_of, state_of_idle
-from ._runtime.frame import Frame, format_path
+from ._runtime.frame import Frame
 from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
@@ -52,7 +56,7 @@ __all__ = ["FunctionFrame"]
 _Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 
 
-class FunctionFrame(Frame):
+class FunctionFrame(ExplainingFrame):
     """A region whose forward is one call of a function; a context manager around that call.
 
     The call itself is the caller's, with the same function and arguments that the frame was given: hooks that run before and
@@ -68,7 +72,6 @@ class FunctionFrame(Frame):
 
     __slots__ = (
         "_ambient",
-        "_arguments",
         "_context",
         "_contexts",
         "_draws",
@@ -79,7 +82,6 @@ class FunctionFrame(Frame):
         "_plain",
         "_selection",
         "_state",
-        "explain",
     )
 
     def __init__(
@@ -113,20 +115,21 @@ class FunctionFrame(Frame):
         parent = stack.innermost
         Frame.__init__(self, name, parent, settings.observer)
         self._function = function
-        self._arguments = Arguments(args, kwargs, nested=parent is not None)
+        self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
+        self._marks, self._filling, self._objects = NO_MARKS, None, None
         self._options = options
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
         self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
         self._keeps_all = False
-        #: Turns an error of a rerun into one that says more.
-        self.explain: Callable[[DeterminismError], DeterminismError] | None = None
+        self.explain = None
 
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None
         try:
             function, options = self._function, self._options
+            self._objects = notes_of(function, self._arguments.objects)
             generators: Sequence[torch.Generator] = ()
             # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
             objects = self._arguments.objects
@@ -185,6 +188,7 @@ class FunctionFrame(Frame):
         if self._keeps_all:
             return
         suppressed: bool | None = False
+        parent = self.parent  # gone when the frame is closed
         if self._contexts is not None:
             try:
                 suppressed = self._contexts[0].__exit__(kind, error, traceback)
@@ -195,7 +199,7 @@ class FunctionFrame(Frame):
         if error is None:
             self.complete = True
             if self._selection is not None:
-                self._selection.close(early_stop=self._options.early_stop)
+                self._selection.close(parent, early_stop=self._options.early_stop)
         elif suppressed:
             raise suppressed_error(error) from error
 
@@ -215,17 +219,15 @@ class FunctionFrame(Frame):
         finally:
             resume_modes(paused)
 
-    def _explain(self, found: DeterminismError) -> None:
-        """Raises an error that says more, if there is to be one."""
-        if self.explain is not None:
-            raise self.explain(found) from found
-
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        outer, self._filling = self._filling, filling
         try:
+            filling.leftovers = None if self._objects is None else leftovers_of(self._objects)
             return self._recompute(filling, wanted)
         finally:
+            self._filling = outer
             filling.let_go()
 
     def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
@@ -276,6 +278,8 @@ class FunctionFrame(Frame):
             if not filling.stopped:
                 if self._selection is not None and call is not None:
                     self._selection.check(len(filling.values) - 1, self._explain, error)
+                if call is not None:
+                    self._explain_failure(error, len(filling.values), selective=self._selection is not None)
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
@@ -295,13 +299,15 @@ class FunctionFrame(Frame):
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:
-            values = filling.result(self._options.check)
+            values = filling.result(self._options.check, self._marks)
         except DeterminismError as found:  # not those of regions around, which restore the arguments
             blame(found, self, self._function, self._arguments.path_of)
             self._explain(found)
             raise
         if self._selection is not None:
             self._selection.check(filling.last, self._explain)
+        if filling.leftovers is not None:
+            self._explain_leftovers(filling)
         return values
 
     def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: _Call, *, borrows: bool) -> None:
@@ -343,12 +349,16 @@ class FunctionFrame(Frame):
             parameters = None
         in_context = self._context is not None or self._contexts is not None or copy_context()
         hook = filling.hook(wanted, exchanged)
-        if parameters is not None or (self._selection is None and num_dispatch_modes()):
+        leftovers = filling.leftovers
+        if parameters is not None or leftovers is not None or (self._selection is None and num_dispatch_modes()):
             hook = filling.noting_versions(hook)
+        if leftovers is not None:
+            hook = leftovers.noting(hook, filling.values, filling.last)
         push_saved_tensors_hooks(hook, hand_back)
         try:
-            if parameters is not None:
-                with WatchReads(parameters.changed(), filling, self._mutated):
+            if parameters is not None or leftovers is not None:
+                reads = nullcontext() if parameters is None else WatchReads(parameters.changed(), filling, self._mutated)
+                with reads, leftovers or nullcontext():
                     self._call_in_context(call)
             elif not in_context:
                 self._function(*call[0], **call[1])
@@ -370,6 +380,3 @@ class FunctionFrame(Frame):
 
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         return mutation_error(name_of(tensor, self._function), tensor, version, self._region())
-
-    def _region(self) -> tuple[str, ...]:
-        return format_path(self.path)

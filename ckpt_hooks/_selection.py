@@ -24,7 +24,7 @@ import torch
 from ._ambient.draws import Draw, skip_draw
 from ._dispatch import is_compiled_code_running, unseen
 from ._refit import refit
-from ._runtime.frame import RegionPath
+from ._runtime.frame import Frame, RegionPath
 from ._runtime.hooks import UNPACKS, are_of_frame
 from ._runtime.passes import MISSING
 from ._sequence import OperatorSequence
@@ -272,9 +272,16 @@ class Selection:
                 more = ((version_witness(output), output._version) for output in _tensors_of(outputs))
                 entry.aliases = (*entry.aliases, *more)
 
-    def close(self, *, early_stop: bool) -> None:
-        """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to."""
+    def close(self, parent: Frame | None, *, early_stop: bool) -> None:
+        """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to.
+
+        Args:
+            parent: The frame around, which is told of what is kept by way of its hooks.
+            early_stop: Whether recomputes stop early.
+        """
         self.sequence.complete = True
+        if parent is not None and self.sequence.path is not None and self._hooks is not None and are_of_frame(self._hooks):
+            parent.note_inside(len(self.entries), self.sequence.path)
         if self.when_closed is not None:
             self.when_closed(self.sequence.operators)
         if early_stop and self.numbers is not _NO_NUMBERS:

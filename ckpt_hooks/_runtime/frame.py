@@ -27,7 +27,7 @@ from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 from .groups import group_scope
 from .passes import MISSING, NO_PASSES, Ending, Pass, Scope, drop_at_end, graph_task_scope
 
-__all__ = ["FIRST", "Frame", "Handle", "Kept", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
+__all__ = ["FIRST", "Frame", "Handle", "Kept", "Mark", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
 
 # Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
 # paid by every region and read by hardly any.
@@ -55,6 +55,9 @@ Handle = tuple["Frame", int]
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
 # any case; or a tensor that nothing can be compared of, a nested one without a shape.
 Kept = list[Any]
+
+# Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, and the region.
+Mark = tuple[int, int, RegionPath]
 
 # How many holders of a number in a list of numbers ``getrefcount`` tells of.
 _UNHELD = next(map(getrefcount, [FIRST + 1]))
@@ -185,6 +188,14 @@ class Frame(abc.ABC):
         Returns:
             One entry a handle, up to the last one wanted: the tensor, detached, or :data:`MISSING` where it was not wanted, or
             where it was modified in the course of the recompute and has to be asked for by itself.
+        """
+
+    def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
+        """Is told that a region inside this one is about to save inputs in it, or has saved what its policy keeps.
+
+        Args:
+            count: How many tensors.
+            path: That region.
         """
 
     def _bring_back(self, wanted: Collection[int] | None) -> list[torch.Tensor]:

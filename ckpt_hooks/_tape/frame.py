@@ -13,7 +13,7 @@ from ckpt_hooks._policy import Policy
 from ckpt_hooks._runtime.frame import Frame, mutated_leaf, overlap_error
 from ckpt_hooks._runtime.frame import Kept as KeptLeaf
 from ckpt_hooks._runtime.groups import group_scope
-from ckpt_hooks._runtime.hooks import UNPACKS, close_frame
+from ckpt_hooks._runtime.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._runtime.passes import MISSING, graph_task_scope
 from ckpt_hooks._runtime.settings import current_settings
 from ckpt_hooks._runtime.stack import is_crowded, stack
@@ -116,7 +116,7 @@ class RecordedFrame(Frame):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        tape, outer = self.tape, self.outer
+        tape, outer, parent = self.tape, self.outer, self.parent
         assert tape is not None
         close_frame(self)
         self.tape = None
@@ -124,6 +124,8 @@ class RecordedFrame(Frame):
         if outer is None:
             tape.__exit__()
             tape.deciding = None
+            if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
+                parent.note_inside(tape.num_held(), self.path)
             tape.close()  # which calls hooks of the user's, who may raise
         else:
             tape.path, tape.deciding = outer.path, outer._deciding

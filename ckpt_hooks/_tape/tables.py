@@ -356,6 +356,10 @@ class Tables:
         store = new_store(address, op.number)
         return new_value(op.number, store, store, op)
 
+    def num_held(self) -> int:
+        """Returns how many tensors are kept that come from outside, or by the policy."""
+        return len(self._held)
+
     def close(self) -> None:
         """Ends the recording: what is not needed goes, what is kept is handed to the hooks around, if any."""
         self.known.clear()

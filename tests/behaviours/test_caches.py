@@ -1,0 +1,456 @@
+"""Objects that a function keeps things in, such as caches of keys: never a wrong value, and an error that names the object."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt_hooks
+from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, checkpoint_sequential
+from ckpt_hooks.policies import dots_saveable
+from tests.behaviours.runs import FORMS, SILENT, Run, assert_as_eager, gradients, plain, runs
+from tests.measure import leaf
+
+aten = torch.ops.aten
+pytestmark = pytest.mark.filterwarnings("ignore:.*names operators that did not run")
+
+
+class Cache:
+    """Keeps all keys in a list."""
+
+    def __init__(self):
+        self.k = []
+
+    def add(self, key):
+        self.k.append(key)
+        return self.k
+
+
+class Layer:
+    """Keeps the keys of one layer in one tensor."""
+
+    def __init__(self):
+        self.keys = None
+
+    def update(self, key):
+        self.keys = key if self.keys is None else torch.cat([self.keys, key])
+        return self.keys
+
+
+class LayeredCache:
+    """Keeps a layer's keys with the layer, as Transformers' ``DynamicCache`` does."""
+
+    def __init__(self):
+        self.layers = [Layer(), Layer()]
+
+
+def sequentially(function, *args, **kwargs):
+    steps = [lambda packed: function(*packed[0], **packed[1]), lambda value: value]
+    return checkpoint_sequential(steps, 2, (args, kwargs))
+
+
+def recorded(function, *args, **kwargs):
+    with checkpoint_region():
+        return function(*args, **kwargs)
+
+
+def recorded_with_policy(function, *args, **kwargs):
+    with checkpoint_region(policy=dots_saveable):
+        return function(*args, **kwargs)
+
+
+CALLS = {
+    "region": checkpoint,
+    "nested": lambda function, *args, **kwargs: checkpoint(
+        lambda *args, **kwargs: checkpoint(function, *args, **kwargs), *args, **kwargs
+    ),
+    "sequential": sequentially,
+    "dots": lambda function, *args, **kwargs: checkpoint(policy=dots_saveable)(function)(*args, **kwargs),
+    "list": lambda function, *args, **kwargs: checkpoint(policy=[aten.cat.default, aten.mm.default])(function)(*args, **kwargs),
+    "debug": functools.partial(checkpoint, debug=True),
+    "values": functools.partial(checkpoint, determinism_check="values"),
+    "to the end": functools.partial(checkpoint, early_stop=False),
+}
+
+
+def call(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+# Bodies: each has the second call of it see more than the first. What is inside is called as a region or not.
+
+
+def mix(q, keys):
+    """Depends on how many keys there are, and on their order, without a change of shape."""
+    for key in reversed(list(keys)):
+        q = q * (key + q)
+    return q.sin()
+
+
+def grown_list(inner, x, cache):
+    return inner(mix, x.sin(), list(cache.add(x.exp()))).cos()
+
+
+def grown_list_first(inner, x, cache):
+    return inner(lambda keys, q: mix(q, keys), list(cache.add(x.exp())), x.sin()).cos()
+
+
+def grown_list_read_inside(inner, x, cache):
+    cache.add(x.exp())
+    h = inner(lambda q: mix(q, cache.k), x.sin())
+    return inner(torch.sin, h).cos()
+
+
+def region_a_key(inner, x, cache):
+    h = x.sin()
+    for key in cache.add(x.exp()):
+        h = inner(torch.mul, h, key + h)
+    return inner(torch.sin, h).exp()
+
+
+def summed(inner, x, cache):
+    return inner(torch.sin, x) * sum(cache.add(x.exp()))
+
+
+def stacked(inner, x, cache):
+    return inner(torch.exp, torch.stack(cache.add(x.exp()))).sum(0).cos()
+
+
+def outer_product(inner, x, cache):
+    """Fails by the shapes, in the recompute alone."""
+    keys = torch.stack(cache.add(x.exp()))
+    return inner(torch.sin, (torch.eye(1, dtype=x.dtype) @ keys).cos())
+
+
+BODIES = [grown_list, grown_list_first, grown_list_read_inside, region_a_key, summed, stacked, outer_product]
+INNER = {"no region": call, "function": checkpoint, "recorded": recorded, "selective": CALLS["list"]}
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("outer", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("body", BODIES)
+def test_a_list_in_an_object_that_grows(body, outer, inner):
+    x = leaf(3)
+    expected = torch.autograd.grad(body(call, x, Cache()).sum(), x)[0]
+    y = outer(functools.partial(body, inner), x, Cache())
+    if body is outer_product and outer in (CALLS["dots"], CALLS["list"]):  # what depends on the cache is kept
+        y.sum().backward()
+        assert torch.equal(x.grad, expected)
+        return
+    with pytest.raises(DeterminismError, match=r"\.k: a list of 0 entries when forward began, a list of \d entries now"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("outer", [recorded, recorded_with_policy])
+@pytest.mark.parametrize("body", BODIES)
+def test_recorded_regions_are_as_eager(body, outer, inner):
+    """Python runs once there, whatever is inside."""
+
+    def program(run):
+        x, cache = leaf(3), Cache()
+        ours = run is not plain
+        return gradients((outer if ours else call)(functools.partial(body, inner if ours else call), x, cache), x), len(cache.k)
+
+    assert_as_eager(program, Run("ours"))
+
+
+def layered(x, cache):
+    keys = cache.layers[1].update(x[None].exp())
+    return (keys.sin() @ x).cos().sum() + x.sum()
+
+
+class Holding(nn.Module):
+    """Has a cache in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.past = LayeredCache()
+
+    def forward(self, x):
+        return layered(x, self.inner.past)
+
+
+class Owner:
+    """No module, with a method to be called."""
+
+    def __init__(self):
+        self.past = LayeredCache()
+
+    def step(self, x):
+        return layered(x, self.past)
+
+
+def closing_over():
+    past = LayeredCache()
+    return lambda x: layered(x, past)
+
+
+#: How a function comes by its cache, and how an error calls that.
+WAYS = {
+    "argument": (lambda run, x: run(layered, x, LayeredCache()), r"args\S*\[1\]\.layers\[1\]\.keys: None when"),
+    "keyword": (lambda run, x: run(layered, x, cache=LayeredCache()), r"\['cache'\]\.layers\[1\]\.keys: None when"),
+    "in a list": (
+        lambda run, x: run(lambda x, c: layered(x, c[0]), x, [LayeredCache()]),
+        r"\[0\]\.layers\[1\]\.keys: None when",
+    ),
+    "partial": (
+        lambda run, x: run(functools.partial(layered, cache=LayeredCache()), x),
+        r"layers\[1\]\.keys.*: None when",
+    ),
+    "module": (lambda run, x: run(Holding(), x), "layers\\[1\\].keys of the attribute 'past' of Module: None when"),
+    "method": (lambda run, x: run(Holding().forward, x), "layers\\[1\\].keys of the attribute 'past' of Module: None when"),
+    "owner": (lambda run, x: run(Owner().step, x), r"past\.layers\[1\]\.keys of self: None when"),
+    "closure": (lambda run, x: run(closing_over(), x), r"layers\[1\]\.keys of the variable 'past': None when"),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("outer", ["region", "sequential", "dots", "list", "debug", "values"])
+def test_a_tensor_in_an_object_that_is_bound_anew(outer, way):
+    """The error says which, when it was, and what may be done."""
+    make, name = WAYS[way]
+    y = make(CALLS[outer], leaf(3))
+    for _ in range(2):  # a second backward gets it as well
+        with pytest.raises(DeterminismError, match=name) as caught:
+            y.sum().backward(retain_graph=True)
+        assert "a float64[" in str(caught.value)
+        assert "checkpoint_region" in str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_tensor_in_an_object_that_is_bound_anew_in_a_recorded_region(way):
+    def program(run):
+        x = leaf(3)
+        return gradients(WAYS[way][0](recorded if run is not plain else call, x), x)
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_the_region_inside_is_named():
+    x = leaf(3)
+    outer = checkpoint(name="outer")
+    y = outer(functools.partial(grown_list_first, checkpoint(name="inner")(mix_first)))(x, Cache())
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    error = caught.value
+    assert error.region == ("outer",)
+    assert error.expected == "region 'inner' with 2 tensors from around it, after 2 saved ones"
+    assert error.found == "region 'inner' with 3 tensors from around it, after 2 saved ones"
+    assert error.index == 2
+
+
+def mix_first(function, keys, q):
+    return function(keys, q)
+
+
+# What is right stays right
+
+
+class Stats:
+    """Counts, logs, and sums up."""
+
+    def __init__(self):
+        self.calls, self.losses, self.by_name, self.total, self.last = 0, [], {}, None, None
+
+    def see(self, h):
+        self.calls += 1
+        self.losses.append(h.square().mean())
+        self.by_name[f"call {self.calls}"] = h.detach().sum()
+        self.total = h.detach().sum() + (0 if self.total is None else self.total)
+        self.last = h
+
+
+@pytest.mark.parametrize("way", ["argument", "closure"])
+@runs(*FORMS)
+def test_an_object_that_is_only_written_to(run, way):
+    """Its side effects happen again, and are no error: nothing that is saved depends on them."""
+
+    def program(run):
+        stats, x, linear = Stats(), leaf(2, 3), nn.Linear(3, 3, dtype=torch.float64)
+
+        def function(x, stats=None):
+            h = linear(x.sin()).exp()
+            (log if way == "closure" else stats).see(h)
+            return linear(h.cos()).sin()
+
+        log = stats
+        y = run(function, x) if way == "closure" else run(function, x, stats)
+        return gradients(y.sum() + stats.losses[0], x, *linear.parameters())
+
+    assert_as_eager(program, run)
+
+
+class Tables:
+    """Makes its tables when they are asked for first, and longer ones when those are too short."""
+
+    def __init__(self):
+        self.made, self.rows = {}, torch.ones(1, dtype=torch.float64)
+
+    def sin(self, size):
+        if size not in self.made:
+            self.made[size] = torch.arange(size, dtype=torch.float64).sin()
+        if len(self.rows) < size:
+            self.rows = torch.arange(size, dtype=torch.float64).cos()
+        return self.made[size] + self.rows[:size]
+
+
+@runs(*FORMS)
+def test_tables_that_forward_made(run):
+    """A recompute that reads what forward left, and leaves it, reads what forward read."""
+
+    def program(run):
+        tables, x, log = Tables(), leaf(3), Stats()
+
+        def function(x, tables, log):
+            h = x.sin() * tables.sin(3)
+            log.see(h)
+            return (h.exp() * tables.sin(3)).cos()
+
+        return gradients(run(function, x, tables, log), x)
+
+    assert_as_eager(program, run)
+
+
+def test_a_state_that_each_call_replaces():
+    """Of one shape always, and read before it is bound anew, at the end of the function."""
+
+    class State:
+        h = None
+
+    def cell(x, state):
+        before = torch.zeros_like(x) if state.h is None else state.h
+        h = (x * before + x).sin() * x
+        state.h = h.detach()
+        return h
+
+    x, state = leaf(3), State()
+    state.h = torch.ones(3, dtype=torch.float64)
+    y = checkpoint(cell, x, state)
+    with pytest.raises(DeterminismError, match=r"computed from what forward left in args\[1\]\.h"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("policy", [None, [aten.sin.default]])
+def test_an_error_that_is_the_functions_own(policy):
+    """Passes as it is, if no cache is to blame."""
+
+    class Counter:
+        calls = 0
+
+    def function(x, counter):
+        counter.calls += 1
+        if counter.calls == 2:
+            raise ValueError("not now")
+        return x.sin().exp()
+
+    x, counter = leaf(3), Counter()
+    y = checkpoint(policy=policy)(function)(x, counter).sum()
+    with pytest.raises(ValueError, match="not now"):
+        y.backward()
+    y.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyboardInterrupt, NotImplementedError])
+def test_errors_that_no_cache_explains(kind):
+    def function(x, cache):
+        if len(cache.add(x.exp())) == 2:
+            raise kind
+        return x.sin().exp()
+
+    y = checkpoint(function, leaf(3), Cache())
+    with pytest.raises(kind):
+        y.sum().backward()
+
+
+def test_an_exception_that_a_cache_explains():
+    def function(x, cache):
+        table = {1: 2.0}
+        return (x.sin() * table[len(cache.add(x))]).exp()
+
+    y = checkpoint(function, leaf(3), Cache())
+    with pytest.raises(DeterminismError, match=r"KeyError: 2(.|\n)*args\[1\]\.k: a list of 0 entries") as caught:
+        y.sum().backward()
+    assert type(caught.value.__cause__) is KeyError
+    assert (caught.value.expected, caught.value.found) == ("no exception", "KeyError")
+
+
+@dataclasses.dataclass
+class Record:
+    """Has no tensor in it to begin with."""
+
+    h: torch.Tensor | None = None
+    calls: int = 1
+
+
+@runs(*FORMS, torch_fails=SILENT)
+def test_a_dataclass_is_captured_that_has_no_tensor_yet(run):
+    def program(run):
+        def function(x, record):
+            before = torch.ones(3, dtype=torch.float64) if record.h is None else record.h
+            y = (x.sin() * record.calls * before).exp()
+            record.h, record.calls = y.detach().sin(), record.calls + 1
+            return y.cos()
+
+        x, record = leaf(3), Record()
+        y = run(function, run(function, x, record), record)
+        return [*gradients(y, x), record.calls, record.h]
+
+    assert_as_eager(program, run)
+
+
+def test_a_dataclass_that_is_left_alone_is_handed_on():
+    seen = []
+
+    def function(x, record):
+        seen.append(record)
+        return x.sin().exp()
+
+    record, x = (Record(), 3), leaf(3)
+    checkpoint(function, x, record).sum().backward()
+    assert seen[0] is seen[1]
+
+
+def test_a_note_holds_no_tensor():
+    """And an object dies with its last holder, regions that have noted it or not."""
+    import gc
+    import weakref
+
+    gc.disable()
+
+    def function(x, stats):
+        stats.calls += 1
+        stats.last = None
+        return x.sin().exp()
+
+    try:
+        stats, x = Stats(), leaf(3)
+        stats.last = torch.ones(3)
+        tensor, object_ = weakref.ref(stats.last), weakref.ref(stats)
+        y = checkpoint(function, x, stats)
+        assert tensor() is None
+        y.sum().backward()
+        del y, stats
+        assert object_() is None
+    finally:
+        gc.enable()
+
+
+def test_is_recomputing_is_no_error():
+    """What one run alone does between regions inside saves nothing there."""
+    x, losses = leaf(3), []
+
+    def function(x):
+        h = checkpoint(torch.sin, x * 2)
+        if not ckpt_hooks.is_recomputing():
+            losses.append(h.detach().mean())
+        return checkpoint(torch.cos, h) * 2
+
+    checkpoint(function, x).sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(((x * 2).sin().cos() * 2).sum(), x)[0])
