@@ -69,7 +69,7 @@ class _Generator(Stateful):
             leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines()]
             self.setup.append(Line(f"step_in_backward([{', '.join(leaves)}])"))
         steps = 2 if self.has("endings") and self.chance(0.3 if self.has_state else 0.15) else 1
-        changes = self.late_changes()
+        changes = self.late_changes(0.6)
         return Program(self.seed, self.setup, body, self.ending(body), after, changes, around, steps)
 
     def seed_all(self) -> None:
@@ -119,8 +119,8 @@ class _Generator(Stateful):
             self.again: 1,
             self.block: 3 if self.has("ambient") else 1.5,
             self.module: 1,
-            self.remember: 3 if any(map(self.has, STATE)) else 0,
-            self.loop: 1.5 if self.has("loop_closures") else 0,
+            self.remember: 4.5 if any(map(self.has, STATE)) else 0,
+            self.loop: 2.5 if self.has("loop_closures") else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
             self.call: 0.5 + self.has("generators") if self.has("sequential") or self.has("generators") else 0,
@@ -396,8 +396,8 @@ class _Generator(Stateful):
                     needed.clear()
                 leaves = {name for node in self.setup for name in node.defines()}
                 ending.discarded = [name for name in names if name not in needed | leaves | set(ending.outputs)]
-        if self.has_state and "{between}" in MODES[ending.mode] and self.chance(0.5):
-            ending.between = self.late_changes()
+        if self.has_state and "{between}" in MODES[ending.mode]:
+            ending.between = self.late_changes(0.6)
         ending.around = next(iter(self.surroundings(0.3)[-1:]), "") if self.has("ambient") else ""
         return ending
 

@@ -32,14 +32,17 @@ def see_value(kind, name, value, see):
         see(kind, name, sorted(map(repr, value)))
     elif value is None or isinstance(value, torch.Tensor | bool | int | float | str):
         see(kind, name, value)
+        if isinstance(value, torch.Tensor) and value.is_leaf:
+            see("gradient", name, value.grad)
     else:
         see(kind, name, type(value).__name__)
 
 
 def attributes_of(module):
-    """Returns the attributes of a module that are not the machinery of modules, or of what runs regions."""
+    """Returns the attributes of a module that are not the machinery of modules, or of what runs regions, by name."""
     machinery = vars(torch.nn.Module()).keys() - {"training"}
-    return {key: value for key, value in vars(module).items() if key not in machinery and not key.startswith(("_flat", "_ckpt_hooks"))}
+    names = [key for key in vars(module) if key not in machinery and not key.startswith(("_flat", "_ckpt_hooks"))]
+    return {key: vars(module)[key] for key in sorted(names)}
 
 
 def held_by(modules):

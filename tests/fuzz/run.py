@@ -8,6 +8,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from ckpt_hooks import errors
+
 from .features import CORE
 from .generate import generate
 from .implementations import Implementation, under_mode
@@ -29,6 +31,7 @@ class Difference:
         kind: ``"output"``, ``"gradient"``, ``"stream"`` and so on, ``"raised"``, or ``"no error"``. The latter is ``"lenient"``
             where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
             and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not;
+            ``"clear error"`` is any other error of the package's own;
             ``"shifted"`` is a complaint, under a policy, of operators that run in forward only, or what comes of swallowing
             it. ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one
             that torch itself makes where regions run under a dispatch mode that does nothing.
@@ -79,6 +82,8 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
         kind = "strict"
     elif kind == "raised" and implementation.has_modes and "is_recomputing" in source and _may_be_shifted(other[1][0], source):
         kind = "shifted"
+    elif kind == "raised" and hasattr(errors, other[1][0]):
+        kind = "clear error"
     elif kind != "no error" and program.after:
         unwritten = dataclasses.replace(program, after=[])
         kind = kind if check(unwritten, implementation)[0] else "overlooked"
@@ -157,7 +162,7 @@ def minimal(found: Difference, implementation: Implementation, features: frozens
         now, error = check(program, implementation)
         if now is None or now.kind != found.kind or now.error != found.error:
             return False
-        if found.kind in ("raised", "strict"):
+        if found.kind in ("raised", "clear error", "strict"):
             return now.explanation.split(":")[0] == found.explanation.split(":")[0]
         # Shrinking must not trade the error that plain autograd raised for another one.
         return error is None or now.explanation[:70] == found.explanation[:70]

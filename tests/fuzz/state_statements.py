@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["CHANGES", "LOOPS", "METHODS", "PARTS", "USES", "Part"]
+__all__ = ["AFTER_LOOPS", "CHANGES", "COUNTED", "COUNTING", "FUNCTIONS", "LOOPS", "METHODS", "PARTS", "USES", "Part"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +142,28 @@ self.$b = self.$a * 2 if self.$b is None else self.$b.detach() * 0.5 + self.$a
 x = (x * self.$b).sin()
 """,
         "$m.$b = None",
+    ),
+    _part(  # what a hook makes for forward
+        """
+self.$a, self.$b = 1.0, torch.nn.Parameter(torch.tensor(0.5))
+self.register_forward_pre_hook(lambda module, args: setattr(module, '$a', module.$b * 2))
+""",
+        "x = (x * self.$a).sin()",
+        *("$m.$a = 0.5", "$m.$a = torch.tensor(0.2)"),
+    ),
+    _part(
+        "self.$a = torch.tensor(0.5, requires_grad=True)",
+        "x = (x * self.$a).sin()",
+        *("$m.$a = 0.5", "$m.$a = $m.$a.detach()", "$m.$a = torch.ones(())"),
+    ),
+    _part(
+        "self.$a = (0.5, 'sin', None)\nself.$b = 'cos'",
+        """
+factor, self.$b, last = (*self.$a[:1], self.$b, self.$a)
+x = getattr(torch, self.$a[1])(x * factor) if last[2] is None else x.cos()
+self.$a = (factor + 0.1, self.$b, None if self.$a[2] else 'last')
+""",
+        *("$m.$b = 'tanh'", "$m.$a = (1.5, 'cos', None)"),
     ),
 ]
 
@@ -556,6 +578,33 @@ self.$a += 1
     ),
 ]
 
+_WRITTEN = [  # to, in place
+    _part(
+        "self.$a = torch.zeros(())",
+        """
+x = (x - self.$a.clone()).sin()
+self.$a.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
+""",
+        "$m.$a = torch.ones(())",
+    ),
+    _part(
+        "self.$a = {'ema': torch.zeros(()), 'calls': torch.tensor(0)}",
+        """
+self.$a['calls'].add_(1)
+self.$a['ema'].lerp_(x.detach().float().mean(), 0.3)
+x = (x + self.$a['ema'].clone()).sin() if self.$a['calls'] % 2 else x.cos()
+""",
+    ),
+    _part(
+        "self.$a = [torch.zeros(3), 0]",
+        """
+self.$a[1] = (self.$a[1] + 1) % 3
+self.$a[0][self.$a[1]] = x.detach().mean()
+x = (x + self.$a[0].sum()).sin()
+""",
+    ),
+]
+
 #: Parts of modules by feature.
 PARTS = {
     "module_attributes": _ATTRIBUTES,
@@ -564,6 +613,7 @@ PARTS = {
     "hidden_state": _HIDDEN,
     "training_flags": _FLAGS,
     "random": _DROPOUTS,
+    "module_state": _WRITTEN,
 }
 
 #: How ``forward`` hands over to the rest of it, which is a method ``part``.
@@ -732,7 +782,8 @@ $w = run($function, $x)
 """,
 ]
 
-_COUNTING = """
+#: Functions that share a variable and write to it, and statements that call them.
+COUNTING = """
 def ${l}_make():
     count = 0
     def step(u):
@@ -746,21 +797,25 @@ def ${l}_make():
     return step, scale, look
 ${l}_step, ${l}_scale, ${l}_look = ${l}_make()
 """
+COUNTED = """
+$w = run(${l}_step, $x)
+$w = run(${l}_step, run(${l}_step, $x))
+$w = run(${l}_scale, run(${l}_step, $x))
+$w = run(lambda u: ${l}_scale(${l}_step(u)), $x)
+$w = run(lambda u: ${l}_scale(${l}_step(u)), $x)
+$w = run(lambda u: run(${l}_scale, ${l}_step(u)), $x)
+$w = run(lambda u: ${l}_step(run(${l}_step, u)), $x)
+$w = run(lambda u: run(${l}_step, run(${l}_scale, ${l}_step(u))), $x)
+$w = sum(run(${l}_step, $x) for _ in range(3))
+$w = run(lambda f, u: f(u), ${l}_step, run(${l}_step, $x))
+$w = run(lambda fs, u: fs[1](fs[0](u)), [${l}_step, ${l}_scale], $x)
+$w = run(functools.partial(lambda f, u: ${l}_scale(f(u)), ${l}_step), $x)
+$w = in_segments(run, [${l}_step, ${l}_scale, ${l}_step], 2, $x)
+$w = ${l}_step($x)
+$w = ${l}_scale($x)
+"""
 
 _CELLS = [
-    *(
-        _COUNTING + text
-        for text in (
-            "$w = run(${l}_step, run(${l}_step, $x))",
-            "$w = run(${l}_scale, run(${l}_step, $x))",
-            "$w = run(lambda u: ${l}_scale(${l}_step(u)), $x)",
-            "$w = run(lambda u: ${l}_step(run(${l}_step, u)), $x)",
-            "$w = run(lambda u: run(${l}_step, run(${l}_scale, ${l}_step(u))), $x)",
-            "$w = sum(run(${l}_step, $x) for _ in range(3))",
-            "$w = run(lambda f, u: f(u), ${l}_step, run(${l}_step, $x))",
-            "$w = in_segments(run, [${l}_step, ${l}_scale, ${l}_step], 2, $x)",
-        )
-    ),
     """
 def ${l}_make():
     last = $x.detach().mean()

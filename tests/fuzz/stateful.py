@@ -45,6 +45,7 @@ class Stateful(Draft):
         super().__init__(seed, features)
         self.changes: dict[str, list[str]] = {}  # of a module's state, by its name, as templates
         self.uses: dict[str, list[str]] = {}  # tensors that it has
+        self.counting: list[str] = []  # functions that count, by what their names begin with
         self.variables: dict[str, list[str]] = {}  # texts that are values of a variable that functions close over, by its name
 
     @property
@@ -87,7 +88,7 @@ class Stateful(Draft):
     def stateful_module(self, x: str) -> str:
         """Returns the name of a new module that remembers."""
         name, rank = self.fresh("m"), self.values[x].dim()
-        features = [feature for feature in _MODULES if self.has(feature)]
+        features = [feature for feature in (*_MODULES, "module_state") if self.has(feature)]
         given = self._names(x)
         inits, bodies, changes, uses = [], [], [], []
         for _ in range(self.random.choice([1, 1, 2, 3])):
@@ -161,10 +162,10 @@ class Stateful(Draft):
         texts = self.change_texts()
         return self.careful(self.execute, self.random.choice(texts)) if texts else None
 
-    def late_changes(self) -> list[Node]:
+    def late_changes(self, likely: float) -> list[Node]:
         """Returns changes for a place outside of all regions, where variables may be rebound too."""
         made: list[Node] = []
-        while self.has_state and self.chance(0.5):
+        while self.has_state and self.chance(0.5 if made else likely):
             variables = [text for texts in self.variables.values() for text in texts]
             if variables and self.chance(0.6):
                 made.append(Line(self.random.choice(variables)))
@@ -172,13 +173,25 @@ class Stateful(Draft):
                 made += self.change_state() or []
         return made
 
+    def count_calls(self, x: str, w: str) -> list[Node] | None:
+        """Returns a statement that calls functions which count in a variable that they share."""
+        if not self.counting or self.chance(0.4):
+            self.counting.append(self.fresh("each"))
+            self.set_up(Line(Template(tables.COUNTING.strip()).substitute(l=self.counting[-1])))
+            self.setup, self.pending = self.setup + self.pending, []
+        template = self.random.choice(tables.COUNTED.strip().split("\n"))
+        self.freeze(x, closed=True)
+        return self.execute(Template(template).substitute(l=self.random.choice(self.counting), x=x, w=w))
+
     def loop(self) -> list[Node] | None:
         """Returns a statement that runs functions which close over variables that are others afterwards."""
         x = self.pick()
         if x is None or not self.may_nest():
             return None
         w, is_outside = self.fresh(), len(self.scopes) == 1
-        kind = self.random.choice(["local"] * 4 + ["global"] * 2 * is_outside + ["cells"] * 2)
+        kind = self.random.choice(["local"] * 4 + ["global"] * 2 * is_outside + ["cells", "counting", "counting"])
+        if kind == "counting":
+            return self.count_calls(x, w)
         template = self.random.choice(tables.LOOPS[kind])
         if not is_outside and "globals()" in template:
             return None
