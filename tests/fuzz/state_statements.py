@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["AFTER_LOOPS", "CHANGES", "COUNTED", "COUNTING", "FUNCTIONS", "LOOPS", "METHODS", "PARTS", "USES", "Part"]
+__all__ = ["AFTER_LOOPS", "CHANGES", "COUNTED", "COUNTING", "FUNCTIONS", "LOOPS", "METHODS", "PARTS", "REBINDING", "USES", "Part"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -621,9 +621,10 @@ METHODS = [
     "x = self.part(x)",
     "x = run(self.part, x)",
     "x = run(lambda v: self.part(v), x)",
-    "x = run(lambda: self.part(x))",
     "x = run(functools.partial(self.part), x)",
 ]
+#: One that closes over a variable, which is another one afterwards.
+REBINDING = "x = run(lambda: self.part(x))"
 
 #: Expressions that call modules which keep the shape of what they are given.
 USES = [

@@ -112,7 +112,8 @@ class Stateful(Draft):
         rest = self.random.randint(0, len(bodies)) if self.chance(0.35) else len(bodies)
         methods = {"forward": bodies[:rest], "part": bodies[rest:]}
         if methods["part"]:
-            handed = self.random.choice(tables.METHODS if self.has("nesting") else tables.METHODS[:1])
+            ways = [*tables.METHODS, *[tables.REBINDING] * self.has("loop_closures")] if self.has("nesting") else tables.METHODS[:1]
+            handed = self.random.choice(ways)
             methods["forward"].insert(self.random.randint(0, rest), [handed])
         for method, parts in methods.items():
             if parts:
