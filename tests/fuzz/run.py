@@ -32,6 +32,8 @@ class Difference:
             where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
             and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not;
             ``"clear error"`` is any other error of the package's own;
+            ``"unnoticed"`` is what plain autograd makes of a write to a saved tensor that no version tells of, where the
+            other run has the gradients from before the write, as where batch normalisation updates what it read in evaluation.
             ``"shifted"`` is a complaint, under a policy, of operators that run in forward only, or what comes of swallowing
             it. ``"overlooked"`` is any other difference that is not there without the writes after forward. ``"mode"`` is one
             that torch itself makes where regions run under a dispatch mode that does nothing.
@@ -48,7 +50,7 @@ class Difference:
 def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     """Whether a difference is a fault, and not a limit that a runtime may have.
 
-    To go on with the values from before a write is no fault, where plain autograd complains. To complain where plain autograd
+    To go on with the values from before a write is no fault, where plain autograd complains, or has not noticed. To complain where plain autograd
     does not is none where programs write to what regions were given: a rerun needs more than plain autograd does. Nor is it
     one to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
     dispatch mode, nor to complain of operators that a policy met in forward only.
@@ -56,6 +58,7 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     limits = {
         "lenient": features,
         "mode": features,
+        "unnoticed": features,
         "shifted": features & {"first_run_only", "side_effects"},
         "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward"},
         "overlooked": features & {"closure_mutation", "stale_saves"},
@@ -87,6 +90,8 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
     elif kind != "no error" and program.after:
         unwritten = dataclasses.replace(program, after=[])
         kind = kind if check(unwritten, implementation)[0] else "overlooked"
+    if error is None and difference(observe(_with_copies(function), plain), other) is None:
+        kind = "unnoticed"
     if kind == "no error" and _is_of_write(*error):
         intended = observe(_with_copies(function), plain)
         # Without an answer to compare with it gets the benefit of the doubt: rrelu saves noise before it has filled it.
