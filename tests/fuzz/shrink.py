@@ -184,7 +184,7 @@ def _bypasses(program: Program) -> Iterator[Edit]:
 
 
 def _excisions(program: Program) -> Iterator[Edit]:
-    """A statement of several lines loses one of them, with what is under it, or what is under it moves out; a region in it goes."""
+    """A statement of several lines loses one of them, with or without what is under it, or the regions in it."""
     for place in _places(program):
         node = _node(program, place)
         if not isinstance(node, Line) or "\n" not in node.text:

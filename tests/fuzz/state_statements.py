@@ -8,7 +8,19 @@ from __future__ import annotations
 
 import dataclasses
 
-__all__ = ["AFTER_LOOPS", "CHANGES", "COUNTED", "COUNTING", "FUNCTIONS", "LOOPS", "METHODS", "PARTS", "REBINDING", "USES", "Part"]
+__all__ = [
+    "AFTER_LOOPS",
+    "CHANGES",
+    "COUNTED",
+    "COUNTING",
+    "FUNCTIONS",
+    "LOOPS",
+    "METHODS",
+    "PARTS",
+    "REBINDING",
+    "USES",
+    "Part",
+]
 
 
 @dataclasses.dataclass(frozen=True)

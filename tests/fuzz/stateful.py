@@ -1,7 +1,7 @@
 """Statements about Python state: modules that remember, functions that close over variables, and changes of both.
 
-A class of a module is made of a few parts, each with names of its own. What a statement that is not taken has changed is put back,
-and no write of the program's is to memory that a module keeps: what a rerun reads there has no version that plain autograd asks for.
+A class of a module is made of a few parts, each with names of its own. A statement that is not taken leaves the state as it was.
+No statement writes to tensors that modules keep: a rerun may read them where plain autograd has no need of them any more.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Stateful(Draft):
         return [(container, container.copy()) for container in found]
 
     def careful(self, make: Any, text: str) -> list[Node] | None:
-        """Returns what ``make`` makes of a statement. State is as it was if that is nothing; otherwise it is not to be written to."""
+        """Returns the nodes that ``make`` makes of a statement; puts the state of modules back if it makes none."""
         before = self._state()
         made = make(text)
         if made is None:
@@ -112,8 +112,8 @@ class Stateful(Draft):
         rest = self.random.randint(0, len(bodies)) if self.chance(0.35) else len(bodies)
         methods = {"forward": bodies[:rest], "part": bodies[rest:]}
         if methods["part"]:
-            ways = [*tables.METHODS, *[tables.REBINDING] * self.has("loop_closures")] if self.has("nesting") else tables.METHODS[:1]
-            handed = self.random.choice(ways)
+            ways = tables.METHODS + [tables.REBINDING] * self.has("loop_closures")
+            handed = self.random.choice(ways if self.has("nesting") else ways[:1])
             methods["forward"].insert(self.random.randint(0, rest), [handed])
         for method, parts in methods.items():
             if parts:
@@ -136,10 +136,7 @@ class Stateful(Draft):
         if known and self.chance(0.25):
             uses = [Template(text).safe_substitute(m=name) for name in known for text in self.uses[name]]
             return self.careful(self.attempt, self.random.choice(uses)) if uses else None
-        if known and self.chance(0.6):
-            m = self.random.choice(known)
-        else:
-            m = self.stateful_module(x)
+        m = self.random.choice(known) if known and self.chance(0.6) else self.stateful_module(x)
         use = self.random.choice(tables.USES if self.may_nest() else tables.USES[:1])
         used = Template(use).safe_substitute({**self._names(x), "m": m, "o": self.random.choice([*known, m])})
         self.freeze(x, closed="lambda:" in use)
