@@ -52,8 +52,8 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
 
     To go on with the values from before a write is no fault, where plain autograd complains, or has not noticed. To complain
     where plain autograd does not is none where programs write to what regions were given: a rerun needs more than plain
-    autograd does. Nor is it one to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
-    dispatch mode, nor to complain of operators that a policy met in forward only.
+    autograd does. Nor is it one to overlook a write to what a region read from outside and nothing saved, nor what torch does
+    otherwise under any dispatch mode, nor to complain of operators that a policy met in forward only.
     """
     limits = {
         "lenient": features,

@@ -1,6 +1,6 @@
 """Statements about Python state: modules that remember, functions that close over variables, and changes of both.
 
-A class of a module is made of a few parts, each with names of its own. A statement that is not taken leaves the state as it was.
+The class of a module has a few parts, each with names of its own. A statement that is not taken leaves the state as it was.
 No statement writes to tensors that modules keep: a rerun may read them where plain autograd has no need of them any more.
 """
 
