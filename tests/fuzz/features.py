@@ -22,6 +22,12 @@ CORE = frozenset(
         "closures",  # values of outer functions read in regions
         "containers",  # lists, dicts, keywords, partials; several results, some of them not used
         "modules",
+        "module_attributes",  # attributes that forward, or the caller, binds anew: numbers, strings, flags, None, tensors
+        "module_containers",  # lists, dicts, sets and tuples that modules have, and that forward, or the caller, changes
+        "counters",  # numbers that modules count in, and what depends on them: warm-ups, first calls
+        "hidden_state",  # states of recurrent modules, averages and caches, from one call to the next
+        "training_flags",  # train() and eval(), of parts of modules too, at any time; modules that look at their flags
+        "loop_closures",  # functions of regions that close over variables, and globals, which are others later on
         "sequential",  # functions in segments
         "nesting",  # regions in regions, to depth 4; without it all regions are siblings
         "inner_backward",  # autograd.grad and backward inside forward
@@ -38,21 +44,15 @@ FEATURES = CORE | {
     "ambient",  # default dtype and device, context variables and backend flags that are others in backward
     "closure_mutation",  # writes to what regions close over and plain autograd has no need of
     "buffers",  # modules that update their own buffers
-    "counters",  # numbers that modules count in, and what depends on them: warm-ups, first calls
     "first_run_only",  # operators that do not run in a recompute, whose outputs nobody uses
     "generators",  # torch.Generator objects in closures and arguments
-    "hidden_state",  # states of recurrent modules, averages and caches, from one call to the next
     "input_mutation",  # writes to a region's arguments
-    "loop_closures",  # functions of regions that close over variables, and globals, which are others later on
-    "module_attributes",  # attributes that forward, or the caller, binds anew: numbers, strings, flags, None, tensors
-    "module_containers",  # lists, dicts, sets and tuples that modules have, and that forward, or the caller, changes
     "module_state",  # modules that update parameters and attributes of theirs
     "numpy_random",  # NumPy's global generator, with ckpt_hooks.track_rng
     "python_random",  # that of the random module, likewise
     "side_effects",  # a list that a region appends to, once
     "stale_saves",  # writes to what backward needs: plain autograd raises
     "tracked_sources",  # random generators of several kinds, likewise
-    "training_flags",  # train() and eval(), of parts of modules too, at any time; modules that look at their flags
     "step_in_backward",  # parameters updated as soon as their gradients are there
 }
 
