@@ -9,14 +9,19 @@ import re
 import pytest
 import torch
 
-from tests.fuzz import statements
+from tests.fuzz import state_statements, statements
 from tests.fuzz.features import ABSENT, CORE, FEATURES, parse
 from tests.fuzz.generate import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
 from tests.fuzz.programs import CONTAINERS, MODES, Region, walk
 from tests.fuzz.run import Tally, fuzz, is_failure, minimal
+from tests.fuzz.stateful import STATE
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+#: Modules that remember, functions that close over variables, flags that change.
+STATEFUL = frozenset({"operators", "random", "nesting", "sequential", "containers", "closures", "endings", *STATE})
 
 
 def first_difference(implementation, seeds, features=CORE):
@@ -60,7 +65,7 @@ def test_a_seed_makes_one_program():
 
 def test_programs_have_what_they_are_made_of():
     """Regions to depth 4, every way of calling them, and a vocabulary worth the name."""
-    programs = [generate(seed, FEATURES) for seed in range(600)]
+    programs = [generate(seed, FEATURES - set(STATE)) for seed in range(600)]
     regions = [node for program in programs for node in walk(program.body) if isinstance(node, Region)]
     assert {region.packing for region in regions} == {"tuple", "list", "dict", "nested"}
     styles = {binding.style for region in regions for binding in region.bindings}
@@ -84,10 +89,28 @@ def test_programs_have_what_they_are_made_of():
         assert mark in text
 
 
+def test_programs_have_state_of_every_kind():
+    """All parts of modules that remember, all changes by callers, all functions that close over variables, at any depth."""
+    programs = [generate(seed, STATEFUL) for seed in range(200)]
+    text = "\n".join(program.source() for program in programs)
+    parts = [part for feature in STATEFUL & set(state_statements.PARTS) for part in state_statements.PARTS[feature]]
+    templates = [part.forward.split("\n")[-1] for part in parts] + state_statements.METHODS + state_statements.USES
+    templates += [*state_statements.COUNTED.strip().split("\n"), *(function for function, _ in state_statements.FUNCTIONS)]
+    for template in templates:
+        assert re.search(re.sub(r"\\\$({\w}|\w)|\\\$\\{\w\\}", ".+?", re.escape(template)), text), template
+    assert sum(bool(program.changes) for program in programs) > 40
+    assert sum(bool(program.ending.between) for program in programs) > 5
+    regions = [node for program in programs for node in walk(program.body) if isinstance(node, Region)]
+    inside = "\n".join(line for region in regions for line in region.definition())
+    for mark in ("m1(", ".eval()", "for each", "run(each", "= None"):
+        assert mark in inside
+
+
 def test_features_can_be_left_out():
     """Without a feature no program has what it stands for."""
     plain = "\n".join(generate(seed, frozenset({"operators"})).source() for seed in range(100))
-    for mark in ("_(", ".apply(", "rand", "autocast", "no_grad", "try:", "autograd.grad", " m1", "retain_graph", "_dict"):
+    marks = ["_(", ".apply(", "rand", "autocast", "no_grad", "try:", "autograd.grad", " m1", "retain_graph", "_dict", "each1"]
+    for mark in marks:
         assert mark not in plain.replace("torch.randn(", "").replace("get_rng_state", "")
     assert parse("core,buffers,-random") == CORE - {"random"} | {"buffers"}
     with pytest.raises(ValueError, match="no feature 'speed'"):
@@ -191,17 +214,23 @@ def test_the_fuzzer_finds_a_runtime_that(flaw, kinds):
     [
         ("ambient", {"gradient", "raised", "output"}),
         ("buffers", {"buffer", "gradient"}),
+        ("counters", {"attribute", "gradient", "output", "raised"}),
         ("generators", {"stream", "gradient"}),
+        ("hidden_state", {"attribute", "identity", "gradient", "output", "raised"}),
         ("input_mutation", {"overlooked", "gradient", "raised"}),
+        ("loop_closures", {"gradient", "output", "raised", "variable"}),
+        ("module_attributes", {"attribute", "identity", "gradient", "output", "raised"}),
+        ("module_containers", {"attribute", "identity", "gradient", "output", "raised"}),
         ("module_state", {"attribute", "gradient", "output", "parameter", "raised"}),
         ("numpy_random", {"stream", "gradient", "output"}),
         ("python_random", {"stream", "gradient", "output"}),
         ("side_effects", {"state"}),
         ("tracked_sources", {"stream", "gradient", "output"}),
+        ("training_flags", {"attribute", "gradient", "output", "raised"}),
     ],
 )
 def test_the_minimal_runtime_has_not(feature, kinds):
-    """What the features that are not in the core ask for: each of them makes programs that a simple runtime gets wrong."""
+    """What the features ask for: each of them makes programs that a simple runtime gets wrong."""
     if feature in ABSENT or (feature == "numpy_random" and importlib.util.find_spec("numpy") is None):
         pytest.skip("there is nothing to test")
     found = first_difference(implementation_with(None), range(100), SIMPLE | {feature})

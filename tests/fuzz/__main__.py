@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, number in tally.by_kind().most_common():
         seeds = [found.seed for found in tally.differences if found.kind == kind]
         write(f"{number:6} {kind}: seeds {', '.join(map(str, seeds[:12]))}{' ...' if len(seeds) > 12 else ''}\n")
-    explanations = Counter(found.explanation.splitlines()[0][:110] for found in tally.differences if found.kind == "raised")
+    errors = ("raised", "clear error")
+    explanations = Counter(found.explanation.splitlines()[0][:110] for found in tally.differences if found.kind in errors)
     for explanation, number in explanations.most_common(8):
         write(f"{number:12} {explanation}\n")
     failures = [found for found in tally.differences if is_failure(found, options.features)]

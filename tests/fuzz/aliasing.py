@@ -131,7 +131,7 @@ def script(program: Program, implementation: Implementation) -> str:
     lines = [f"# Seed {found.seed} under {implementation.name}: {found.kind}: {found.explanation.splitlines()[0][:110]}"]
     lines += ["import torch", "import torch.nn.functional as F", "", "from tests.fuzz.aliasing import recorded"]
     lines += ["from tests.fuzz.observe import difference, observe, plain, see_gradients, see_module"]
-    lines += ["from tests.fuzz.prelude import Square, Tanh", implementation.source, "", "", program.source(), ""]
+    lines += ["from tests.fuzz.prelude import Keeping, Square, Tanh", implementation.source, "", "", program.source(), ""]
     lines += ["found = difference(observe(program, plain), observe(program, run))", "assert found is None, found", ""]
     return "\n".join(lines)
 

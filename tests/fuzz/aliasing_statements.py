@@ -96,6 +96,7 @@ MODULES = {
     "torch.nn.LSTMCell({last}, 2, dtype={dtype})": ["{m}({x})"],
     "torch.nn.GRUCell({last}, {last}, dtype={dtype})": ["{m}({x})", "{m}({x}, {x})"],
     "torch.nn.LSTM({last}, 2, dtype={dtype})": ["{m}({x})[0]"],
+    "Keeping()": ["{m}({x})", "{m}({x})", "{m}({x})", "{m}.last", "{m}.seen[0]", "{m}.last.detach()"],
 }
 BLOCKS = ["with torch.no_grad():", "with torch.no_grad():", "with torch.enable_grad():"]
 TERMS = ["{x}.sum()", "({x} * {k}).sum()", "{x}.sin().sum()", "({x} * {x}).mean()"]

@@ -22,6 +22,12 @@ CORE = frozenset(
         "closures",  # values of outer functions read in regions
         "containers",  # lists, dicts, keywords, partials; several results, some of them not used
         "modules",
+        "module_attributes",  # attributes that forward, or the caller, binds anew: numbers, strings, flags, None, tensors
+        "module_containers",  # lists, dicts, sets and tuples that modules have, and that forward, or the caller, changes
+        "counters",  # numbers that modules count in, and what depends on them: warm-ups, first calls
+        "hidden_state",  # states of recurrent modules, averages and caches, from one call to the next
+        "training_flags",  # train() and eval(), of parts of modules too, at any time; modules that look at their flags
+        "loop_closures",  # functions of regions that close over variables, and globals, which are others later on
         "sequential",  # functions in segments
         "nesting",  # regions in regions, to depth 4; without it all regions are siblings
         "inner_backward",  # autograd.grad and backward inside forward

@@ -10,10 +10,11 @@ import warnings
 import torch
 
 from . import ops, statements
-from .draft import Draft, Scope, is_float, is_usable, storage_of
+from .draft import Scope, is_float, is_usable, storage_of
 from .features import CORE
 from .programs import CONTAINERS, MODES, Binding, Block, Ending, Line, Node, Program, Region, names_in, walk
 from .slots import Slots
+from .stateful import STATE, Stateful
 
 __all__ = ["generate"]
 
@@ -38,7 +39,7 @@ def generate(seed: int, features: frozenset[str] = CORE) -> Program:
         return _Generator(seed, features).program()
 
 
-class _Generator(Draft):
+class _Generator(Stateful):
     """Draws statements; each method that makes some may fail, and returns None then."""
 
     def program(self) -> Program:
@@ -67,8 +68,9 @@ class _Generator(Draft):
         if self.has("step_in_backward"):
             leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines()]
             self.setup.append(Line(f"step_in_backward([{', '.join(leaves)}])"))
-        steps = 2 if self.has("endings") and self.chance(0.15) else 1
-        return Program(self.seed, self.setup, body, self.ending(body), after, around, steps)
+        steps = 2 if self.has("endings") and self.chance(0.3 if self.has_state else 0.15) else 1
+        changes = self.late_changes(0.6)
+        return Program(self.seed, self.setup, body, self.ending(body), after, changes, around, steps)
 
     def seed_all(self) -> None:
         """Seeds the global generators, since what statements draw says whether they do."""
@@ -117,6 +119,8 @@ class _Generator(Draft):
             self.again: 1,
             self.block: 3 if self.has("ambient") else 1.5,
             self.module: 1,
+            self.remember: 4.5 if any(map(self.has, STATE)) else 0,
+            self.loop: 2.5 if self.has("loop_closures") else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
             self.call: 0.5 + self.has("generators") if self.has("sequential") or self.has("generators") else 0,
@@ -340,8 +344,10 @@ class _Generator(Draft):
 
     def is_hiding(self, region: Region) -> bool:
         """Whether there is something to find in a function that nobody finds in a module with the function."""
-        found = {name[0] for name in names_in(" ".join(region.definition())) - set(region.defines())}
-        return not found.isdisjoint("mgf") and any(map(self.has, ("buffers", "generators", "module_state")))
+        text = " ".join(region.definition())
+        found = {name[0] for name in names_in(text) - set(region.defines())}
+        telling = map(self.has, ("buffers", "generators", "module_state", *STATE))
+        return (not found.isdisjoint("mgf") and any(telling)) or bool(re.search(r"\b(each|global)\d", text))
 
     def style(self) -> str:
         styles = ["positional"] * 5 + ["keyword", "partial", "partial keyword", *CONTAINERS]
@@ -384,10 +390,14 @@ class _Generator(Draft):
                 # A function that is called again in backward needs what it closes over.
                 regions = [node for node in walk(body) if isinstance(node, Region)]
                 lines = [line for region in regions for line in region.definition()]
-                lines += [node.text for node in walk(body) if isinstance(node, Line) and "lambda" in node.text]
+                lines += [node.text for node in walk(body) if isinstance(node, Line) and re.search(r"lambda|def ", node.text)]
                 needed = {name for line in lines for name in names_in(line)}
+                if self.has("loop_closures") and self.chance(0.5):
+                    needed.clear()
                 leaves = {name for node in self.setup for name in node.defines()}
                 ending.discarded = [name for name in names if name not in needed | leaves | set(ending.outputs)]
+        if self.has_state and "{between}" in MODES[ending.mode]:
+            ending.between = self.late_changes(0.6)
         ending.around = next(iter(self.surroundings(0.3)[-1:]), "") if self.has("ambient") else ""
         return ending
 

@@ -21,17 +21,72 @@ def see_gradients(what, leaves, see):
         see("gradient", what, leaf.grad)
 
 
+def see_value(kind, name, value, see):
+    """Shows a value with what containers hold, their keys in order; of any other object its type."""
+    if isinstance(value, dict | list | tuple):
+        places = list(value) if isinstance(value, dict) else range(len(value))
+        see(kind, name, (type(value).__name__, repr(list(places))))
+        for place in places:
+            see_value(kind, f"{name}[{place!r}]", value[place], see)
+    elif isinstance(value, set):
+        see(kind, name, sorted(map(repr, value)))
+    elif value is None or isinstance(value, torch.Tensor | bool | int | float | str):
+        see(kind, name, value)
+        if isinstance(value, torch.Tensor) and value.is_leaf:
+            see("gradient", name, value.grad)
+    else:
+        see(kind, name, type(value).__name__)
+
+
+def attributes_of(module):
+    """Returns the attributes of a module that are not the machinery of modules, or of what runs regions, by name."""
+    machinery = vars(torch.nn.Module()).keys() - {"training"}
+    names = [key for key in vars(module) if key not in machinery and not key.startswith(("_flat", "_ckpt_hooks"))]
+    return {key: vars(module)[key] for key in sorted(names)}
+
+
+def held_by(modules):
+    """Returns the containers and tensors that attributes of modules are, and those in them, by where they are."""
+    found = {}
+
+    def look(place, value):
+        if isinstance(value, dict | list | tuple | set | torch.Tensor):
+            found[place] = value
+        if isinstance(value, dict | list | tuple):
+            for key in value if isinstance(value, dict) else range(len(value)):
+                look((*place, key), value[key])
+
+    for number, module in enumerate(modules):
+        for path, part in module.named_modules():
+            look((number, path), attributes_of(part))
+            del found[number, path]
+    return found
+
+
+def see_identities(before, after, see):
+    """Shows which things in modules are not the ones that were there before."""
+    for place, value in after.items():
+        see("identity", str(place), before.get(place) is value)
+
+
+def see_variable(name, variables, see):
+    """Shows a local or global variable, and what the function tells that is there to look at those of another one."""
+    see_value("variable", name, variables.get(name), see)
+    see_value("variable", f"global {name}", sys._getframe(1).f_globals.get(name), see)
+    if f"{name}_look" in variables:
+        see_value("variable", f"{name}_look()", variables[f"{name}_look"](), see)
+
+
 def see_module(name, module, see):
-    """Shows parameters, their gradients, and buffers."""
+    """Shows parameters, their gradients, buffers, and attributes."""
     for key, parameter in module.named_parameters():
         see("gradient", f"{name}.{key}", parameter.grad)
         see("parameter", f"{name}.{key}", parameter)
     for key, buffer in module.named_buffers():
         see("buffer", f"{name}.{key}", buffer)
     for path, part in module.named_modules():
-        for key, value in vars(part).items():
-            if isinstance(value, (torch.Tensor, float)):
-                see("attribute", f"{name}.{path}.{key}", value)
+        for key, value in attributes_of(part).items():
+            see_value("attribute", f"{name}.{path}.{key}", value, see)
 
 
 def see_saved_fields(value, see):

@@ -289,6 +289,20 @@ class Remembering(torch.nn.Module):
         return y.tanh() * self.largest
 
 
+class Keeping(torch.nn.Module):
+    """A module that keeps what it is given and what it hands out, not copies of it, and a few in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.seen = None, []
+
+    def forward(self, x):
+        y = x.sin() if self.last is None or self.last.shape != x.shape else x * self.last
+        self.last = y
+        self.seen = [x, *self.seen[:1]]
+        return y.view_as(y)
+
+
 class Warming(torch.nn.Module):
     """A module that does something else until it has been called a few times."""
 

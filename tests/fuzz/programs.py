@@ -10,9 +10,10 @@ import dataclasses
 import re
 from collections.abc import Iterator
 
-__all__ = ["CONTAINERS", "Binding", "Block", "Ending", "Line", "Node", "Program", "Region", "names_in", "walk"]
+__all__ = ["CONTAINERS", "Binding", "Block", "Definition", "Ending", "Line", "Node", "Program", "Region", "names_in", "walk"]
 
 _NAME = re.compile(r"\b[vmfg]\d+\b")
+_VARIABLE = re.compile(r"\b((?:each|global)\d+)")  # that functions close over
 _TARGETS = re.compile(r"^((?:[vmfg]\d+, ?)*[vmfg]\d+),? = ")
 
 
@@ -41,7 +42,20 @@ class Line:
         return names_in(self.text[found.end() :] if found else self.text)
 
     def render(self) -> list[str]:
-        return [self.text]
+        return self.text.split("\n")
+
+
+@dataclasses.dataclass
+class Definition(Line):
+    """The class of a module, and the module."""
+
+    name: str
+
+    def defines(self) -> list[str]:
+        return [self.name]
+
+    def reads(self) -> set[str]:
+        return names_in(self.text) - {self.name}
 
 
 @dataclasses.dataclass
@@ -249,6 +263,7 @@ class Ending:
         discarded: Names to delete before backward, so that parts of the graph are gone.
         draws: Statements that draw random numbers between forward and backward.
         around: Header of a block around the backward, or nothing.
+        between: Statements between two backwards, if there are two.
     """
 
     mode: str
@@ -257,12 +272,14 @@ class Ending:
     discarded: list[str] = dataclasses.field(default_factory=list)
     draws: list[str] = dataclasses.field(default_factory=list)
     around: str = ""
+    between: list[Node] = dataclasses.field(default_factory=list)
 
-    def render(self, leaves: list[str]) -> list[str]:
+    def render(self, leaves: list[str], modules: list[str]) -> list[str]:
         """Returns the source.
 
         Args:
             leaves: The leaves that require grad.
+            modules: Those whose state is looked at before backward and after it.
         """
         lines = [f"see('output', {name!r}, {name})" for name in self.outputs]
         lines.append("see('stream', 'torch after forward', torch.get_rng_state())")
@@ -274,9 +291,14 @@ class Ending:
             lines += [f"loss = {' + '.join(terms)}"] if "{one}" not in MODES[self.mode] else []
             half = max(1, len(terms) // 2)
             one, other = " + ".join(terms[:half]), " + ".join(terms[half:]) or f"{self.differentiable[0]}.sum()"
-            filled = MODES[self.mode].format(inputs=inputs, one=one, other=other, first=self.differentiable[0])
-            backward = filled.strip("\n").split("\n")
-            lines += under([self.around] if self.around else [], backward)
+            between = "\n".join(line for node in self.between for line in node.render()) or "pass"
+            parts = {"inputs": inputs, "one": one, "other": other, "first": self.differentiable[0], "between": between}
+            backward = [line for line in MODES[self.mode].format(**parts).strip("\n").split("\n") if line != "pass"]
+            backward = under([self.around] if self.around else [], backward)
+            if modules and not self.between:
+                held = f"[{', '.join(modules)}]"
+                backward = [f"before = held_by({held})", *backward, f"see_identities(before, held_by({held}), see)"]
+            lines += backward
         return lines
 
 
@@ -286,6 +308,7 @@ MODES = {
     "twice": """
 loss.backward(retain_graph=True)
 see_gradients('first', {inputs}, see)
+{between}
 loss.backward()""",
     "three times": """
 for number in range(3):
@@ -295,6 +318,7 @@ for number in range(3):
 one, other = {one}, {other}
 one.backward(retain_graph=True)
 see_gradients('first', {inputs}, see)
+{between}
 other.backward()""",
     "part": """
 one = {one}
@@ -313,6 +337,7 @@ if isinstance(second, torch.Tensor):
     "double, later": """
 gradients = torch.autograd.grad(loss, {inputs}, create_graph=True, allow_unused=True)
 loss.backward(retain_graph=True)
+{between}
 second = sum((value * value).sum() for value in gradients if value is not None and value.requires_grad)
 if isinstance(second, torch.Tensor):
     second.backward()""",
@@ -344,6 +369,7 @@ class Program:
         body: The forward.
         ending: The backward.
         after: Writes between the two.
+        changes: Changes of Python state between the two.
         around: Headers of blocks around both of them.
         steps: How many times the two run.
     """
@@ -353,6 +379,7 @@ class Program:
     body: list[Node]
     ending: Ending
     after: list[Node] = dataclasses.field(default_factory=list)
+    changes: list[Node] = dataclasses.field(default_factory=list)
     around: list[str] = dataclasses.field(default_factory=list)
     steps: int = 1
 
@@ -371,7 +398,10 @@ class Program:
                 looks.append(f"see('stream', {name!r}, state_of({name}))")
         if "log = []" in setup:
             looks.append("see('state', 'log', log)")
-        body = [line for node in [*self.body, *self.after] for line in node.render()] + self.ending.render(leaves)
+        modules = [node.name for node in self.setup if isinstance(node, Definition)]
+        body = [line for node in [*self.body, *self.after] for line in node.render()]
+        looks += [f"see_variable({name!r}, locals(), see)" for name in dict.fromkeys(_VARIABLE.findall("\n".join(body)))]
+        body += [line for node in self.changes for line in node.render()] + self.ending.render(leaves, modules)
         if self.steps > 1:
             body = under([f"for step in range({self.steps}):"], body)
         body = under(self.around, body)

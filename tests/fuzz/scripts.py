@@ -70,7 +70,11 @@ def script(source: str, implementation: Implementation, heading: str) -> str:
     always = [observe.plain, observe.observe, observe.same, observe.difference]
     offered = [value for module in (prelude, observe) for value in vars(module).values() if value not in always]
     offered = [value for value in offered if inspect.isroutine(value) or inspect.isclass(value)]
-    used = [inspect.getsource(value) for value in offered if _mentions(source, value.__name__)]
+    sources = {value.__name__: inspect.getsource(value) for value in offered}
+    used, size = [], -1
+    while len(used) > size:  # what is used by what is used, and so on
+        size = len(used)
+        used = [text for name, text in sources.items() if any(_mentions(other, name) for other in [source, *used])]
     if any(_mentions(text, "FACTOR") for text in used):
         used.insert(0, 'FACTOR = contextvars.ContextVar("FACTOR", default=1.0)\n')
     text = "\n\n".join([f"{implementation.source}\n", *used, source, *map(inspect.getsource, always)])

@@ -6,7 +6,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator
 
-from .programs import Binding, Block, Ending, Line, Node, Program, Region, walk
+from .programs import Binding, Block, Definition, Ending, Line, Node, Program, Region, walk
 
 __all__ = ["shrink"]
 
@@ -23,7 +23,7 @@ def shrink(program: Program, still_fails: Callable[[Program], bool]) -> Program:
     smaller = True
     while smaller:
         smaller = False
-        for edits in (_deletions, _flattenings, _bypasses, _simplifications):
+        for edits in (_deletions, _flattenings, _bypasses, _excisions, _simplifications):
             # From the end, where what a statement leads to stands. Places shift as edits succeed; the next round sees to it.
             for edit in reversed(list(edits(program))):
                 candidate = copy.deepcopy(program)
@@ -35,8 +35,8 @@ def shrink(program: Program, still_fails: Callable[[Program], bool]) -> Program:
 
 
 def _size(program: Program) -> tuple[int, int]:
-    weights = {Region: 20, Block: 10, Line: 2}
-    nodes = [*program.setup, *walk(program.body), *program.after]
+    weights = {Region: 20, Block: 10, Line: 2, Definition: 5}
+    nodes = [*program.setup, *walk(program.body), *program.after, *program.changes, *program.ending.between]
     calls = sum(isinstance(node, Region) and node.called for node in nodes)
     return sum(weights[type(node)] for node in nodes) + calls, len(program.source())
 
@@ -45,7 +45,7 @@ def _undefined(program: Program) -> bool:
     """Whether a name is read that nothing defines, which a handler in the program might hide."""
     ending = program.ending
     read, defined = {*ending.outputs, *ending.differentiable, *ending.discarded}, set()
-    for node in [*program.setup, *walk(program.body), *program.after]:
+    for node in [*program.setup, *walk(program.body), *program.after, *program.changes, *ending.between]:
         defined.update(node.defines())
         read |= node.reads()
         if isinstance(node, Region):
@@ -57,7 +57,7 @@ def _undefined(program: Program) -> bool:
 def _bodies(program: Program) -> list[list[Node]]:
     """Returns every list of statements."""
     nested = [node.body for node in walk(program.body) if not isinstance(node, Line)]
-    return [program.setup, program.body, program.after, *nested]
+    return [program.setup, program.body, program.after, program.changes, program.ending.between, *nested]
 
 
 def _places(program: Program) -> Iterator[tuple[int, int]]:
@@ -181,6 +181,45 @@ def _bypasses(program: Program) -> Iterator[Edit]:
                 return None
 
             yield bypass
+
+
+def _excisions(program: Program) -> Iterator[Edit]:
+    """A statement of several lines loses one of them, with or without what is under it, or the regions in it."""
+    for place in _places(program):
+        node = _node(program, place)
+        if not isinstance(node, Line) or "\n" not in node.text:
+            continue
+        for number in range(len(node.text.split("\n"))):
+            for keep in (False, True):
+
+                def excise(candidate, place=place, number=number, keep=keep):
+                    node = _node(candidate, place)
+                    lines = node.text.split("\n") if isinstance(node, Line) else []
+                    if number >= len(lines):
+                        return False
+                    end = number + 1
+                    while end < len(lines) and _indent(lines[end]) > _indent(lines[number]):
+                        end += 1
+                    under = [line[4:] for line in lines[number + 1 : end]] if keep else []
+                    if keep and not under:
+                        return False
+                    node.text = "\n".join([*lines[:number], *under, *lines[end:]])
+                    return None
+
+                yield excise
+
+        def leave(candidate, place=place):
+            node = _node(candidate, place)
+            if not isinstance(node, Line) or "run(" not in node.text:
+                return False
+            node.text = re.sub(r"\brun\(((?:self\.)?\w+), ", r"\1(", node.text)
+            return None
+
+        yield leave
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 def _lines(program: Program) -> list[Line]:
