@@ -44,6 +44,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
+from ._variables import Loan, variables_of
 from ._weights import Noted, WatchReads, references_of
 from .errors import DeterminismError, MutationError
 
@@ -80,6 +81,7 @@ class FunctionFrame(Frame):
         "_plain",
         "_selection",
         "_state",
+        "_variables",
         "explain",
     )
 
@@ -134,9 +136,12 @@ class FunctionFrame(Frame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._parameters = Noted(plan.parameters)
-            elif (reached := reach(function, objects)) is not NOTHING:
-                generators = self._look_into(reached)
+                self._parameters, self._variables = Noted(plan.parameters), None
+            else:
+                reached = reach(function, objects)
+                self._variables = variables_of(function, reached)
+                if reached is not NOTHING:
+                    generators = self._look_into(reached)
                 if self._keeps_all:
                     return self
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
@@ -363,6 +368,7 @@ class FunctionFrame(Frame):
         hook = filling.hook(wanted, exchanged)
         if parameters is not None or (self._selection is None and num_dispatch_modes()):
             hook = filling.noting_versions(hook)
+        loan = None if self._variables is None else Loan(self._variables)
         push_saved_tensors_hooks(hook, hand_back)
         try:
             if parameters is not None:
@@ -374,6 +380,8 @@ class FunctionFrame(Frame):
                 self._call_in_context(call)
         finally:
             pop_saved_tensors_hooks()
+            if loan is not None:
+                loan.end()
 
     def _call_in_context(self, call: _Call) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
