@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "Search", "names_of", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "reach"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
@@ -138,7 +138,7 @@ class Search:
             self._look_at_all(function.__kwdefaults__.values(), depth)
         # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
         variables = function.__globals__
-        for name in names_of(function)[0]:
+        for name in facts_of(function)[0]:
             value = variables.get(name)
             if issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
                 self.look(value, 1)
@@ -148,34 +148,43 @@ class Search:
 NOTHING = Reached((), (), ())
 
 _MOST_CODE = 10_000
+_BINDING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 _NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
-_names: dict[int, tuple[types.CodeType, tuple[tuple[str, ...], bool]]] = {}
+
+#: Names of global variables; whether the code binds these, or variables that it closes over; whether it is code of torch or
+#: of this package. Code of functions that the function defines counts.
+_Facts = tuple[tuple[str, ...], bool, bool]
+_known: dict[int, tuple[types.CodeType, _Facts]] = {}
 
 
-def names_of(function: types.FunctionType) -> tuple[tuple[str, ...], bool]:
-    """Returns the names of global variables in the code of a function, and whether it is code of torch or of this package.
+def facts_of(function: types.FunctionType) -> _Facts:
+    """Returns what is known of the code of a function.
 
-    Names of attributes are not among them, which code objects list along with those of variables. Names in functions that the
-    function defines are; those of Python's own functions are where the module has a variable of that name.
+    Names of attributes are not among its names, which code objects list along with those of variables. Names of Python's own
+    functions are where the module has a variable of that name.
     """
     code = function.__code__
-    known = _names.get(id(code))
+    known = _known.get(id(code))
     if known is None or known[0] is not code:
-        if len(_names) > _MOST_CODE:  # code that is made anew all the time
-            _names.clear()
+        if len(_known) > _MOST_CODE:  # code that is made anew all the time
+            _known.clear()
             _bare.clear()
-        variables = function.__globals__
+        variables, outer = function.__globals__, code.co_freevars
         package = str(variables.get("__name__")).partition(".")[0]
-        names = [name for name in _names_in(code) if name in variables or name not in _BUILTINS]
-        known = _names[id(code)] = code, (tuple(dict.fromkeys(names)), package in ("torch", "ckpt_hooks"))
+        steps = [(step.opname, str(step.argval)) for step in _steps_in(code)]
+        names = dict.fromkeys(
+            name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS)
+        )
+        binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
+        known = _known[id(code)] = code, (tuple(names), binds, package in ("torch", "ckpt_hooks"))
     return known[1]
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
-    yield from (str(step.argval) for step in dis.get_instructions(code) if step.opname in _NAMING)
+def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
     for constant in code.co_consts:
         if type(constant) is types.CodeType:
-            yield from _names_in(constant)
+            yield from _steps_in(constant)
 
 
 #: Code that names no global variable.
@@ -196,7 +205,7 @@ def _is_dull(function: types.FunctionType) -> bool:
     if _bare.get(id(code)) is code:
         return True
     variables = function.__globals__
-    names = names_of(function)[0]
+    names = facts_of(function)[0]
     for name in names:
         value = variables.get(name)
         if type(value) not in _DULL and issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
@@ -204,6 +213,12 @@ def _is_dull(function: types.FunctionType) -> bool:
     if not names:
         _bare[id(code)] = code
     return True
+
+
+def has_names(function: types.FunctionType) -> bool:
+    """Whether the code of a function names global variables, as far as that is known already."""
+    code = function.__code__
+    return _bare.get(id(code)) is not code
 
 
 def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:

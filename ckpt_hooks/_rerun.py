@@ -132,7 +132,7 @@ class FunctionFrame(Frame):
         try:
             function, options = self._function, self._options
             generators: Sequence[torch.Generator] = ()
-            # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
+            # In the usual case it is a module that was looked at before, or a function of tensors.
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
@@ -140,8 +140,7 @@ class FunctionFrame(Frame):
             else:
                 reached = reach(function, objects)
                 self._variables = variables_of(function, reached)
-                if reached is not NOTHING:
-                    generators = self._look_into(reached)
+                generators = generators if reached is NOTHING else self._look_into(reached)
                 if self._keeps_all:
                     return self
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)

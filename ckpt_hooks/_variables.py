@@ -14,18 +14,18 @@ graph of every forward before.
 
 from __future__ import annotations
 
-import threading
 import weakref
-from collections.abc import Sequence
-from itertools import repeat
-from operator import is_
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from threading import Condition, Lock, get_ident
 from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from ._dispatch import unseen
-from ._reach import NOTHING, Reached, names_of
+from ._reach import NOTHING, Reached, facts_of, has_names
 from ._refit import as_kind
 
 __all__ = ["Loan", "variables_of"]
@@ -93,15 +93,16 @@ def _content(noted: Any) -> Any:
     return noted.content() if type(noted) in (_Upstream, _Tuple) else noted
 
 
-#: The variables of one function: cells; a namespace and names in it; and what stands for the contents when forward began.
-_Entry = tuple[tuple[CellType, ...], dict[str, Any], tuple[str, ...], tuple[Any, ...]]
+#: The variables of one function: cells; a namespace and names in it; what stands for the contents when forward began; and
+#: whether the function binds any.
+_Entry = tuple[tuple[CellType, ...], dict[str, Any], tuple[str, ...], tuple[Any, ...], bool]
 _NO_CELLS: tuple[CellType, ...] = ()
 
 #: Types of contents that stand for themselves.
 _PLAIN = frozenset({type(None), bool, int, float, str, type, ModuleType, FunctionType, BuiltinFunctionType, object})
 
 
-def variables_of(function: Any, reached: Reached) -> list[_Entry] | None:
+def variables_of(function: Any, reached: Reached) -> Sequence[_Entry] | None:
     """Notes the variables of functions, None if there are none.
 
     Functions of torch and of this package are left out: what they keep in variables (of a compiler, say) is theirs.
@@ -110,24 +111,40 @@ def variables_of(function: Any, reached: Reached) -> list[_Entry] | None:
         function: What a region calls.
         reached: What that reaches.
     """
-    entries: list[_Entry] = []
-    for one in (function,) if reached is NOTHING else reached.functions:
-        if type(one) is FunctionType:
-            cells, (names, is_library) = one.__closure__ or _NO_CELLS, names_of(one)
-            if (cells or names) and not is_library:
-                contents = _read(cells, one.__globals__, names)
-                if not _PLAIN.issuperset(map(type, contents)):
-                    contents = tuple(map(_noted, contents))
-                entries.append((cells, one.__globals__, names, contents))
-    return entries or None
+    if reached is not NOTHING:
+        entries = [entry for one in reached.functions if (entry := _entry_of(one)) is not None]
+        return entries or None
+    if type(function) is not FunctionType or not (function.__closure__ or has_names(function)):
+        return None
+    only = _entry_of(function)
+    return None if only is None else (only,)
+
+
+def _entry_of(function: FunctionType) -> _Entry | None:
+    names, binds, is_library = facts_of(function)
+    cells = function.__closure__ or _NO_CELLS
+    if is_library or not (cells or names):
+        return None
+    namespace = function.__globals__
+    contents = _read(cells, namespace, names)
+    if not _PLAIN.issuperset(map(type, contents)):
+        contents = tuple(map(_noted, contents))
+    return cells, namespace, names, contents, binds
+
+
+_contents_of: Callable[[CellType], Any] = attrgetter("cell_contents")
 
 
 def _read(cells: tuple[CellType, ...], namespace: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
-    found = tuple(map(namespace.get, names, _ALWAYS_ABSENT))
-    return (*map(_content_of, cells), *found) if cells else found
+    if not cells:
+        return tuple(map(namespace.get, names, _ALWAYS_ABSENT))
+    try:
+        return (*map(_contents_of, cells), *map(namespace.get, names, _ALWAYS_ABSENT))
+    except ValueError:
+        return (*map(_content_or_absent, cells), *map(namespace.get, names, _ALWAYS_ABSENT))
 
 
-def _content_of(cell: CellType) -> Any:
+def _content_or_absent(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
@@ -136,7 +153,7 @@ def _content_of(cell: CellType) -> Any:
 
 def _write(entry: _Entry, contents: Sequence[Any], now: Sequence[Any]) -> None:
     """Changes the contents of those variables whose content now is another one."""
-    cells, namespace, names, _ = entry
+    cells, namespace, names, *_ = entry
     for cell, content, old in zip(cells, contents, now, strict=False):
         if content is _ABSENT and old is not _ABSENT:
             del cell.cell_contents
@@ -152,7 +169,7 @@ def _write(entry: _Entry, contents: Sequence[Any], now: Sequence[Any]) -> None:
 
 def _places(entry: _Entry) -> list[Any]:
     """Returns something for each variable that is equal where the variable is the same."""
-    cells, namespace, names, _ = entry
+    cells, namespace, names, *_ = entry
     return [*map(id, cells), *((id(namespace), name) for name in names)]
 
 
@@ -164,32 +181,36 @@ class Loan:
 
     __slots__ = ("_before", "_entries", "_lent", "_thread")
 
-    _running: list[Loan] = []  # noqa: RUF012 -- of all threads
-    _turn = threading.Condition()
-
-    def __init__(self, entries: list[_Entry]) -> None:
+    def __init__(self, entries: Sequence[_Entry]) -> None:
         """Waits until no other thread has the variables, and lends them."""
-        self._entries, self._thread = entries, threading.get_ident()
-        with Loan._turn:
-            self._look()
-            while Loan._running and any(map(self._is_in_conflict, Loan._running)):
-                Loan._turn.wait()
-                self._look()
-            Loan._running.append(self)
-            for entry in entries if self._lent else ():
-                now = _read(*entry[:3])
-                contents = [value if _is_content(noted, value) else _content(noted) for noted, value in zip(entry[3], now, strict=True)]
-                _write(entry, contents, now)
+        self._entries, self._thread = entries, get_ident()
+        self._before: list[tuple[Any, ...]] | None = None
+        with _lock:
+            if _running or not _are_as_noted(entries):
+                self._lend()
+            else:
+                self._lent = _NO_PLACES
+            _running.append(self)
 
-    def _look(self) -> None:
-        """Finds out what the contents are, and which variables have another one than in forward."""
-        self._before, self._lent = [], set()
+    def _lend(self) -> None:
+        self._look()
+        while any(map(self._is_in_conflict, _running)):
+            _waiting.append(self)
+            _turn.wait()
+            _waiting.remove(self)
+            self._look()
+        self._before = []
         for entry in self._entries:
             now = _read(*entry[:3])
             self._before.append(now)
-            if not all(map(is_, entry[3], now)):
-                others = zip(_places(entry), entry[3], now, strict=True)
-                self._lent.update(place for place, noted, value in others if not _is_content(noted, value))
+            if self._lent:
+                notes = zip(entry[3], now, strict=True)
+                _write(entry, [value if _is_content(noted, value) else _content(noted) for noted, value in notes], now)
+
+    def _look(self) -> None:
+        """Finds out which variables have another content than in forward."""
+        found = [zip(_places(entry), entry[3], _read(*entry[:3]), strict=True) for entry in self._entries]
+        self._lent = frozenset(place for place, noted, value in chain(*found) if not _is_content(noted, value))
 
     def _is_in_conflict(self, other: Loan) -> bool:
         if other._thread == self._thread or not (self._lent or other._lent):
@@ -201,10 +222,30 @@ class Loan:
 
     def end(self) -> None:
         """Has the variables be what they were before."""
-        with Loan._turn:
-            for entry, before in zip(reversed(self._entries), reversed(self._before), strict=True):
-                now = _read(*entry[:3])
-                if not all(map(is_, before, now)):
-                    _write(entry, before, now)
-            Loan._running.remove(self)
-            Loan._turn.notify_all()
+        with _lock:
+            if self._before is not None:
+                for entry, before in zip(reversed(self._entries), reversed(self._before), strict=True):
+                    _write(entry, before, _read(*entry[:3]))
+            _running.remove(self)
+            if _waiting:
+                _turn.notify_all()
+
+
+def _are_as_noted(entries: Sequence[_Entry]) -> bool:
+    """Whether variables have the contents that were noted, and the functions do not bind any."""
+    for cells, namespace, names, noted, binds in entries:
+        if binds:
+            return False
+        now = _read(cells, namespace, names)
+        if not (all(map(is_, noted, now)) or all(map(_is_content, noted, now))):
+            return False
+    return True
+
+
+_NO_PLACES: frozenset[Any] = frozenset()
+
+#: Of all threads.
+_running: list[Loan] = []
+_waiting: list[Loan] = []
+_lock = Lock()
+_turn = Condition(_lock)
