@@ -8,8 +8,8 @@ from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
-import torch
 from torch.nn import Module
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ._policy import Policy
 from ._torch import OPERATOR_PACKET, OPERATORS
@@ -37,7 +37,7 @@ def check_runs(function: Any) -> None:
     if isinstance(inner, Module):
         inner = inner.forward
     elif not inspect.isroutine(inner) and not isinstance(inner, type):
-        inner = getattr(type(inner), "__call__", inner)
+        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- what kind of function is it?
     if any(is_kind(inner) for is_kind in _KINDS):
         raise _unrun_error(function)
 
@@ -79,7 +79,7 @@ def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs:
         else:
             continue
         raise TypeError(
-            f"checkpoint got {name}={kwargs[name]!r}, {found}. {name} is an option of checkpoint in the curried form only, since "
+            f"checkpoint got {name}={kwargs[name]!r}, {found}. {name} is an option of checkpoint in the curried form only: "
             f"in a direct call keyword arguments go to the function: write checkpoint({name}=...)(function)(*args). To hand it "
             f"to the function all the same, bind it before: checkpoint(functools.partial(function, {name}=...), *args)."
         )
@@ -92,7 +92,10 @@ def _is_policy(value: Any) -> bool:
     if isinstance(value, Policy):
         return True
     returned = getattr(value, "__annotations__", {}).get("return")
-    return returned is torch.utils.checkpoint.CheckpointPolicy or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
+    return (
+        returned is torch.utils.checkpoint.CheckpointPolicy
+        or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
+    )
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

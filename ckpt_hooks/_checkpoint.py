@@ -324,7 +324,7 @@ def checkpoint_sequential(
     """
     if kwargs:
         raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. With other "
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For other "
             "options, call each segment by itself: checkpoint(policy=...)(function)(input)."
         )
     if use_reentrant is not None and not isinstance(use_reentrant, bool):

@@ -172,9 +172,7 @@ def facts_of(function: types.FunctionType) -> _Facts:
         variables, outer = function.__globals__, code.co_freevars
         package = str(variables.get("__name__")).partition(".")[0]
         steps = [(step.opname, str(step.argval)) for step in _steps_in(code)]
-        names = dict.fromkeys(
-            name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS)
-        )
+        names = dict.fromkeys(name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS))
         binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
         known = _known[id(code)] = code, (tuple(names), binds, package in ("torch", "ckpt_hooks"))
     return known[1]

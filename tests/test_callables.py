@@ -124,7 +124,7 @@ def keep_all(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 
-def keep_all_in_words(ctx, op, *args, **kwargs) -> "CheckpointPolicy":
+def keep_all_in_words(ctx, op, *args, **kwargs) -> "CheckpointPolicy":  # noqa: UP037
     return CheckpointPolicy.MUST_SAVE
 
 

@@ -34,25 +34,25 @@ def loop(body):
 
 
 def by_lambda(run, ls, h):
-    for l in ls:
-        h = run(lambda y: l(y), h)
+    for layer in ls:
+        h = run(lambda y: layer(y), h)
     return h
 
 
 def by_def(run, ls, h):
-    for l in ls:
+    for layer in ls:
 
         def block(y):
-            return l(y) + y
+            return layer(y) + y
 
         h = run(block, h)
     return h
 
 
 def with_numbers(run, ls, h):
-    for number, l in enumerate(ls):
+    for number, layer in enumerate(ls):
         scale = 1.0 / (number + 1)
-        h = run(lambda y: (l(y) * scale).sin() + number, h)
+        h = run(lambda y: (layer(y) * scale).sin() + number, h)
     return h
 
 
@@ -67,90 +67,90 @@ def by_slices(run, ls, h):
     members = [*ls, *ls]
     for start in range(0, len(members), 2):
         chunk = members[start : start + 2]
-        h = run(lambda y: functools.reduce(lambda value, l: l(value), chunk, y), h)
+        h = run(lambda y: functools.reduce(lambda value, layer: layer(value), chunk, y), h)
     return h
 
 
 def by_functions(run, ls, h):
-    for l, act in zip(ls, (torch.sin, torch.cos, lambda y: y.exp().sin()), strict=True):
-        h = run(lambda y: act(l(y)), h)
+    for layer, act in zip(ls, (torch.sin, torch.cos, lambda y: y.exp().sin()), strict=True):
+        h = run(lambda y: act(layer(y)), h)
     return h
 
 
 def by_entries_of_a_dict(run, ls, h):
-    for l, options in zip(ls, ({"scale": 1.0}, {"scale": 2.0}, {"scale": 3.0}), strict=True):
-        h = run(lambda y: (l(y) * options["scale"]).sin(), h)
+    for layer, options in zip(ls, ({"scale": 1.0}, {"scale": 2.0}, {"scale": 3.0}), strict=True):
+        h = run(lambda y: (layer(y) * options["scale"]).sin(), h)
     return h
 
 
 def by_a_variable_that_goes(run, ls, h):
-    for l in ls:
-        h = run(lambda y: l(y), h)
-    del l
+    for layer in ls:
+        h = run(lambda y: layer(y), h)  # noqa: F821 -- it is there when it is called
+    del layer
     return h
 
 
 def without_arguments(run, ls, h):
     """The input is closed over, too, and its variable is bound to the output at once."""
-    for l in ls:
-        h = run(lambda _: l(h), torch.zeros(()))
+    for layer in ls:
+        h = run(lambda _: layer(h), torch.zeros(()))
     return h
 
 
 def with_a_state(run, ls, h):
     state = (h.sin(), h.cos())
-    for l in ls:
-        state = run(lambda y: (l(state[0]) + y, l(state[1]) * state[0]), h)
+    for layer in ls:
+        state = run(lambda y: (layer(state[0]) + y, layer(state[1]) * state[0]), h)
     return state[0] * state[1]
 
 
 def with_a_mask(run, ls, h):
-    for l in ls:
+    for layer in ls:
         mask = (torch.rand(2, 3) > 0.5).double()
-        h = run(lambda y: (l(y) * mask).sin(), h)
+        h = run(lambda y: (layer(y) * mask).sin(), h)
     return h
 
 
 def with_a_residual(run, ls, h):
     """A value with a history, which is freed when its variable is bound to the next."""
-    for l in ls:
+    for layer in ls:
         skip = h.exp() + 1
-        h = run(lambda y: l(y).sin() * skip, h)
+        h = run(lambda y: layer(y).sin() * skip, h)
     return h
 
 
 def by_a_helper(run, ls, h):
     """Which shares the variable."""
-    for l in ls:
+    for layer in ls:
 
         def helper(y):
-            return l(y).sin()
+            return layer(y).sin()
 
-        h = run(lambda y: helper(y) + l(y), h)
+        h = run(lambda y: helper(y) + layer(y), h)
     return h
 
 
 def by_a_partial(run, ls, h):
-    for l in ls:
-        h = run(functools.partial(lambda scale, y: l(y) * scale, 2.0), h)
+    for layer in ls:
+        h = run(functools.partial(lambda scale, y: layer(y) * scale, 2.0), h)
     return h
 
 
 def by_a_default(run, ls, h):
-    for l in ls:
-        h = run(lambda y, l=l: l(y), h)
+    for layer in ls:
+        h = run(lambda y, layer=layer: layer(y), h)
     return h
 
 
 def by_a_function_handed_over(run, ls, h):
-    for l in ls:
-        h = run(lambda f, y: f(y), lambda y: l(y), h)
+    for layer in ls:
+        h = run(lambda f, y: f(y), lambda y: layer(y), h)
     return h
 
 
 def by_a_function_in_a_list(run, ls, h):
-    for l in ls:
-        steps = [lambda y: l(y), torch.sin]
+    for layer in ls:
+        steps = [lambda y: layer(y), torch.sin]
         h = run(lambda y: functools.reduce(lambda value, step: step(value), steps, y), h)
     return h
 
@@ -163,21 +163,21 @@ def by_a_decorated_function(run, ls, h):
 
         return wrapper
 
-    for l in ls:
+    for layer in ls:
 
         @twice
         def block(y):
-            return l(y)
+            return layer(y)
 
         h = run(block, h)
     return h
 
 
 def by_recursion(run, ls, h):
-    for l in ls:
+    for layer in ls:
 
         def block(y, depth=2):
-            return l(y) if depth == 0 else l(block(y, depth - 1))
+            return layer(y) if depth == 0 else layer(block(y, depth - 1))
 
         h = run(block, h)
     return h
@@ -197,44 +197,44 @@ class Calling:
 
 
 def by_a_callable_object(run, ls, h):
-    for l in ls:
-        h = run(Calling(lambda y: l(y)), h)
+    for layer in ls:
+        h = run(Calling(lambda y: layer(y)), h)
     return h
 
 
 def by_a_method(run, ls, h):
-    for l in ls:
-        h = run(Calling(lambda y: l(y)).method, h)
+    for layer in ls:
+        h = run(Calling(lambda y: layer(y)).method, h)
     return h
 
 
 def by_a_method_with_a_closure(run, ls, h):
-    for l in ls:
+    for layer in ls:
 
         class Block:
             def forward(self, y):
-                return l(y)
+                return layer(y)
 
         h = run(Block().forward, h)
     return h
 
 
 def by_a_generator(run, ls, h):
-    for l in ls:
-        h = run(lambda y: sum(l(row) for row in y.unbind())[None].expand(2, 3), h)
+    for layer in ls:
+        h = run(lambda y: sum(layer(row) for row in y.unbind())[None].expand(2, 3), h)
     return h
 
 
 def with_a_region_inside(run, ls, h):
-    for l in ls:
-        h = run(lambda y: run(lambda z: l(z).sin(), y.cos()), h)
+    for layer in ls:
+        h = run(lambda y: run(lambda z: layer(z).sin(), y.cos()), h)
     return h
 
 
 def with_a_loop_inside(run, ls, h):
     def block(y):
-        for l in ls:
-            y = run(lambda z: l(z).sin(), y)
+        for layer in ls:
+            y = run(lambda z: layer(z).sin(), y)
         return y
 
     return run(block, h)
@@ -355,10 +355,10 @@ def test_curried_functions_inside(run):
     def program(run):
         ls, x = layers(), leaf(2, 3)
         h = x
-        for l in ls:
-            inner = functools.partial(run, lambda y: l(y).sin())
+        for layer in ls:
+            inner = functools.partial(run, lambda y: layer(y).sin())
             if run.ours:
-                inner = ckpt_hooks.checkpoint(name="inner")(lambda y: l(y).sin())
+                inner = ckpt_hooks.checkpoint(name="inner")(lambda y: layer(y).sin())
             h = run(lambda y: inner(y).cos(), h)
         return gradients(h, x, *ls.parameters())
 
@@ -422,7 +422,7 @@ def test_a_variable_that_forward_assigns_first(run):
 
         y = run(function, x)
         y = run(function, y)
-        found = [*gradients(y, x), table]
+        found = [*gradients(y, x), table]  # noqa: F821 -- by the function
         table = None
         return found
 
@@ -538,7 +538,7 @@ def test_a_rerun_sees_each_variable_as_forward_did():
         return y.sin().exp()
 
     ys = []
-    for number in range(3):
+    for number in range(3):  # noqa: B007 -- the function reads it
         ys.append(ckpt_hooks.checkpoint(function, x))
     number = "later"
     for y in ys:
@@ -582,7 +582,8 @@ def names_one_in_a_comprehension(y):
 
 
 def names_one_in_a_lambda(y):
-    return (lambda z: (z * _scale).sin())(y).exp()
+    scaled = lambda z: (z * _scale).sin()  # noqa: E731
+    return scaled(y).exp()
 
 
 CHANGES = {
@@ -630,15 +631,15 @@ def test_globals_named_in_other_ways(run, function):
 
 SCRIPT = """
 def program(run, layers, h):
-    global l, input
-    for l in layers:
-        input = l[0].bias.detach() * 2
-        h = run(lambda y: l(y) + input, h)
+    global layer, input
+    for layer in layers:
+        input = layer[0].bias.detach() * 2
+        h = run(lambda y: layer(y) + input, h)
     return h
 
 h = x
-for l in layers:
-    h = run(lambda y: run(lambda z: l(z), y.sin()), h)
+for layer in layers:
+    h = run(lambda y: run(lambda z: layer(z), y.sin()), h)
 """
 
 
@@ -714,7 +715,7 @@ def test_backwards_of_several_threads_that_share_a_variable():
         return y.sin().exp()
 
     ys = []
-    for number in range(2):
+    for number in range(2):  # noqa: B007 -- the function reads it
         ys.append(ckpt_hooks.checkpoint(function, x).sum())
     number = 2
     threads = [threading.Thread(target=torch.autograd.grad, args=(y, x)) for y in ys]
