@@ -92,10 +92,7 @@ def _is_policy(value: Any) -> bool:
     if isinstance(value, Policy):
         return True
     returned = getattr(value, "__annotations__", {}).get("return")
-    return (
-        returned is torch.utils.checkpoint.CheckpointPolicy
-        or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
-    )
+    return returned is CheckpointPolicy or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

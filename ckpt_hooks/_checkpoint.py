@@ -110,7 +110,8 @@ def checkpoint(
     function is called plainly.
 
     Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
-    dataclasses, and the state of the random generators, of which regions share a copy. Recomputed tensors live until autograd
+    dataclasses; what variables that the function closes over, and globals that it names, were bound to; and the state of the
+    random generators, of which regions share a copy. Recomputed tensors live until autograd
     takes them, or until that backward ends.
 
     Args:
@@ -324,8 +325,8 @@ def checkpoint_sequential(
     """
     if kwargs:
         raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For other "
-            "options, call each segment by itself: checkpoint(policy=...)(function)(input)."
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For "
+            "other options, call each segment by itself: checkpoint(policy=...)(function)(input)."
         )
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(
