@@ -78,7 +78,10 @@ class _Tuple:
 def _noted(value: Any) -> Any:
     """Returns what stands for a content: itself, but for tensors with a history and tuples of these."""
     if isinstance(value, torch.Tensor):
-        return _Upstream(value) if value.requires_grad and not value.is_leaf else value
+        try:
+            return _Upstream(value) if value.requires_grad and not value.is_leaf else value
+        except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+            return value
     if type(value) is tuple:
         entries = tuple(map(_noted, value))
         return value if all(map(is_, entries, value)) else _Tuple(entries)
