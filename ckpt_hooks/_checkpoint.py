@@ -12,6 +12,7 @@ from typing import Any, Generic, SupportsIndex, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
+from ._callables import UNRUN, check_runs, check_swallowed, refuse_unrun
 from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
 from ._fused_steps import watch_fused_steps
 from ._options import DEFAULT_OPTIONS, RegionOptions
@@ -109,7 +110,8 @@ def checkpoint(
     function is called plainly.
 
     Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
-    dataclasses, and the state of the random generators, of which regions share a copy. Recomputed tensors live until autograd
+    dataclasses; what variables that the function closes over, and globals that it names, were bound to; and the state of the
+    random generators, of which regions share a copy. Recomputed tensors live until autograd
     takes them, or until that backward ends.
 
     Args:
@@ -139,7 +141,9 @@ def checkpoint(
 
     Raises:
         ValueError: If an option is unknown or has a value that is not to be had.
-        TypeError: If an argument is an iterator, which cannot be read twice.
+        TypeError: If an argument is an iterator, which cannot be read twice; if the function is a generator function or a
+            coroutine function, which does not run when it is called; or if a direct call has an option of the curried form
+            that the function does not take, or that is a policy.
         RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
         CheckpointError: In backward, where what the region needs cannot be brought back as it was.
 
@@ -167,7 +171,13 @@ def checkpoint(
         if args:
             raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")
         return _curried(options, context_fn, debug, kwargs)
+    if kwargs and not _CURRIED_OPTIONS.isdisjoint(kwargs):
+        check_swallowed(function, _CURRIED_OPTIONS, kwargs)
     return _run(function, args, kwargs, options, context_fn, debug)
+
+
+#: Options that in a direct call are keyword arguments of the function, as in torch.
+_CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers"})
 
 
 def _reentrant_error() -> ValueError:
@@ -187,22 +197,26 @@ def _run(
     debug: bool,
 ) -> Any:
     if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    if is_any_transform_active():
+        result = function(*args, **kwargs)
+    elif is_any_transform_active():
         warn_of_transform()
-        return function(*args, **kwargs)
-    watch_fused_steps()
-    contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
-    settings = current_settings()
-    if debug if settings.debug is None else settings.debug:
-        logs = OperatorLogs()
-        own = logs.forward, logs.recompute
-        frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
-        frame.explain = logs.explain
+        result = function(*args, **kwargs)
     else:
-        frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
-    with frame:
-        return function(*args, **kwargs)
+        watch_fused_steps()
+        contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
+        settings = current_settings()
+        if debug if settings.debug is None else settings.debug:
+            logs = OperatorLogs()
+            own = logs.forward, logs.recompute
+            frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
+            frame.explain = logs.explain
+        else:
+            frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
+        with frame:
+            result = function(*args, **kwargs)
+    if type(result) in UNRUN:
+        refuse_unrun(function, result)
+    return result
 
 
 class CheckpointedFunction(Generic[P, R]):
@@ -259,7 +273,12 @@ def _curried(
             "use_reentrant, name, policy, preserve_buffers. Arguments of the function go to what that returns: "
             "checkpoint(...)(function)(*args)."
         )
-    return lambda function: CheckpointedFunction(function, options, context_fn, debug)
+
+    def as_region(function: Callable[P, R]) -> Callable[P, R]:
+        check_runs(function)
+        return CheckpointedFunction(function, options, context_fn, debug)
+
+    return as_region
 
 
 def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Callable[[], ContextPair]:
@@ -306,7 +325,8 @@ def checkpoint_sequential(
     """
     if kwargs:
         raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only."
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For "
+            "other options, call each segment by itself: checkpoint(policy=...)(function)(input)."
         )
     if use_reentrant is not None and not isinstance(use_reentrant, bool):
         raise TypeError(

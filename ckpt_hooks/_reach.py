@@ -1,4 +1,4 @@
-"""What a function reaches besides its arguments: modules, tensors and random generators, in closures, partials, methods.
+"""What a function reaches besides its arguments: modules, tensors, random generators, functions, in closures and the like.
 
 A rerun has to find the state of these as forward found it. Nothing says in advance what a function will touch, so this looks
 where user code keeps such things: the module that is the function or that the method is bound to, closure cells, defaults, the
@@ -13,13 +13,13 @@ import dis
 import functools
 import types
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "Search", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "reach"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
@@ -46,27 +46,34 @@ class Reached:
         modules: Roots; what is inside of them was not looked at.
         tensors: Those outside of modules.
         generators: Those outside of modules.
+        functions: Those outside of modules, the function itself among them.
     """
 
-    __slots__ = ("generators", "modules", "tensors")
+    __slots__ = ("functions", "generators", "modules", "tensors")
 
     def __init__(
-        self, modules: Sequence[Module], tensors: Sequence[torch.Tensor], generators: Sequence[torch.Generator]
+        self,
+        modules: Sequence[Module],
+        tensors: Sequence[torch.Tensor],
+        generators: Sequence[torch.Generator],
+        functions: Sequence[types.FunctionType] = (),
     ) -> None:
         self.modules = modules
         self.tensors = tensors
         self.generators = generators
+        self.functions = functions
 
 
 class Search:
     """One search; has what it found, and what it has looked at."""
 
-    __slots__ = ("_seen", "generators", "modules", "tensors")
+    __slots__ = ("_seen", "functions", "generators", "modules", "tensors")
 
     def __init__(self) -> None:
         self.modules: list[Module] = []
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
+        self.functions: list[types.FunctionType] = []
         self._seen: set[int] = set()
 
     def look(self, value: Any, depth: int) -> None:
@@ -118,6 +125,7 @@ class Search:
                         continue
 
     def _look_into_function(self, function: types.FunctionType, depth: int) -> None:
+        self.functions.append(function)
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
@@ -130,7 +138,7 @@ class Search:
             self._look_at_all(function.__kwdefaults__.values(), depth)
         # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
         variables = function.__globals__
-        for name in _globals_of(function.__code__):
+        for name in facts_of(function)[0]:
             value = variables.get(name)
             if issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
                 self.look(value, 1)
@@ -140,20 +148,41 @@ class Search:
 NOTHING = Reached((), (), ())
 
 _MOST_CODE = 10_000
-_names: dict[int, tuple[types.CodeType, tuple[str, ...]]] = {}
+_BINDING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
+_NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
+
+#: Names of global variables; whether the code binds these, or variables that it closes over; whether it is code of torch or
+#: of this package. Code of functions that the function defines counts.
+_Facts = tuple[tuple[str, ...], bool, bool]
+_known: dict[int, tuple[types.CodeType, _Facts]] = {}
 
 
-def _globals_of(code: types.CodeType) -> tuple[str, ...]:
-    """Returns the names of global variables in code, without those of attributes, which code objects list along with them."""
-    if len(_names) > _MOST_CODE:  # code that is made anew all the time
-        _names.clear()
-        _bare.clear()
-    known = _names.get(id(code))
+def facts_of(function: types.FunctionType) -> _Facts:
+    """Returns what is known of the code of a function.
+
+    Names of attributes are not among its names, which code objects list along with those of variables. Names of Python's own
+    functions are where the module has a variable of that name.
+    """
+    code = function.__code__
+    known = _known.get(id(code))
     if known is None or known[0] is not code:
-        loads = (step for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
-        names = tuple(dict.fromkeys(str(step.argval) for step in loads if step.argval not in _BUILTINS))
-        known = _names[id(code)] = code, names
+        if len(_known) > _MOST_CODE:  # code that is made anew all the time
+            _known.clear()
+            _bare.clear()
+        variables, outer = function.__globals__, code.co_freevars
+        package = str(variables.get("__name__")).partition(".")[0]
+        steps = [(step.opname, str(step.argval)) for step in _steps_in(code)]
+        names = dict.fromkeys(name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS))
+        binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
+        known = _known[id(code)] = code, (tuple(names), binds, package in ("torch", "ckpt_hooks"))
     return known[1]
+
+
+def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
+    yield from dis.get_instructions(code)
+    for constant in code.co_consts:
+        if type(constant) is types.CodeType:
+            yield from _steps_in(constant)
 
 
 #: Code that names no global variable.
@@ -174,13 +203,20 @@ def _is_dull(function: types.FunctionType) -> bool:
     if _bare.get(id(code)) is code:
         return True
     variables = function.__globals__
-    for name in _globals_of(function.__code__):
+    names = facts_of(function)[0]
+    for name in names:
         value = variables.get(name)
         if type(value) not in _DULL and issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
             return False
-    if not _globals_of(code):
+    if not names:
         _bare[id(code)] = code
     return True
+
+
+def has_names(function: types.FunctionType) -> bool:
+    """Whether the code of a function names global variables, as far as that is known already."""
+    code = function.__code__
+    return _bare.get(id(code)) is not code
 
 
 def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
@@ -202,4 +238,4 @@ def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
     search.look(function, _DEPTH)
     for value in objects:
         search.look(value, _DEPTH)
-    return Reached(search.modules, search.tensors, search.generators)
+    return Reached(search.modules, search.tensors, search.generators, search.functions)

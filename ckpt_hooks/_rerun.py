@@ -48,6 +48,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
+from ._variables import Loan, variables_of
 from ._weights import WatchReads
 from .errors import DeterminismError, MutationError
 
@@ -82,6 +83,7 @@ class FunctionFrame(ExplainingFrame):
         "_plain",
         "_selection",
         "_state",
+        "_variables",
     )
 
     def __init__(
@@ -131,19 +133,22 @@ class FunctionFrame(ExplainingFrame):
             function, options = self._function, self._options
             self._objects = notes_of(function, self._arguments.objects)
             generators: Sequence[torch.Generator] = ()
-            # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
+            # In the usual case it is a module that was looked at before, or a function of tensors.
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._state = state_of_idle(plan)
-            elif (reached := reach(function, objects)) is not NOTHING:
-                self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
-                if self._state is None:
-                    if self._contexts is not None:
-                        raise uninitialized(self._region())
-                    self._keeps_all, self._plain = True, False  # this once
-                    return self
-                generators = self._state.generators
+                self._state, self._variables = state_of_idle(plan), None
+            else:
+                reached = reach(function, objects)
+                self._variables = variables_of(function, reached)
+                if reached is not NOTHING:
+                    self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
+                    if self._state is None:
+                        if self._contexts is not None:
+                            raise uninitialized(self._region())
+                        self._keeps_all, self._plain = True, False  # this once
+                        return self
+                    generators = self._state.generators
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._context = copy_context() or None
             crowded = is_crowded()
@@ -354,6 +359,7 @@ class FunctionFrame(ExplainingFrame):
             hook = filling.noting_versions(hook)
         if leftovers is not None:
             hook = leftovers.noting(hook, filling.values, filling.last)
+        loan = None if self._variables is None else Loan(self._variables)
         push_saved_tensors_hooks(hook, hand_back)
         try:
             if parameters is not None or leftovers is not None:
@@ -366,6 +372,8 @@ class FunctionFrame(ExplainingFrame):
                 self._call_in_context(call)
         finally:
             pop_saved_tensors_hooks()
+            if loan is not None:
+                loan.end()
 
     def _call_in_context(self, call: _Call) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from typing_extensions import ParamSpec, Self
 
+from ._callables import UNRUN, check_runs, refuse_unrun
 from ._policy import Policy, policy_from
 from ._runtime.stack import stack
 from ._tape.frame import RecordedFrame
@@ -128,18 +128,16 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         Raises:
             TypeError: If calling the function does not run it, as with generators and coroutines.
         """
-        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
-        if any(is_kind(function) for is_kind in kinds):
-            raise TypeError(
-                f"{function!r} does not run when it is called, so its calls cannot be regions: write "
-                "`with checkpoint_region():` around lines of it."
-            )
+        check_runs(function)
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_dynamo_compiling():
                 return function(*args, **kwargs)
             with self:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            if type(result) in UNRUN:
+                refuse_unrun(function, result)
+            return result
 
         return functools.update_wrapper(run, function, updated=())
 

@@ -506,3 +506,38 @@ def test_errors_keep_nothing():
             y.sum().backward()
         del h, y
         assert alive() is None
+
+
+def test_states_that_are_closed_over_keep_no_graphs(frames):
+    """One forward after the other without a backward: each has noted the output of the one before, and not its graph."""
+    x = leaf(3)
+    state, pair = torch.zeros(3), (torch.zeros(3), torch.zeros(3))
+    for _ in range(20):
+        state = checkpoint(lambda y: block(y) + state.detach(), x)
+        pair = checkpoint(lambda y: (block(y) + pair[0].detach(), block(y) * pair[1].detach()), x)
+    assert sum(frames.alive()) == 2
+
+
+def test_a_variable_that_is_bound_to_the_output_keeps_nothing_after_backward(frames):
+    x, gone = leaf(3), []
+    h = x
+    for number in range(3):
+        skip = h * 2
+        gone.append(weakref.ref(skip))
+        h = checkpoint(lambda: block(h) * number + skip.sin())  # noqa: F821 -- it is there when it is called
+    del skip
+    h.sum().backward()
+    assert frames.alive() == [False] * 3
+    assert [reference() for reference in gone] == [None] * 3
+
+
+def test_a_rerun_leaves_nothing_of_a_variable_behind(frames):
+    x, scale = leaf(3), torch.ones(3)
+    y = checkpoint(lambda y: block(y * scale), x).sum()
+    gone = weakref.ref(scale)
+    scale = 2.0
+    y.backward(retain_graph=True)
+    assert gone() is not None
+    del y
+    assert gone() is None
+    assert scale == 2.0

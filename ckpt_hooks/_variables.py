@@ -1,0 +1,254 @@
+"""Variables of functions, closed over or global: noted when forward begins, and lent to a rerun as forward found them.
+
+``for l in layers: h = checkpoint(lambda y: l(y), h)`` binds ``l`` anew for each layer, and each of the functions reads the one
+variable ``l``. So a rerun gets the content that its forward found, for as long as it runs, and afterwards the variable is what
+it was: bound again by the caller, by the function itself (``nonlocal count``), or by a stopped rerun.
+
+The variable itself is lent. A copy of the function with variables of its own would be out of step with everything else that
+shares them: a hook of a module that binds a closed-over variable, a helper that reads the same global, a function that an
+object holds.
+
+A tensor with a history is held without it. With it, ``last = checkpoint(lambda y: f(y, last.detach()), x)`` would keep the
+graph of every forward before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import chain, repeat
+from operator import attrgetter, is_
+from threading import Condition, Lock, get_ident
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from ._dispatch import unseen
+from ._reach import NOTHING, Reached, facts_of, has_names
+from ._refit import as_kind
+
+__all__ = ["Loan", "variables_of"]
+
+#: The content of a variable that is not assigned.
+_ABSENT = object()
+_ALWAYS_ABSENT = repeat(_ABSENT)
+
+
+@unseen
+def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    return as_kind(tensor.detach(), type(tensor))
+
+
+class _Upstream:
+    """Stands for a tensor with a history: the tensor itself as long as it is there, then a leaf on the same memory."""
+
+    __slots__ = ("_alias", "_reference")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference, self._alias = weakref.ref(tensor), _alias_of(tensor)
+
+    def is_content(self, value: Any) -> bool:
+        """Whether a variable with this value has the content that was noted."""
+        return value is self._reference()
+
+    def content(self) -> Any:
+        """Returns a content that is as good as the one noted."""
+        tensor = self._reference()
+        return _alias_of(self._alias).requires_grad_() if tensor is None else tensor
+
+
+class _Tuple:
+    """Stands for a tuple with such tensors."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self, entries: tuple[Any, ...]) -> None:
+        self._entries = entries
+
+    def is_content(self, value: Any) -> bool:
+        """Whether a variable with this value has the content that was noted."""
+        return type(value) is tuple and len(value) == len(self._entries) and all(map(_is_content, self._entries, value))
+
+    def content(self) -> Any:
+        """Returns a content that is as good as the one noted."""
+        return tuple(map(_content, self._entries))
+
+
+def _noted(value: Any) -> Any:
+    """Returns what stands for a content: itself, but for tensors with a history and tuples of these."""
+    if isinstance(value, torch.Tensor):
+        try:
+            return _Upstream(value) if value.requires_grad and not value.is_leaf else value
+        except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+            return value
+    if type(value) is tuple:
+        entries = tuple(map(_noted, value))
+        return value if all(map(is_, entries, value)) else _Tuple(entries)
+    return value
+
+
+def _is_content(noted: Any, value: Any) -> bool:
+    return noted is value or (type(noted) in (_Upstream, _Tuple) and noted.is_content(value))
+
+
+def _content(noted: Any) -> Any:
+    return noted.content() if type(noted) in (_Upstream, _Tuple) else noted
+
+
+#: The variables of one function: cells; a namespace and names in it; what stands for the contents when forward began; and
+#: whether the function binds any.
+_Entry = tuple[tuple[CellType, ...], dict[str, Any], tuple[str, ...], tuple[Any, ...], bool]
+_NO_CELLS: tuple[CellType, ...] = ()
+
+#: Types of contents that stand for themselves.
+_PLAIN = frozenset({type(None), bool, int, float, str, type, ModuleType, FunctionType, BuiltinFunctionType, object})
+
+
+def variables_of(function: Any, reached: Reached) -> Sequence[_Entry] | None:
+    """Notes the variables of functions, None if there are none.
+
+    Functions of torch and of this package are left out: what they keep in variables (of a compiler, say) is theirs.
+
+    Args:
+        function: What a region calls.
+        reached: What that reaches.
+    """
+    if reached is not NOTHING:
+        entries = [entry for one in reached.functions if (entry := _entry_of(one)) is not None]
+        return entries or None
+    if type(function) is not FunctionType or not (function.__closure__ or has_names(function)):
+        return None
+    only = _entry_of(function)
+    return None if only is None else (only,)
+
+
+def _entry_of(function: FunctionType) -> _Entry | None:
+    names, binds, is_library = facts_of(function)
+    cells = function.__closure__ or _NO_CELLS
+    if is_library or not (cells or names):
+        return None
+    namespace = function.__globals__
+    contents = _read(cells, namespace, names)
+    if not _PLAIN.issuperset(map(type, contents)):
+        contents = tuple(map(_noted, contents))
+    return cells, namespace, names, contents, binds
+
+
+_contents_of: Callable[[CellType], Any] = attrgetter("cell_contents")
+
+
+def _read(cells: tuple[CellType, ...], namespace: dict[str, Any], names: tuple[str, ...]) -> tuple[Any, ...]:
+    if not cells:
+        return tuple(map(namespace.get, names, _ALWAYS_ABSENT))
+    try:
+        return (*map(_contents_of, cells), *map(namespace.get, names, _ALWAYS_ABSENT))
+    except ValueError:
+        return (*map(_content_or_absent, cells), *map(namespace.get, names, _ALWAYS_ABSENT))
+
+
+def _content_or_absent(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _ABSENT
+
+
+def _write(entry: _Entry, contents: Sequence[Any], now: Sequence[Any]) -> None:
+    """Changes the contents of those variables whose content now is another one."""
+    cells, namespace, names, *_ = entry
+    for cell, content, old in zip(cells, contents, now, strict=False):
+        if content is _ABSENT and old is not _ABSENT:
+            del cell.cell_contents
+        elif content is not old:
+            cell.cell_contents = content
+    skipped = len(cells)
+    for name, content, old in zip(names, contents[skipped:], now[skipped:], strict=True):
+        if content is _ABSENT and old is not _ABSENT:
+            namespace.pop(name, None)
+        elif content is not old:
+            namespace[name] = content
+
+
+def _places(entry: _Entry) -> list[Any]:
+    """Returns something for each variable that is equal where the variable is the same."""
+    cells, namespace, names, *_ = entry
+    return [*map(id, cells), *((id(namespace), name) for name in names)]
+
+
+class Loan:
+    """Variables that a rerun finds as forward found them.
+
+    Of two reruns on different threads that share a variable, and want different contents of it, one waits for the other.
+    """
+
+    __slots__ = ("_before", "_entries", "_lent", "_thread")
+
+    def __init__(self, entries: Sequence[_Entry]) -> None:
+        """Waits until no other thread has the variables, and lends them."""
+        self._entries, self._thread = entries, get_ident()
+        self._before: list[tuple[Any, ...]] | None = None
+        with _lock:
+            if _running or not _are_as_noted(entries):
+                self._lend()
+            else:
+                self._lent = _NO_PLACES
+            _running.append(self)
+
+    def _lend(self) -> None:
+        self._look()
+        while any(map(self._is_in_conflict, _running)):
+            _waiting.append(self)
+            _turn.wait()
+            _waiting.remove(self)
+            self._look()
+        self._before = []
+        for entry in self._entries:
+            now = _read(*entry[:3])
+            self._before.append(now)
+            if self._lent:
+                notes = zip(entry[3], now, strict=True)
+                _write(entry, [value if _is_content(noted, value) else _content(noted) for noted, value in notes], now)
+
+    def _look(self) -> None:
+        """Finds out which variables have another content than in forward."""
+        found = [zip(_places(entry), entry[3], _read(*entry[:3]), strict=True) for entry in self._entries]
+        self._lent = frozenset(place for place, noted, value in chain(*found) if not _is_content(noted, value))
+
+    def _is_in_conflict(self, other: Loan) -> bool:
+        if other._thread == self._thread or not (self._lent or other._lent):
+            return False
+        return not (self._lent.isdisjoint(other._places()) and other._lent.isdisjoint(self._places()))
+
+    def _places(self) -> list[Any]:
+        return [place for entry in self._entries for place in _places(entry)]
+
+    def end(self) -> None:
+        """Has the variables be what they were before."""
+        with _lock:
+            if self._before is not None:
+                for entry, before in zip(reversed(self._entries), reversed(self._before), strict=True):
+                    _write(entry, before, _read(*entry[:3]))
+            _running.remove(self)
+            if _waiting:
+                _turn.notify_all()
+
+
+def _are_as_noted(entries: Sequence[_Entry]) -> bool:
+    """Whether variables have the contents that were noted, and the functions do not bind any."""
+    for cells, namespace, names, noted, binds in entries:
+        if binds:
+            return False
+        now = _read(cells, namespace, names)
+        if not (all(map(is_, noted, now)) or all(map(_is_content, noted, now))):
+            return False
+    return True
+
+
+_NO_PLACES: frozenset[Any] = frozenset()
+
+#: Of all threads.
+_running: list[Loan] = []
+_waiting: list[Loan] = []
+_lock = Lock()
+_turn = Condition(_lock)

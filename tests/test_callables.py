@@ -1,0 +1,164 @@
+"""What may be a region, and which keyword arguments reach it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, checkpoint_sequential
+from ckpt_hooks.policies import dots_saveable, save_ops
+from tests.measure import leaf
+
+MM = torch.ops.aten.mm.default
+
+# Functions that do not run when they are called
+
+
+def generator(x):
+    yield x.sin()
+
+
+async def coroutine(x):
+    return x.sin()
+
+
+async def async_generator(x):
+    yield x.sin()
+
+
+class Generating(nn.Module):
+    """A module whose forward is a generator function."""
+
+    def forward(self, x):
+        yield x.sin()
+
+
+class Awaiting:
+    """An object whose call and method are coroutine functions."""
+
+    async def __call__(self, x):
+        return x.sin()
+
+    async def method(self, x):
+        return x.sin()
+
+
+UNRUN = {
+    "generator": generator,
+    "coroutine": coroutine,
+    "asynchronous generator": async_generator,
+    "partial": functools.partial(functools.partial(generator)),
+    "module": Generating(),
+    "method of a module": Generating().forward,
+    "object": Awaiting(),
+    "method": Awaiting().method,
+    "partial of a module": functools.partial(Generating()),
+}
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("function", UNRUN.values(), ids=UNRUN)
+def test_functions_that_do_not_run_when_they_are_called(function, grad):
+    with torch.set_grad_enabled(grad):
+        for wrap in (checkpoint(), checkpoint(name="block"), checkpoint_region()):
+            with pytest.raises(TypeError, match="does not run when it is called"):
+                wrap(function)
+        with pytest.raises(TypeError, match="does not run when it is called"):
+            checkpoint(function, leaf(3))
+        with pytest.raises(TypeError, match="does not run when it is called"):
+            checkpoint(decorated(function), leaf(3))
+        with pytest.raises(TypeError, match="does not run when it is called"):
+            checkpoint()(decorated(function))(leaf(3))
+        with pytest.raises(TypeError, match="does not run when it is called"):
+            checkpoint_sequential([function, lambda value: value], 2, leaf(3))
+
+
+def test_methods_that_do_not_run_when_they_are_called():
+    with pytest.raises(TypeError, match="does not run when it is called"):
+
+        class Block:
+            @checkpoint(name="block")
+            def forward(self, x):
+                yield x
+
+
+def test_functions_that_use_such_functions():
+    x = leaf(3)
+    assert torch.equal(checkpoint(lambda x: next(generator(x)), x), x.sin())
+    assert torch.equal(checkpoint(lambda x: (next(generator(x)), generator)[0], x), x.sin())
+    assert checkpoint(contextlib.nullcontext, x).enter_result is x  # a class
+
+
+# Keyword arguments that have the name of an option
+
+
+def swallows(x, **kwargs):
+    swallows.got = kwargs
+    return x.sin()
+
+
+def takes_a_name(x, name="none"):
+    return name
+
+
+class Swallowing(nn.Module):
+    """A module that takes any keyword argument."""
+
+    def forward(self, x, **kwargs):
+        return kwargs
+
+
+def keep_all(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+def keep_all_in_words(ctx, op, *args, **kwargs) -> "CheckpointPolicy":  # noqa: UP037
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [dots_saveable, save_ops(MM), [MM], {MM}, (MM,), [torch.ops.aten.mm], keep_all, keep_all_in_words],
+    ids=["policy", "save_ops", "list", "set", "tuple", "packet", "function", "function in words"],
+)
+@pytest.mark.parametrize("function", [swallows, Swallowing(), functools.partial(swallows), lambda x: x])
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_policy_in_a_direct_call(function, policy, grad):
+    with torch.set_grad_enabled(grad), pytest.raises(TypeError, match=r"checkpoint\(policy=\.\.\.\)\(function\)"):
+        checkpoint(function, leaf(3), policy=policy)
+
+
+@pytest.mark.parametrize("option", [{"policy": None}, {"name": "block"}, {"preserve_buffers": False}], ids=str)
+def test_an_option_that_the_function_does_not_take(option):
+    (name,) = option
+    for function in (lambda x: x, nn.Tanh(), functools.partial(nn.functional.relu), nn.Tanh().forward):
+        with pytest.raises(TypeError, match=rf"checkpoint\({name}=\.\.\.\)\(function\)"):
+            checkpoint(function, leaf(3), **option)
+
+
+def test_what_a_function_takes_reaches_it():
+    x = leaf(3)
+    checkpoint(swallows, x, name="a", policy="greedy", preserve_buffers=1)
+    assert swallows.got == {"name": "a", "policy": "greedy", "preserve_buffers": 1}
+    assert checkpoint(Swallowing(), x, name="a", policy=[]) == {"name": "a", "policy": []}
+    assert checkpoint(takes_a_name, x, name="b") == "b"
+    assert checkpoint(checkpoint(early_stop=False)(takes_a_name), x, name="c") == "c"
+    assert checkpoint(functools.partial(swallows, policy=dots_saveable), x).shape == (3,)
+    assert checkpoint(dict, name="d") == {"name": "d"}  # which does not say what it takes
+
+
+def test_an_option_in_checkpoint_sequential():
+    with pytest.raises(ValueError, match=r"checkpoint\(policy=\.\.\.\)\(function\)"):
+        checkpoint_sequential([torch.sin, torch.cos], 2, leaf(3), policy=dots_saveable)
