@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard
 
 Hook = Callable[[Any], Any]
 
@@ -137,108 +136,6 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 # Sets the version counters of tensors, which count modifications in place. Only for tensors of the package's own making, or
 # back to what they were. 2.11 to 2.15.
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
-
-
-def _flag(name: str, setter: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    return getattr(_c, f"_get_{name}"), getattr(_c, setter)
-
-
-def _set_deterministic(mode: bool) -> None:
-    _c._set_deterministic_algorithms(mode, warn_only=_c._get_deterministic_algorithms_warn_only())
-
-
-def _set_warn_only(warn_only: bool) -> None:
-    _c._set_deterministic_algorithms(_c._get_deterministic_algorithms(), warn_only=warn_only)
-
-
-def _reduced_precision(dtype: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
-    setter = getattr(_c, f"_set_{name}")
-    return getattr(_c, f"_get_{name}"), lambda values: setter(*values)
-
-
-# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way to say it, whose getters
-# cost a third but raise where the newer one was used to say something that it cannot.
-_precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
-_set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
-
-
-def _older_matmul_precision() -> str | None:
-    try:
-        precision: str = _c._get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-    return precision
-
-
-def _set_older_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        _c._set_float32_matmul_precision(precision)
-
-
-def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
-    if isinstance(allow_tf32, bool):
-        _c._set_cudnn_allow_tf32(allow_tf32)
-    else:
-        for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
-            _set_precision_of("cuda", operator, precision)
-
-
-Flag = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-def _cudnn_precision() -> tuple[str, str]:
-    return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
-
-
-# How each switch that decides on kernels and roundings is read and set. The public forms (``torch.backends``,
-# ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler. Where a
-# getter may raise since both ways to state a precision were used, there is another one. 2.11 to 2.15.
-FLAGS: list[Flag] = [
-    _flag("flash_sdp_enabled", "_set_sdp_use_flash"),
-    _flag("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    _flag("math_sdp_enabled", "_set_sdp_use_math"),
-    _flag("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _flag("mkldnn_enabled", "_set_mkldnn_enabled"),
-    _flag("mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    _flag("cudnn_enabled", "_set_cudnn_enabled"),
-    _flag("cudnn_benchmark", "_set_cudnn_benchmark"),
-    _flag("cudnn_deterministic", "_set_cudnn_deterministic"),
-]
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    FLAGS.append(_flag("sdp_priority_order", "_set_sdp_priority_order"))
-CUDNN_PRECISION: tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]] = (
-    _c._get_cudnn_allow_tf32,
-    _cudnn_precision,
-    _set_cudnn_precision,
-)
-MKLDNN_PRECISION: Flag = (
-    functools.partial(_precision_of, "mkldnn", "matmul"),
-    functools.partial(_set_precision_of, "mkldnn", "matmul"),
-)
-
-# Those that a ``GlobalStateGuard`` compares in one call of 0.13 us: it is what compiled code asks whether it still applies, in
-# a module of C++ that does not import the compiler. Autocast and gradient mode, which it compares too, are not set from here.
-GUARDED_FLAGS: list[Flag] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_c._get_deterministic_algorithms, _set_deterministic),
-    (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (_older_matmul_precision, _set_older_matmul_precision),
-    (functools.partial(_precision_of, "cuda", "matmul"), functools.partial(_set_precision_of, "cuda", "matmul")),
-    _reduced_precision("fp16"),
-    _reduced_precision("bf16"),
-]
-
-
-class StateGuard(Protocol):
-    """Says whether part of torch's state is as it was when this was made."""
-
-    def check(self) -> bool:
-        """Returns whether it is."""
-
-
-new_state_guard: Callable[[], StateGuard] = GlobalStateGuard
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
