@@ -10,6 +10,7 @@ Times are for torch 2.13 on one x86-64 core: a switch of the process is read in 
 from __future__ import annotations
 
 import functools
+import platform
 import threading
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -57,7 +58,6 @@ FLAGS: list[Flag] = _flags(
     ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
     ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
     ("_get_nnpack_enabled", "_set_nnpack_enabled"),
-    ("_get_cpu_allow_fp16_reduced_precision_reduction", "_set_cpu_allow_fp16_reduced_precision_reduction"),
     ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
     ("_get_cudnn_enabled", "_set_cudnn_enabled"),
     ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
@@ -65,13 +65,16 @@ FLAGS: list[Flag] = _flags(
 )
 if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
     FLAGS += _flags(("_get_sdp_priority_order", "_set_sdp_priority_order"))
+if platform.machine() in ("aarch64", "arm64"):  # others refuse to reduce in fp16
+    FLAGS += _flags(("_get_cpu_allow_fp16_reduced_precision_reduction", "_set_cpu_allow_fp16_reduced_precision_reduction"))
 if torch.version.hip is not None:
     FLAGS += _flags(("_get_miopen_immediate", "_set_miopen_immediate"))
 if torch.xpu._is_compiled():
     FLAGS += _flags(("_get_onednn_allow_tf32", "_set_onednn_allow_tf32"))
 
 # Those of operators on CUDA devices that no context manager sets. Some take 0.5 us to read, so they are read once a region, and
-# only where such a device is in use. The grouped products since 2.15, the depthwise kernel since 2.13.
+# only where such a device is in use. The depthwise kernel since 2.13, grouped products and
+# embedded kernels since 2.15.
 DEVICE_FLAGS: list[Flag] = []
 if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
     DEVICE_FLAGS += _flags(
@@ -80,6 +83,7 @@ if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
         ("_get_sm_carveout_experimental", "_set_sm_carveout_experimental"),
         ("_get_cublaslt_prefer_grouped_gemm", "_set_cublaslt_prefer_grouped_gemm"),
         ("_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel"),
+        ("_get_native_aot_enabled", "_set_native_aot_enabled"),
     )
 if torch.version.hip is not None:
     DEVICE_FLAGS += _flags(("_get_rocm_fa_preferred_backend", "_set_rocm_fa_preferred_backend"))

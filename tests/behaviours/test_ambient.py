@@ -94,9 +94,6 @@ SETTINGS = {
     "fp16 accumulation": attribute(cuda.matmul, "allow_fp16_accumulation", True),
     "fp16 reduction of matmul": attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
     "bf16 reduction of matmul": attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
-    "fp16 reduction on the host": private(
-        "_get_cpu_allow_fp16_reduced_precision_reduction", "_set_cpu_allow_fp16_reduced_precision_reduction", True
-    ),
     "nnpack": (torch._C._get_nnpack_enabled, nnpack.set_flags, False),
     "opt_einsum.enabled": attribute(opt_einsum, "enabled", not opt_einsum.enabled),
     "opt_einsum.strategy": attribute(opt_einsum, "strategy", "optimal"),
@@ -159,11 +156,10 @@ def test_setting(run, setting, around):
     assert_seen(run, around, SETTINGS[setting])
 
 
-# Of many kinds of operators at once; what is read is what holds for two of them
+# Of many kinds of operators at once
 PRECISIONS = {
-    "all": lambda: torch.backends.flags(fp32_precision="tf32"),
-    "mkldnn": lambda: mkldnn.flags(enabled=True, fp32_precision="bf16"),
-    "cuDNN": lambda: cudnn.flags(enabled=True, allow_tf32=None, fp32_precision="ieee"),
+    "all": attribute(torch.backends, "fp32_precision", "tf32"),
+    "mkldnn": attribute(mkldnn, "fp32_precision", "bf16"),
 }
 
 
@@ -175,7 +171,7 @@ def test_precisions_of_many_kinds_of_operators(run, kind, around):
     precision_of = torch._C._get_fp32_precision_getter
 
     def read():
-        return [precision_of(*key) for key in (("mkldnn", "matmul"), ("mkldnn", "conv"), ("cuda", "matmul"), ("cuda", "conv"))]
+        return [precision_of(backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn")]
 
     def function(x):
         seen.append(read())
@@ -183,9 +179,9 @@ def test_precisions_of_many_kinds_of_operators(run, kind, around):
 
     seen: list[Any] = []
     first = read()
-    with PRECISIONS[kind]() if around == "forward" else contextlib.nullcontext():
+    with written(PRECISIONS[kind]) if around == "forward" else contextlib.nullcontext():
         y = run(function, leaf(3)).sum()
-    with PRECISIONS[kind]() if around == "backward" else contextlib.nullcontext():
+    with written(PRECISIONS[kind]) if around == "backward" else contextlib.nullcontext():
         before = read()
         y.backward()
         assert read() == before
