@@ -66,6 +66,7 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 _PYTHON, _SNAPSHOT, _COUNTING = (
     torch._C.DispatchKey.Python,
     torch._C.DispatchKey.PythonTLSSnapshot,
@@ -157,10 +158,14 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether somebody has freed the memory of a tensor, as frameworks do with parameters and what they gathered."""
+    """Whether the memory of a tensor was freed, as frameworks do with parameters and what they gathered."""
     try:
-        return not tensor.data_ptr() and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+        # To ask a fake tensor where its memory is warns, and will raise.
+        return (type(tensor) not in _PLAIN or not tensor.data_ptr()) and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
     except (NotImplementedError, RuntimeError):
         return False
 
@@ -204,6 +209,18 @@ private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 # thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
+# Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The tracer
+# is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well. The public
+# way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. 2.11 to 2.15.
+_slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+def is_traced() -> bool:
+    """Whether operators of this thread are traced; to be asked only where a dispatch mode or a function mode is active."""
+    return _slot_of_mode(_TRACER) is not None or _is_included(_BEFORE_DISPATCH)
+
+
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 _pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
 _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
@@ -212,7 +229,7 @@ _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_s
 # ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
 # nothing is batched. Its level can only be read by moving it. 2.11 to 2.15.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
-_is_included, _BATCHED_GRADS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
+_BATCHED_GRADS = torch._C._dispatch_key_parse("VmapMode")
 
 
 def suspend_transforms() -> tuple[list[object], int] | None:
