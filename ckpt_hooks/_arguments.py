@@ -213,7 +213,7 @@ class Arguments:
             self._let_go_of_history(now)
 
     def _let_go_of_history(self, now: Sequence[_Facts]) -> None:
-        """Keeps an alias of each tensor that the function wrote to: its history is the region's, which would own itself (Rule 9)."""
+        """Keeps an alias of each tensor that the function wrote to: with its history, the region would own itself (Rule 9)."""
         self._tensors = [
             tensor if tensor is None or before[0] == found[0] or tensor.is_leaf else counted_detach(tensor)
             for tensor, before, found in zip(self._tensors, self._kept_facts, now, strict=True)

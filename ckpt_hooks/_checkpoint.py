@@ -113,8 +113,8 @@ def checkpoint(
     takes them, or until that backward ends.
 
     Where operators are traced into a graph (``torch.fx.experimental.proxy_tensor.make_fx`` over forward and backward), a region
-    keeps everything: the graph is that of the program without it, and what to recompute is for whoever compiles the graph to say.
-    The same holds under transforms of ``torch.func``.
+    keeps everything. The graph is that of the program without regions; a compiler decides what it recomputes. The same holds
+    under transforms of ``torch.func``.
 
     Args:
         function: What to call. It must do the same when it is called again: same operators, same order. Dropout and the like

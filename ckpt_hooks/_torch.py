@@ -164,8 +164,9 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor was freed, as frameworks do with parameters and what they gathered."""
     try:
-        # To ask a fake tensor where its memory is warns, and will raise.
-        return (type(tensor) not in _PLAIN or not tensor.data_ptr()) and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+        if type(tensor) in _PLAIN and tensor.data_ptr():  # a fake tensor warns when it is asked, and will raise
+            return False
+        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
     except (NotImplementedError, RuntimeError):
         return False
 
@@ -209,9 +210,9 @@ private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 # thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
-# Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The tracer
-# is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well. The public
-# way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. 2.11 to 2.15.
+# Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
+# tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.
+# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. 2.11 to 2.15.
 _slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
 _BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
 

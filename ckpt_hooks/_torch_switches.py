@@ -1,8 +1,9 @@
 """Every switch of torch that decides on kernels and roundings: how it is read, and how it is set.
 
-Private calls into torch, like those of :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``, ``torch.nn.attention``) are
-properties and contexts around these, at 1 us each, and one of them imports the compiler. The private forms may go when the public
-ones cost as little. ``tests/test_switches.py`` goes through what the installed torch has, and fails for a switch that has no verdict.
+Private calls into torch, like those of :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``, ``torch.nn.attention``)
+are properties and contexts around these, at 1 us each, and one of them imports the compiler. The private forms may go when the
+public ones cost as little. ``tests/test_switches.py`` goes through the switches of the installed torch, and fails for one that
+has no verdict.
 
 Times are for torch 2.13 on one x86-64 core: a switch of the process is read in 0.04 us, a precision of float32 in 0.3.
 """
@@ -177,7 +178,7 @@ def _reduced_precision(dtype: str) -> Flag:
 
 
 def _set_num_threads(count: int) -> None:
-    """Sets how many threads an operator of this thread runs on; what MKL has of it is of the process, so the main thread alone."""
+    """Sets how many threads operators run on; on the main thread alone, for a part of it belongs to the whole process."""
     if threading.get_ident() == threading.main_thread().ident:
         torch.set_num_threads(count)
 

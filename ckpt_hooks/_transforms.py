@@ -1,7 +1,7 @@
 """Regions where checkpointing cannot be: under transforms of functions, and where operators are traced into a graph.
 
-A transform hides saved tensors from hooks. A tracer would write down what a recompute does: the values that a replay returns come
-from below the tracer, as constants, and a rerun draws random numbers anew. So a region keeps everything there.
+A transform hides saved tensors from hooks. A tracer would write down what a recompute does: the values that a replay returns
+come from below the tracer, as constants, and a rerun draws random numbers anew. So a region keeps everything there.
 """
 
 from __future__ import annotations

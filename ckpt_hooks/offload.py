@@ -229,10 +229,10 @@ class Batch:
 class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 -- a function to those who use it
     """Moves what autograd saves in a block to the host, and back when backward comes to it; no checkpointing needed.
 
-    Parameters stay, since the model holds them anyway, and so do small tensors and those on the host. The memory of a tensor is free when its copy is there and nobody else
-    holds it; one that requires no gradient is sent when another operator saves something, or the block ends. In backward,
-    each tensor that is asked for has the one before it fetched as well. Where operators are traced into a graph (``make_fx``),
-    nothing is moved.
+    Parameters stay, since the model holds them anyway, and so do small tensors and those on the host. The memory of a tensor is
+    free when its copy is there and nobody else holds it; one that requires no gradient is sent when another operator saves
+    something, or the block ends. In backward, each tensor that is asked for has the one before it fetched as well. Where
+    operators are traced into a graph (``make_fx``), nothing is moved.
 
     Args:
         min_offload_size: Bytes below which a tensor stays on its device.
@@ -359,9 +359,10 @@ def _bring_back(packed: Any) -> torch.Tensor:
     if tensor._version != version:
         what = f"a {describe_kind(tensor)} {'leaf' if tensor.requires_grad else 'tensor'}"
         raise MutationError(
-            f"{what} that was saved in a block of offload_saved_tensors, and stayed where it was, has been modified by an inplace "
-            f"operation: it is at version {tensor._version}; expected version {version} instead. Backward needs the values that "
-            "forward saw: modify the tensor after backward (is an optimizer's step too early?), or let forward use a clone.",
+            f"{what} that was saved in a block of offload_saved_tensors, and stayed where it was, has been modified by an "
+            f"inplace operation: it is at version {tensor._version}; expected version {version} instead. Backward needs the "
+            "values that forward saw: modify the tensor after backward (is an optimizer's step too early?), or let forward use "
+            "a clone.",
             region=(),
             tensor=what,
             expected=version,

@@ -70,8 +70,8 @@ class checkpoint_region:  # noqa: N801 -- used like a function
     Regions nest. A region inside another one is brought back by itself, from what the outer one brings back, and its policy
     is the one that counts for its lines. An object may be entered again, also within itself and by several threads.
 
-    Where operators are traced into a graph (``make_fx`` over forward and backward), and under transforms of ``torch.func``, a region
-    keeps everything, as :func:`ckpt_hooks.checkpoint` does.
+    Where operators are traced into a graph (``make_fx`` over forward and backward), and under transforms of ``torch.func``, a
+    region keeps everything, as :func:`ckpt_hooks.checkpoint` does.
 
     Args:
         policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.

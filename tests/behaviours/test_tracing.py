@@ -127,7 +127,9 @@ def test_tracing_before_dispatch(region):
             for f in (REGIONS[region](function), function)
         )
         assert found == expected
-        assert traced(REGIONS[region](function), "real", pre_dispatch=True).code == expected_code(name, "real", pre_dispatch=True)
+        assert traced(REGIONS[region](function), "real", pre_dispatch=True).code == expected_code(
+            name, "real", pre_dispatch=True
+        )
 
 
 @pytest.mark.parametrize("region", list(REGIONS))
