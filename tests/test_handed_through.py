@@ -1,6 +1,6 @@
 """Rule 9 for tensors that are kept as they are: no graph owns itself by way of one. The garbage collector is off.
 
-An operator may save its own result. What stands for that in the graph is owned by the operator's node, so where it is the result
+An operator may save its own result. What stands for that in the graph is owned by the operator's node. Where it is the result
 itself, with its history, the two own each other, and a forward without backward stays in memory for good.
 """
 

@@ -333,12 +333,32 @@ def test_backward_before_the_block_ends():
     assert torch.equal(found, x.cos())
 
 
+def on_the_host(x, w):
+    h = x * 1
+    return h, h.sin()
+
+
+def without_grad(x, w):
+    mask = torch.ones_like(x)
+    return mask, x * mask
+
+
+def result(x, w):
+    y = x.exp()
+    return y, y
+
+
+def view(x, w):
+    h = x * 1
+    return h, h.t().sin()
+
+
 STAYS = {
-    "on the host": lambda x, w: (lambda h: (h, h.sin()))(x * 1),
+    "on the host": on_the_host,
     "parameter": lambda x, w: (w, x * w),
-    "without grad": lambda x, w: (lambda mask: (mask, x * mask))(torch.ones_like(x)),
-    "result": lambda x, w: (lambda y: (y, y))(x.exp()),
-    "view": lambda x, w: (lambda h: (h, h.t().sin()))(x * 1),
+    "without grad": without_grad,
+    "result": result,
+    "view": view,
 }
 
 
@@ -357,7 +377,7 @@ def test_a_tensor_that_stays_and_was_written_to(request, kind, device):
             written.add_(1)
         y.sum().backward()
 
-    with pytest.raises(RuntimeError, match="modified by an inplace operation.*is at version 1; expected version 0"):
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
         run(contextlib.nullcontext())
     what = "leaf" if kind == "parameter" else "tensor"
     match = rf"a float64\[3, 3\] {what} .*modified by an inplace operation: it is at version 1; expected version 0 instead"
@@ -379,7 +399,7 @@ def test_a_parameter_may_change_when_backward_is_through():
 
 
 def test_a_kept_output_that_was_written_to():
-    """What a policy keeps is a cache: where the hooks around the region find that it was written to, its operator runs again."""
+    """What a policy keeps is a cache: where hooks around the region find that it was written to, its operator runs again."""
     x = leaf(4, 4)
 
     def function(x):
@@ -393,6 +413,8 @@ def test_a_kept_output_that_was_written_to():
 
 
 class SavesItsResult(torch.autograd.Function):
+    """The exponential function."""
+
     @staticmethod
     def forward(ctx, x):
         y = x.exp()
@@ -404,6 +426,12 @@ class SavesItsResult(torch.autograd.Function):
         return g * ctx.saved_tensors[0]
 
 
+def in_place_on_a_view(x, w):
+    h = x @ w
+    h[1:].exp_()
+    return h
+
+
 SMOOTH = {
     "exp": lambda x, w: (x * w).exp(),
     "sigmoid": lambda x, w: (x * w).sigmoid(),
@@ -412,7 +440,7 @@ SMOOTH = {
     "exp of a leaf": lambda x, w: x.exp() * w,
     "two results": lambda x, w: (x @ w).exp().sigmoid(),
     "in place": lambda x, w: (x * w).mul_(2).sigmoid_(),
-    "in place on a view": lambda x, w: (lambda h: (h[1:].exp_(), h)[1])(x @ w),
+    "in place on a view": in_place_on_a_view,
     "views": lambda x, w: (x @ w).t().exp().reshape(-1)[::2].sigmoid(),
     "custom": lambda x, w: SavesItsResult.apply(x @ w),
     "norm": lambda x, w: torch.nn.functional.layer_norm(x @ w, (20,), w[0], w[1]),

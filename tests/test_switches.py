@@ -17,7 +17,7 @@ from ckpt_hooks._ambient import flags
 from tests.behaviours.test_ambient import SETTINGS, written
 from tests.measure import leaf
 
-#: Restored: seen in a recompute as in forward, and left as found. Tests below and in tests/behaviours/test_ambient.py show each.
+#: Restored: seen in a recompute as in forward, and left as found. Tests here and in tests/behaviours/test_ambient.py show each.
 RESTORED = {
     "torch._C._set_cpu_allow_fp16_reduced_precision_reduction",
     "torch._C._set_cublas_allow_bf16_reduced_precision_reduction",
@@ -108,7 +108,7 @@ NOT_RESTORED = {
     "torch._C._set_default_mobile_cpu_allocator": _MEMORY,
     "torch._C._set_deterministic_fill_uninitialized_memory": "It shows in memory alone that nothing was written to.",
     "torch._C._set_dispatch_mode": _MODES,
-    "torch._C._set_dtensor_allow_implicit_replication": "Backward of such operators needs it as well, and says so if it is off.",
+    "torch._C._set_dtensor_allow_implicit_replication": "Backward of such operators needs it too, and says so where it is off.",
     "torch._C._set_fake_constant": _TENSOR,
     "torch._C._set_fwd_grad_enabled": "Forward mode goes by another way than saved tensors.",
     "torch._C._set_generator_metaclass": _HOW,
