@@ -25,6 +25,7 @@ from ._runtime.frame import Frame, RegionPath
 from ._runtime.hooks import are_of_frame, unpack, unpack_observed
 from ._torch import (
     SavedTensor,
+    counted_detach,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     save_tensor,
@@ -216,6 +217,14 @@ class Arguments:
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             self._note_flags(now)
+            self._let_go_of_history(now)
+
+    def _let_go_of_history(self, now: Sequence[_Facts]) -> None:
+        """Keeps an alias of each tensor that the function wrote to: with its history, the region would own itself (Rule 9)."""
+        self._tensors = [
+            tensor if tensor is None or before[0] == found[0] or tensor.is_leaf else counted_detach(tensor)
+            for tensor, before, found in zip(self._tensors, self._kept_facts, now, strict=True)
+        ]
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes which tensors require grad, or no grad any more, since the function has called ``requires_grad_``, say."""

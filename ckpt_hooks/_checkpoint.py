@@ -19,8 +19,8 @@ from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
 from ._rerun import FunctionFrame
 from ._runtime.settings import current_settings, override
-from ._torch import is_any_transform_active
-from ._transforms import warn_of_transform
+from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ._transforms import run_plainly
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
 from .selective import create_selective_checkpoint_contexts
@@ -114,6 +114,10 @@ def checkpoint(
     random generators, of which regions share a copy. Recomputed tensors live until autograd
     takes them, or until that backward ends.
 
+    Where operators are traced into a graph (``torch.fx.experimental.proxy_tensor.make_fx`` over forward and backward), a region
+    keeps everything. The graph is that of the program without regions; a compiler decides what it recomputes. The same holds
+    under transforms of ``torch.func``.
+
     Args:
         function: What to call. It must do the same when it is called again: same operators, same order. Dropout and the like
             may draw from torch's default generators.
@@ -198,9 +202,8 @@ def _run(
 ) -> Any:
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
-    elif is_any_transform_active():
-        warn_of_transform()
-        result = function(*args, **kwargs)
+    elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
+        result = run_plainly(function, args, kwargs, context_fn)
     else:
         watch_fused_steps()
         contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)

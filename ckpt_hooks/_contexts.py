@@ -23,6 +23,7 @@ __all__ = [
     "reusable",
     "selection_of",
     "suppressed_error",
+    "without_selection",
 ]
 
 #: Wraps a forward, and each of its recomputes.
@@ -74,6 +75,10 @@ class _Both(AbstractContextManager[None]):
         self._entered: list[AbstractContextManager[None]] = []
         self.selection = selection_of(outer) or selection_of(inner)
 
+    def without_selection(self) -> _Both:
+        """Returns the two without selective policies."""
+        return _Both(without_selection(self._outer), without_selection(self._inner))
+
     def __enter__(self) -> None:
         entered = _one_in_the_other(reusable(self._outer), reusable(self._inner))
         entered.__enter__()
@@ -97,6 +102,13 @@ def suppressed_error(error: BaseException) -> RuntimeError:
         f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
         "around the call of checkpoint."
     )
+
+
+def without_selection(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Returns what is left of a forward's context without selective policies, for a forward that keeps everything."""
+    if isinstance(context, _Both):
+        return context.without_selection()
+    return context if selection_of(context) is None else nullcontext()
 
 
 class Selects(Protocol):

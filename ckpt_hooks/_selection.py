@@ -90,7 +90,10 @@ class _Packed:
         if value is MISSING:
             if _recomputes(self._unpack):
                 return MISSING  # type: ignore[no-any-return]
-            value = self._unpack(self._packed)
+            try:
+                value = self._unpack(self._packed)
+            except MutationError:  # hooks that look at versions by themselves
+                return MISSING  # type: ignore[no-any-return]
             if is_freed(value) or (storage_of(value) == self._storage and value._version > self._version):
                 return MISSING  # type: ignore[no-any-return]
         return counted_detach(refit(value.detach(), self._strides, self._version))

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch._C._dynamo.guards import GlobalStateGuard
 
 Hook = Callable[[Any], Any]
 
@@ -67,6 +66,7 @@ neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 _PYTHON, _SNAPSHOT, _COUNTING = (
     torch._C.DispatchKey.Python,
     torch._C.DispatchKey.PythonTLSSnapshot,
@@ -139,108 +139,6 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
 
 
-def _flag(name: str, setter: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    return getattr(_c, f"_get_{name}"), getattr(_c, setter)
-
-
-def _set_deterministic(mode: bool) -> None:
-    _c._set_deterministic_algorithms(mode, warn_only=_c._get_deterministic_algorithms_warn_only())
-
-
-def _set_warn_only(warn_only: bool) -> None:
-    _c._set_deterministic_algorithms(_c._get_deterministic_algorithms(), warn_only=warn_only)
-
-
-def _reduced_precision(dtype: str) -> tuple[Callable[[], Any], Callable[[Any], object]]:
-    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
-    setter = getattr(_c, f"_set_{name}")
-    return getattr(_c, f"_get_{name}"), lambda values: setter(*values)
-
-
-# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way to say it, whose getters
-# cost a third but raise where the newer one was used to say something that it cannot.
-_precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
-_set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
-
-
-def _older_matmul_precision() -> str | None:
-    try:
-        precision: str = _c._get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-    return precision
-
-
-def _set_older_matmul_precision(precision: str | None) -> None:
-    if precision is not None:
-        _c._set_float32_matmul_precision(precision)
-
-
-def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
-    if isinstance(allow_tf32, bool):
-        _c._set_cudnn_allow_tf32(allow_tf32)
-    else:
-        for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
-            _set_precision_of("cuda", operator, precision)
-
-
-Flag = tuple[Callable[[], Any], Callable[[Any], object]]
-
-
-def _cudnn_precision() -> tuple[str, str]:
-    return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
-
-
-# How each switch that decides on kernels and roundings is read and set. The public forms (``torch.backends``,
-# ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler. Where a
-# getter may raise since both ways to state a precision were used, there is another one. 2.11 to 2.15.
-FLAGS: list[Flag] = [
-    _flag("flash_sdp_enabled", "_set_sdp_use_flash"),
-    _flag("mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    _flag("math_sdp_enabled", "_set_sdp_use_math"),
-    _flag("cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _flag("mkldnn_enabled", "_set_mkldnn_enabled"),
-    _flag("mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    _flag("cudnn_enabled", "_set_cudnn_enabled"),
-    _flag("cudnn_benchmark", "_set_cudnn_benchmark"),
-    _flag("cudnn_deterministic", "_set_cudnn_deterministic"),
-]
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    FLAGS.append(_flag("sdp_priority_order", "_set_sdp_priority_order"))
-CUDNN_PRECISION: tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]] = (
-    _c._get_cudnn_allow_tf32,
-    _cudnn_precision,
-    _set_cudnn_precision,
-)
-MKLDNN_PRECISION: Flag = (
-    functools.partial(_precision_of, "mkldnn", "matmul"),
-    functools.partial(_set_precision_of, "mkldnn", "matmul"),
-)
-
-# Those that a ``GlobalStateGuard`` compares in one call of 0.13 us: it is what compiled code asks whether it still applies, in
-# a module of C++ that does not import the compiler. Autocast and gradient mode, which it compares too, are not set from here.
-GUARDED_FLAGS: list[Flag] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_c._get_deterministic_algorithms, _set_deterministic),
-    (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (_older_matmul_precision, _set_older_matmul_precision),
-    (functools.partial(_precision_of, "cuda", "matmul"), functools.partial(_set_precision_of, "cuda", "matmul")),
-    _reduced_precision("fp16"),
-    _reduced_precision("bf16"),
-]
-
-
-class StateGuard(Protocol):
-    """Says whether part of torch's state is as it was when this was made."""
-
-    def check(self) -> bool:
-        """Returns whether it is."""
-
-
-new_state_guard: Callable[[], StateGuard] = GlobalStateGuard
-
-
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Returns which storage a tensor is in, the same for all views of it; None for tensors that have none.
 
@@ -260,10 +158,15 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether somebody has freed the memory of a tensor, as frameworks do with parameters and what they gathered."""
+    """Whether the memory of a tensor was freed, as frameworks do with parameters and what they gathered."""
     try:
-        return not tensor.data_ptr() and tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
+        if type(tensor) in _PLAIN and tensor.data_ptr():  # a fake tensor warns when it is asked, and will raise
+            return False
+        return tensor.untyped_storage().nbytes() == 0 and tensor.numel() > 0
     except (NotImplementedError, RuntimeError):
         return False
 
@@ -307,6 +210,18 @@ private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 # thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 
+# Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
+# tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.
+# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. 2.11 to 2.15.
+_slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+def is_traced() -> bool:
+    """Whether operators of this thread are traced; to be asked only where a dispatch mode or a function mode is active."""
+    return _slot_of_mode(_TRACER) is not None or _is_included(_BEFORE_DISPATCH)
+
+
 _innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
 _pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
 _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
@@ -315,7 +230,7 @@ _push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_s
 # ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
 # nothing is batched. Its level can only be read by moving it. 2.11 to 2.15.
 _enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
-_is_included, _BATCHED_GRADS = torch._C._dispatch_tls_is_dispatch_key_included, torch._C._dispatch_key_parse("VmapMode")
+_BATCHED_GRADS = torch._C._dispatch_key_parse("VmapMode")
 
 
 def suspend_transforms() -> tuple[list[object], int] | None:

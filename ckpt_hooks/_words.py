@@ -13,7 +13,9 @@ def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str
 
 
 def describe_kind(tensor: torch.Tensor) -> str:
-    """Returns dtype and shape of a tensor in words, as in ``"float32[4, 8]"``; a nested tensor may have no shape."""
+    """Returns dtype and shape of a tensor in words, as in ``"float32[4, 8]"``; nested and lazy ones may have no shape."""
+    if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
+        return f"{_name_of(tensor.dtype)}[uninitialized]"
     has_shape = not tensor.is_nested or tensor.layout is not torch.strided
     return f"{_name_of(tensor.dtype)}{list(tensor.shape) if has_shape else '[nested]'}"
 

@@ -22,7 +22,16 @@ from typing import Any
 
 import torch
 
-from ._torch import sequence_number, set_versions, version_witness
+from ._torch import (
+    counted_detach,
+    is_traced,
+    num_dispatch_modes,
+    num_function_modes,
+    sequence_number,
+    set_versions,
+    version_witness,
+)
+from ._words import describe_kind
 from .errors import MutationError
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "Batch", "Offloaded", "Transfers", "offload_saved_tensors", "transfers_for"]
@@ -220,16 +229,18 @@ class Batch:
 class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 -- a function to those who use it
     """Moves what autograd saves in a block to the host, and back when backward comes to it; no checkpointing needed.
 
-    Parameters stay, since the model holds them anyway. The memory of a tensor is free when its copy is there and nobody else
-    holds it; one that requires no gradient is sent when another operator saves something, or the block ends. In backward,
-    each tensor that is asked for has the one before it fetched as well.
+    Parameters stay, since the model holds them anyway, and so do small tensors and those on the host. The memory of a tensor is
+    free when its copy is there and nobody else holds it; one that requires no gradient is sent when another operator saves
+    something, or the block ends. In backward, each tensor that is asked for has the one before it fetched as well. Where
+    operators are traced into a graph (``make_fx``), nothing is moved.
 
     Args:
         min_offload_size: Bytes below which a tensor stays on its device.
 
     Raises:
         ValueError: If ``min_offload_size`` is not a number of bytes.
-        MutationError: In backward, for a tensor that was modified in place since it was saved; plain autograd raises as well.
+        MutationError: In backward, for a tensor that was modified in place since it was saved, moved or not; plain autograd
+            raises as well.
 
     Example:
         >>> import torch
@@ -247,13 +258,17 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
         waiting = self._waiting = _Waiting()
 
         def pack(tensor: torch.Tensor) -> Any:
+            if (num_dispatch_modes() or num_function_modes()) and is_traced():
+                # Tracing began in the block. The tracer knows the tensor; an alias or a copy would be a constant of its graph.
+                return [tensor, tensor._version]
             if waiting.saved and waiting.sequence != sequence_number():
                 waiting.send()
             if tensor.is_leaf and tensor.requires_grad:
-                return tensor
+                return [tensor, tensor._version]
             transfers = transfers_for(tensor, min_offload_size)
             if transfers is None:
-                return tensor
+                # Without its history: it may be a result of the very operator that saves it, which would own itself.
+                return [counted_detach(tensor) if tensor.requires_grad else tensor, tensor._version]
             saved = _Saved(tensor, transfers)
             if tensor.requires_grad:
                 saved.send()
@@ -263,9 +278,16 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
 
         super().__init__(pack, _bring_back)
 
+    def __enter__(self) -> None:
+        traced = bool(num_dispatch_modes() or num_function_modes()) and is_traced()
+        self._waiting.traced.append(traced)
+        if not traced:
+            super().__enter__()
+
     def __exit__(self, *exc_info: Any) -> None:
-        super().__exit__(*exc_info)
-        self._waiting.send()
+        if not self._waiting.traced.pop():
+            super().__exit__(*exc_info)
+            self._waiting.send()
 
 
 class _Saved:
@@ -310,6 +332,8 @@ class _Waiting(threading.local):
     def __init__(self) -> None:
         self.saved: list[weakref.ref[_Saved]] = []
         self.sequence = -1
+        #: Of each block that this thread is in, whether it was entered where operators are traced, and does nothing.
+        self.traced: list[bool] = []
 
     def add(self, saved: _Saved) -> None:
         """Has a tensor wait."""
@@ -326,4 +350,22 @@ class _Waiting(threading.local):
 
 
 def _bring_back(packed: Any) -> torch.Tensor:
-    return packed if isinstance(packed, torch.Tensor) else packed.get()
+    """Unpacks what was saved: a tensor that was moved, or one that stayed with its version then."""
+    if type(packed) is not list:
+        moved: torch.Tensor = packed.get()
+        return moved
+    tensor: torch.Tensor
+    tensor, version = packed
+    if tensor._version != version:
+        what = f"a {describe_kind(tensor)} {'leaf' if tensor.requires_grad else 'tensor'}"
+        raise MutationError(
+            f"{what} that was saved in a block of offload_saved_tensors, and stayed where it was, has been modified by an "
+            f"inplace operation: it is at version {tensor._version}; expected version {version} instead. Backward needs the "
+            "values that forward saw: modify the tensor after backward (is an optimizer's step too early?), or let forward use "
+            "a clone.",
+            region=(),
+            tensor=what,
+            expected=version,
+            found=tensor._version,
+        )
+    return tensor

@@ -15,7 +15,7 @@ from ._callables import UNRUN, check_runs, refuse_unrun
 from ._policy import Policy, policy_from
 from ._runtime.stack import stack
 from ._tape.frame import RecordedFrame
-from ._torch import is_any_transform_active
+from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._transforms import warn_of_transform
 
 __all__ = ["KeptTensor", "checkpoint_name", "checkpoint_region"]
@@ -70,6 +70,9 @@ class checkpoint_region:  # noqa: N801 -- used like a function
     Regions nest. A region inside another one is brought back by itself, from what the outer one brings back, and its policy
     is the one that counts for its lines. An object may be entered again, also within itself and by several threads.
 
+    Where operators are traced into a graph (``make_fx`` over forward and backward), and under transforms of ``torch.func``, a
+    region keeps everything, as :func:`ckpt_hooks.checkpoint` does.
+
     Args:
         policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
         name: The region's name in errors.
@@ -106,12 +109,12 @@ class checkpoint_region:  # noqa: N801 -- used like a function
             return self
         frame = None
         if torch.is_grad_enabled():
-            if not is_any_transform_active():
+            if is_any_transform_active():
+                warn_of_transform(stacklevel=3)
+            elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
                 frame = RecordedFrame(self._name, self._policy, respect_hooks=self._respect_hooks)
                 frame.__enter__()
                 self._latest = weakref.ref(frame)
-            else:
-                warn_of_transform()
         _entered.frames.append(frame)
         return self
 

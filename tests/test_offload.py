@@ -333,6 +333,145 @@ def test_backward_before_the_block_ends():
     assert torch.equal(found, x.cos())
 
 
+def on_the_host(x, w):
+    h = x * 1
+    return h, h.sin()
+
+
+def without_grad(x, w):
+    mask = torch.ones_like(x)
+    return mask, x * mask
+
+
+def result(x, w):
+    y = x.exp()
+    return y, y
+
+
+def view(x, w):
+    h = x * 1
+    return h, h.t().sin()
+
+
+STAYS = {
+    "on the host": on_the_host,
+    "parameter": lambda x, w: (w, x * w),
+    "without grad": without_grad,
+    "result": result,
+    "view": view,
+}
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("kind", list(STAYS))
+def test_a_tensor_that_stays_and_was_written_to(request, kind, device):
+    """An error, as in plain autograd, wherever it is: on the host, or too small to be moved."""
+    if device == "device":
+        request.getfixturevalue("transfers")
+
+    def run(hooks):
+        x, w = leaf(3, 3), leaf(3, 3)
+        with hooks:
+            written, y = STAYS[kind](x, w)
+        with torch.no_grad():
+            written.add_(1)
+        y.sum().backward()
+
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*is at version 1; expected version 0"):
+        run(contextlib.nullcontext())
+    what = "leaf" if kind == "parameter" else "tensor"
+    match = rf"a float64\[3, 3\] {what} .*modified by an inplace operation: it is at version 1; expected version 0 instead"
+    with pytest.raises(MutationError, match=match) as caught:
+        run(offload_saved_tensors())
+    assert (caught.value.expected, caught.value.found) == (0, 1)
+
+
+def test_a_parameter_may_change_when_backward_is_through():
+    """As an optimizer changes it, and while it is needed no more."""
+    x, w = leaf(3), leaf(3)
+    with offload_saved_tensors():
+        y = x * w
+    expected = w.detach().clone()
+    y.sum().backward()
+    with torch.no_grad():
+        w.add_(1)
+    assert torch.equal(x.grad, expected)
+
+
+def test_a_kept_output_that_was_written_to():
+    """What a policy keeps is a cache: where hooks around the region find that it was written to, its operator runs again."""
+    x = leaf(4, 4)
+
+    def function(x):
+        h = x @ x
+        return h, (h + 1).sin()
+
+    with offload_saved_tensors():
+        h, y = ckpt_hooks.checkpoint(policy=[aten.mm.default])(function)(x)
+    h.detach().zero_()
+    assert torch.equal(grad(y.sum(), x)[0], grad(function(x)[1].sum(), x)[0])
+
+
+class SavesItsResult(torch.autograd.Function):
+    """The exponential function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+def in_place_on_a_view(x, w):
+    h = x @ w
+    h[1:].exp_()
+    return h
+
+
+SMOOTH = {
+    "exp": lambda x, w: (x * w).exp(),
+    "sigmoid": lambda x, w: (x * w).sigmoid(),
+    "tanh": lambda x, w: (x @ w).tanh(),
+    "softmax": lambda x, w: (x @ w).softmax(-1),
+    "exp of a leaf": lambda x, w: x.exp() * w,
+    "two results": lambda x, w: (x @ w).exp().sigmoid(),
+    "in place": lambda x, w: (x * w).mul_(2).sigmoid_(),
+    "in place on a view": in_place_on_a_view,
+    "views": lambda x, w: (x @ w).t().exp().reshape(-1)[::2].sigmoid(),
+    "custom": lambda x, w: SavesItsResult.apply(x @ w),
+    "norm": lambda x, w: torch.nn.functional.layer_norm(x @ w, (20,), w[0], w[1]),
+    "sqrt": lambda x, w: ((x @ w).square() + 1).sqrt().reciprocal(),
+}
+
+
+@pytest.mark.parametrize("device", ["host", "device"])
+@pytest.mark.parametrize("name", list(SMOOTH))
+def test_higher_derivatives(request, name, device):
+    """An operator's own result comes back as part of the graph that it was part of: three derivatives are those of autograd."""
+    if device == "device":
+        request.getfixturevalue("transfers")
+
+    def derivatives(hooks):
+        torch.manual_seed(0)
+        x, w = leaf(20, 20), leaf(20, 20)
+        with hooks:
+            y = SMOOTH[name](x, w)
+        found = [y]
+        for _ in range(3):
+            y = sum(g.sin().sum() for g in grad(y.sum(), (x, w), create_graph=True))
+            found.append(y)
+        return [*found, *grad(y, (x, w))]
+
+    expected = derivatives(contextlib.nullcontext())
+    for hooks in (offload_saved_tensors(), offload_saved_tensors(min_offload_size=0)):
+        found = derivatives(hooks)
+        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
 @pytest.mark.parametrize("size", [-1, 2.5, True, "1MB"])
 def test_bad_thresholds(size):
     """A ValueError that says what came."""

@@ -11,30 +11,57 @@ so, and the getters of the old one, which are the faster ones, raise where both 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-from ckpt_hooks._torch import CUDNN_PRECISION, FLAGS, GUARDED_FLAGS, MKLDNN_PRECISION, StateGuard, new_state_guard
+from ckpt_hooks._torch_switches import (
+    ABSENT,
+    CUDNN_PRECISION,
+    DEVICE_FLAGS,
+    FLAGS,
+    GUARDED_FLAGS,
+    MKLDNN_PRECISION,
+    PRECISION_DEFAULTS,
+    RARER_PRECISIONS,
+    VARIABLES,
+    Flag,
+    StateGuard,
+    are_devices_in_use,
+    new_state_guard,
+)
 
-__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_fast"]
+__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_common", "read_fast"]
 
 
-def _reader(getters: list[Callable[[], Any]]) -> Callable[[], list[Any]]:
-    """Returns one expression that calls every getter, as if it were written out: a loop costs half as much again."""
-    names = {f"get_{index}": getter for index, getter in enumerate(getters)}
-    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(f'{name}()' for name in names)}]", names)
+def _reader(getters: list[Callable[[], Any]], variables: list[tuple[dict[str, Any], str]]) -> Callable[[], list[Any]]:
+    """Returns one expression that reads every switch, as if it were written out: a loop costs half as much again."""
+    names: dict[str, Any] = {f"get_{index}": getter for index, getter in enumerate(getters)}
+    terms = [f"{name}()" for name in names]
+    names["absent"] = ABSENT
+    for index, (there, name) in enumerate(variables):
+        names[f"there_{index}"] = there
+        terms.append(f"there_{index}[{name!r}]" if name in there else f"there_{index}.get({name!r}, absent)")
+    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(terms)}]", names)
     return read
 
 
-_some = [getter for getter, _ in FLAGS] + [MKLDNN_PRECISION[0]]
-read_fast = _reader([*_some, CUDNN_PRECISION[0]])
-_read_slow = _reader([*_some, CUDNN_PRECISION[1]])
-_read_guarded = _reader([getter for getter, _ in GUARDED_FLAGS])
-_setters: list[Callable[[Any], object]] = [
-    *(setter for _, setter in FLAGS),
-    MKLDNN_PRECISION[1],
-    CUDNN_PRECISION[2],
-    *(setter for _, setter in GUARDED_FLAGS),
-]
+def _set_variable(variables: dict[str, Any], name: str, value: Any) -> None:
+    if value is ABSENT:
+        variables.pop(name, None)
+    else:
+        variables[name] = value
+
+
+_some, _more = [getter for getter, _ in (*FLAGS, MKLDNN_PRECISION)], [getter for getter, _ in RARER_PRECISIONS]
+#: Reads the switches that no guard knows of; raises ``RuntimeError`` where both ways to state a precision were used.
+read_fast = _reader([*_some, CUDNN_PRECISION[0], *_more], VARIABLES)
+_read_slow = _reader([*_some, CUDNN_PRECISION[1], *_more], VARIABLES)
+#: Reads the first of them: those that matter to operators besides convolutions and recurrent layers.
+read_common = _reader([*_some, CUDNN_PRECISION[0]], [])
+_NUM_COMMON = len(_some) + 1
+_read_defaults = _reader([getter for getter, _ in PRECISION_DEFAULTS], [])
+_read_guarded = _reader([getter for getter, _ in GUARDED_FLAGS], [])
+_read_devices = _reader([getter for getter, _ in DEVICE_FLAGS], [])
 # The first two of the guarded ones are looked at after a recompute.
 (_get_default_dtype, _), (_are_deterministic, _) = GUARDED_FLAGS[:2]
 
@@ -46,21 +73,45 @@ def _read_unguarded() -> list[Any]:
         return _read_slow()
 
 
+def _read_cudnn_precision() -> Any:
+    try:
+        return CUDNN_PRECISION[0]()
+    except RuntimeError:
+        return CUDNN_PRECISION[1]()
+
+
+# In the order of a snapshot's values. A default comes before what it holds for.
+_SWITCHES: list[Flag] = [
+    *PRECISION_DEFAULTS,
+    *FLAGS,
+    MKLDNN_PRECISION,
+    (_read_cudnn_precision, CUDNN_PRECISION[2]),
+    *RARER_PRECISIONS,
+    *((partial(there.get, name, ABSENT), partial(_set_variable, there, name)) for there, name in VARIABLES),
+    *GUARDED_FLAGS,
+]
+
+
 class Snapshot:
     """What the switches were.
 
     Attributes:
         guard: Tells whether those that it knows of are the same still.
         unguarded: Values of the others.
+        common: The first of them; see :data:`read_common`.
         guarded: Values of those that the guard knows of.
+        devices: Values of those for devices; None where no device was in use.
     """
 
-    __slots__ = ("guard", "guarded", "unguarded")
+    __slots__ = ("_defaults", "common", "devices", "guard", "guarded", "unguarded")
 
-    def __init__(self, unguarded: list[Any]) -> None:
+    def __init__(self, unguarded: list[Any], devices: list[Any] | None) -> None:
         self.guard: StateGuard = new_state_guard()
         self.unguarded = unguarded
+        self.common = unguarded[:_NUM_COMMON]
         self.guarded = _read_guarded()
+        self.devices = devices
+        self._defaults = _read_defaults()
 
     def holds(self, unguarded: list[Any]) -> bool:
         """Whether the switches are the same now; false also where gradient mode or autocast are not the same."""
@@ -68,35 +119,41 @@ class Snapshot:
 
     def write(self) -> None:
         """Makes the switches the same now."""
-        wanted = self.unguarded + self.guarded
+        wanted = [*self._defaults, *self.unguarded, *self.guarded]
         # A switch of the old kind may move one of the new kind, so what is still off is set once more.
         for _ in range(2):
-            for setter, value, now in zip(_setters, wanted, _read_unguarded() + _read_guarded(), strict=True):
-                if value != now:
-                    setter(value)
+            for (read, write), value in zip(_SWITCHES, wanted, strict=True):
+                if value != read():
+                    write(value)
+        if self.devices is not None:
+            for (read, write), value in zip(DEVICE_FLAGS, self.devices, strict=True):
+                if value != read():
+                    write(value)
 
 
 #: What was captured, and what was found instead of it before a recompute, if anything.
 Undo = tuple[Snapshot, "Snapshot | None"]
 
-_latest = Snapshot(_read_unguarded())
+_latest = Snapshot(_read_unguarded(), None)
 
 
 def capture() -> Snapshot:
     """Returns the switches; regions that saw the same share one snapshot."""
     global _latest
     latest, unguarded = _latest, _read_unguarded()
-    if not latest.holds(unguarded):
-        latest = _latest = Snapshot(unguarded)
+    devices = _read_devices() if DEVICE_FLAGS and are_devices_in_use() else None
+    if not latest.holds(unguarded) or devices != latest.devices:
+        latest = _latest = Snapshot(unguarded, devices)
     return latest
 
 
 def enter(captured: Snapshot) -> Undo:
     """Makes the switches what they were at :func:`capture`, in the same gradient mode; returns how to undo that."""
     unguarded = _read_unguarded()
-    if captured.holds(unguarded):
+    devices = None if captured.devices is None else _read_devices()
+    if captured.holds(unguarded) and devices == captured.devices:
         return captured, None
-    before = Snapshot(unguarded)
+    before = Snapshot(unguarded, devices)
     captured.write()
     return captured, before
 

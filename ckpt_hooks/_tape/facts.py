@@ -56,6 +56,9 @@ _REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resi
 #: Choose among kernels by switches of the process that only a full look at them tells of.
 _LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 
+#: Of those, the ones for which there are switches besides those that matter to all of them.
+_LOOKS_AT_ALL_SWITCHES = ("conv", "gru", "lstm", "rnn")
+
 #: Return more where an argument requires grad, which no argument of a replay does: what they returned is kept.
 _LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
 
@@ -112,6 +115,7 @@ class OpFacts:
         is_collective: Whether its result is complete only when somebody has waited for it.
         is_trusted: Whether its outputs are new, or share memory with its arguments.
         looks_at_switches: Whether switches of the process matter that change without notice.
+        looks_at_all_switches: Whether all of those matter, and not only the common ones.
         looks_at_grad: Whether it matters too which arguments require grad.
     """
 
@@ -132,6 +136,7 @@ class OpFacts:
         "keywords",
         "kind",
         "lists",
+        "looks_at_all_switches",
         "looks_at_grad",
         "looks_at_switches",
         "may_drop_out",
@@ -179,6 +184,7 @@ class OpFacts:
         self.is_collective = kind is Kind.COLLECTIVE
         self.is_trusted = namespace in _TRUSTED
         self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
+        self.looks_at_all_switches = not aten or any(part in self.name for part in _LOOKS_AT_ALL_SWITCHES)
         self.looks_at_grad = aten and self.name in _LOOKS_AT_GRAD
         self.is_fast = self.is_trusted and not (
             self.is_opaque

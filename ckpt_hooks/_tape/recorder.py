@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
-from ckpt_hooks._ambient.flags import read_fast
+from ckpt_hooks._ambient.flags import read_common, read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.stack import Presence
@@ -73,10 +73,11 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._check = around.switches.guard.check
         self._without_grad = not around.grad
 
-    def _look_closely(self) -> None:
+    def _look_closely(self, facts: OpFacts) -> None:
         """The same for operators that depend on switches which change without notice."""
+        switches = self.around.switches
         try:
-            same = read_fast() == self.around.switches.unguarded
+            same = read_fast() == switches.unguarded if facts.looks_at_all_switches else read_common() == switches.common
         except RuntimeError:
             same = False
         if not same:
@@ -110,7 +111,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
                     return self._save(func, facts, args, kwargs or _NO_KWARGS)
                 return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
-            self._look_closely()
+            self._look_closely(facts)
         if kwargs:
             out = facts.call(*args, **kwargs)
         elif facts.short_cut is not None and type(args[0]) is _Tensor and not num_function_modes():
@@ -233,7 +234,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             # Autocast makes this one once and keeps it for a while, so a rerun may find it there already.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
-            self._look_closely()
+            self._look_closely(facts)
         if facts.is_opaque:
             return writes.run_opaque(self, func, facts, args, kwargs)
         if facts.is_blank:

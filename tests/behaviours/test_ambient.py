@@ -36,7 +36,26 @@ def autocast(device_type, dtype):
     return lambda: (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)), write, (True, dtype)
 
 
+def private(getter, setter, other):
+    """The same for a switch of which torch has no public getter, or none without side effects."""
+    return getattr(torch._C, getter), getattr(torch._C, setter), other
+
+
+def variable(owner, name, other):
+    """The same for an attribute that may not be there."""
+    there = vars(owner)
+
+    def write(value):
+        if value is None:
+            there.pop(name, None)
+        else:
+            setattr(owner, name, value)
+
+    return functools.partial(there.get, name), write, other
+
+
 cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+opt_einsum, mha, nnpack = torch.backends.opt_einsum, torch.backends.mha, torch.backends.nnpack
 
 AUTOCAST = {
     "autocast of XPU": autocast("xpu", torch.float16),
@@ -48,6 +67,18 @@ SETTINGS = {
     "sdpa memory efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp, False),
     "sdpa math": (cuda.math_sdp_enabled, cuda.enable_math_sdp, False),
     "sdpa cuDNN": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp, False),
+    "sdpa overrideable": private("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable", False),
+    "sdpa flash 3": private("_get_fa3_sdp_enabled", "_set_sdp_use_fa3", True),
+    **(
+        {"sdpa flash 4": private("_get_fa4_sdp_enabled", "_set_sdp_use_fa4", True)}
+        if hasattr(torch._C, "_get_fa4_sdp_enabled")
+        else {}
+    ),
+    "sdpa reductions in half precision": (
+        cuda.fp16_bf16_reduction_math_sdp_allowed,
+        cuda.allow_fp16_bf16_reduction_math_sdp,
+        True,
+    ),
     **(
         {"sdpa priority": (torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order, [2, 1, 0, 3, 4])}
         if cuda.is_built()
@@ -58,6 +89,17 @@ SETTINGS = {
     "tf32 of cuDNN": attribute(cudnn, "allow_tf32", False),
     "fp32_precision of CUDA matmul": attribute(cuda.matmul, "fp32_precision", "tf32"),
     "fp32_precision of mkldnn matmul": attribute(mkldnn.matmul, "fp32_precision", "bf16"),
+    "fp32_precision of mkldnn conv": attribute(mkldnn.conv, "fp32_precision", "bf16"),
+    "fp32_precision of mkldnn rnn": attribute(mkldnn.rnn, "fp32_precision", "bf16"),
+    "fp16 accumulation": attribute(cuda.matmul, "allow_fp16_accumulation", True),
+    "fp16 reduction of matmul": attribute(cuda.matmul, "allow_fp16_reduced_precision_reduction", False),
+    "bf16 reduction of matmul": attribute(cuda.matmul, "allow_bf16_reduced_precision_reduction", False),
+    "nnpack": (torch._C._get_nnpack_enabled, nnpack.set_flags, False),
+    "opt_einsum.enabled": attribute(opt_einsum, "enabled", not opt_einsum.enabled),
+    "opt_einsum.strategy": attribute(opt_einsum, "strategy", "optimal"),
+    "opt_einsum.set_flags": attribute(opt_einsum.m, "enabled", not opt_einsum.enabled),
+    "transformers' fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
+    "number of threads": (torch.get_num_threads, torch.set_num_threads, 3),
     "cudnn.enabled": attribute(cudnn, "enabled", False),
     "cudnn.benchmark": attribute(cudnn, "benchmark", True),
     "cudnn.deterministic": attribute(cudnn, "deterministic", True),
@@ -112,6 +154,41 @@ def assert_seen(run, around, *settings):
 @runs(torch_fails=SILENT)
 def test_setting(run, setting, around):
     assert_seen(run, around, SETTINGS[setting])
+
+
+# Of many kinds of operators at once
+PRECISIONS = {
+    "all": attribute(torch.backends, "fp32_precision", "tf32"),
+    "mkldnn": attribute(mkldnn, "fp32_precision", "bf16"),
+}
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+@pytest.mark.parametrize("kind", list(PRECISIONS))
+@runs(torch_fails=SILENT)
+def test_precisions_of_many_kinds_of_operators(run, kind, around):
+    """They hold where a kind has no precision of its own, and do not hold any more where the block has ended."""
+    precision_of = torch._C._get_fp32_precision_getter
+
+    def read():
+        return [precision_of(backend, operator) for backend in ("mkldnn", "cuda") for operator in ("matmul", "conv", "rnn")]
+
+    def function(x):
+        seen.append(read())
+        return x.sin().exp()
+
+    seen: list[Any] = []
+    first = read()
+    with written(PRECISIONS[kind]) if around == "forward" else contextlib.nullcontext():
+        y = run(function, leaf(3)).sum()
+    with written(PRECISIONS[kind]) if around == "backward" else contextlib.nullcontext():
+        before = read()
+        y.backward()
+        assert read() == before
+    assert read() == first
+    assert (before != first) == (around == "backward")
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
 
 
 @pytest.mark.parametrize("around", ["forward", "backward"])

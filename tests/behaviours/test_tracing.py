@@ -1,0 +1,238 @@
+"""Regions where operators are traced into a graph: they keep everything, and the graph is that of the program without them."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from torch._functorch.aot_autograd import aot_function, make_boxed_func
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import grad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpt_hooks import checkpoint, checkpoint_region, checkpoint_sequential, create_selective_checkpoint_contexts, policies
+from ckpt_hooks.offload import offload_saved_tensors
+from tests.measure import leaf
+
+aten = torch.ops.aten
+
+
+def in_offload(function):
+    def run(*args):
+        with offload_saved_tensors():
+            return function(*args)
+
+    return run
+
+
+REGIONS = {
+    "function": lambda f: functools.partial(checkpoint, f),
+    "function with a policy": lambda f: checkpoint(policy=policies.dots_saveable)(f),
+    "function with torch's form of a policy": lambda f: functools.partial(
+        checkpoint, f, context_fn=functools.partial(create_selective_checkpoint_contexts, [aten.mm.default])
+    ),
+    "function, with logs": lambda f: checkpoint(debug=True)(f),
+    "function, values compared": lambda f: checkpoint(determinism_check="values")(f),
+    "function, to its end": lambda f: checkpoint(early_stop=False)(f),
+    "function in a function": lambda f: checkpoint()(checkpoint()(f)),
+    "sequence": lambda f: lambda x, w: checkpoint_sequential([lambda p: (f(*p), p[1]), lambda p: p[0]], 2, (x, w)),
+    "recorded": lambda f: checkpoint_region()(f),
+    "recorded with a policy": lambda f: checkpoint_region(policy=policies.dots_saveable)(f),
+    "recorded in recorded": lambda f: checkpoint_region()(checkpoint_region()(f)),
+    "recorded in a function": lambda f: checkpoint()(checkpoint_region()(f)),
+    "function in offload": lambda f: in_offload(checkpoint()(f)),
+    "recorded in offload": lambda f: in_offload(checkpoint_region()(f)),
+}
+
+
+def block(x, w):
+    return (x @ w).sin().exp()
+
+
+def dropout(x, w):
+    return torch.nn.functional.dropout((x @ w).sin(), 0.5).exp()
+
+
+def in_place(x, w):
+    h = x @ w
+    h[0].mul_(2)
+    return h.sigmoid_() * x
+
+
+def partly_without_grad(x, w):
+    with torch.no_grad():
+        scale = (x @ w).exp().mean()
+    return (x * scale).sin() @ w
+
+
+FUNCTIONS = {"block": block, "dropout": dropout, "in place": in_place, "partly without grad": partly_without_grad}
+
+
+def step(function):
+    """Returns forward and backward of a function twice, as a function of its arguments."""
+
+    def run(x, w):
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = function(function(x, w), w)
+        return [y.detach(), *grad(y.square().sum(), (x, w))]
+
+    return run
+
+
+def traced(function, mode, **options):
+    torch.manual_seed(0)
+    return make_fx(step(function), tracing_mode=mode, **options)(torch.randn(4, 4), torch.randn(4, 4))
+
+
+def by_position(function):
+    return lambda x, w: function(x, w)
+
+
+@functools.cache
+def expected_code(name, mode, pre_dispatch=False):
+    return traced(FUNCTIONS[name], mode, pre_dispatch=pre_dispatch).code
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("region", list(REGIONS))
+def test_the_graph_is_that_of_the_program_without_regions(region, mode):
+    """And comes to the same for other arguments, from the same random numbers."""
+    for name, function in FUNCTIONS.items():
+        graph = traced(REGIONS[region](function), mode)
+        assert graph.code == expected_code(name, mode)
+        x, w = torch.randn(4, 4), torch.randn(4, 4)
+        torch.manual_seed(1)
+        found = graph(x, w)
+        torch.manual_seed(1)
+        expected = step(function)(x, w)
+        assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("region", list(REGIONS))
+def test_a_symbolic_graph_takes_other_shapes(region):
+    graph = traced(REGIONS[region](block), "symbolic")
+    x, w = torch.randn(7, 7), torch.randn(7, 7)
+    assert [torch.equal(a, b) for a, b in zip(graph(x, w), step(block)(x, w), strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("region", list(REGIONS))
+def test_tracing_before_dispatch(region):
+    """Where composite operators are kept, and autograd is yet to come."""
+    for name, function in FUNCTIONS.items():
+        found, expected = (
+            make_fx(by_position(f), pre_dispatch=True)(leaf(4, 4), leaf(4, 4)).code
+            for f in (REGIONS[region](function), function)
+        )
+        assert found == expected
+        assert traced(REGIONS[region](function), "real", pre_dispatch=True).code == expected_code(
+            name, "real", pre_dispatch=True
+        )
+
+
+@pytest.mark.parametrize("region", list(REGIONS))
+def test_tracing_without_grad(region):
+    """There is no backward to come, and nothing to be kept."""
+
+    def run(function):
+        def without_grad(x, w):
+            with torch.no_grad():
+                return function(x, w)
+
+        return make_fx(without_grad)(leaf(4, 4), leaf(4, 4)).code
+
+    assert run(REGIONS[region](block)) == run(block)
+
+
+@pytest.mark.parametrize("region", list(REGIONS))
+def test_ahead_of_time(region):
+    """A joint graph of forward and backward, cut in two by a compiler of one's own."""
+
+    def run(function):
+        graphs = []
+
+        def compiler(graph, example):
+            graphs.append(graph.code)
+            return make_boxed_func(graph)
+
+        torch.manual_seed(0)
+        x, w = leaf(4, 4), leaf(4, 4)
+        y = aot_function(lambda x, w: function(function(x, w), w), fw_compiler=compiler, bw_compiler=compiler)(x, w)
+        return graphs, [y, *grad(y.square().sum(), (x, w))]
+
+    (graphs, found), (expected_graphs, expected) = run(REGIONS[region](block)), run(block)
+    assert graphs == expected_graphs
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * 3
+
+
+class Doubles(TorchDispatchMode):
+    """Makes each sine twice as large."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is aten.sin.default else out
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_context_for_forward_is_entered(policy):
+    """What a policy keeps is of no use; what the user has in ``context_fn`` is part of the program."""
+
+    def contexts():
+        entered.append("forward")
+        return Doubles(), contextlib.nullcontext()
+
+    entered = []
+    region = checkpoint(policy=policy, context_fn=contexts)(block)
+
+    def by_hand(x, w):
+        with Doubles():
+            return block(x, w)
+
+    assert traced(region, "fake").code == traced(by_hand, "fake").code
+    assert entered == ["forward"] * 2
+
+
+def test_tracing_that_begins_in_a_block_that_offloads():
+    """Its hooks are there already: what they keep is what the tracer knows."""
+    x, w = torch.randn(4, 4), torch.randn(4, 4)
+    with offload_saved_tensors():
+        graph = traced(block, "real")
+    assert [torch.equal(a, b) for a, b in zip(graph(x, w), step(block)(x, w), strict=True)] == [True] * 3
+
+
+@pytest.mark.parametrize("region", list(REGIONS))
+def test_regions_are_regions_again_after_tracing(region):
+    """In the same thread, and for the same objects."""
+    function = REGIONS[region](block)
+    traced(function, "real")
+    x, w = leaf(4, 4), leaf(4, 4)
+    y = function(x, w)
+    packed = y.grad_fn.name()
+    assert packed == "ExpBackward0"
+    assert torch.equal(grad(y.sum(), x)[0], grad(block(x, w).sum(), x)[0])
+
+
+@pytest.mark.parametrize("region", [name for name in REGIONS if name != "function, values compared"])
+def test_under_a_fake_mode_alone_a_region_is_one(region):
+    """Nobody traces there: memory is estimated, which is to be that of a region."""
+    alive = []
+
+    def watched(x, w):
+        with FakeTensorMode() if mode is None else contextlib.nullcontext():
+            return dropout(x, w)
+
+    for wrap in (REGIONS[region], lambda f: f):
+        with FakeTensorMode() as mode:
+            x, w = leaf(4, 4), leaf(4, 4)
+            saved = []
+            function = wrap(watched)
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+                y = function(x, w)
+            y = function(y, w)
+            found = grad(y.sum(), (x, w))
+            assert [type(g) for g in found] == [FakeTensor] * 2
+            assert [tuple(g.shape) for g in found] == [(4, 4)] * 2
+            alive.append(len(saved))
+    assert alive[0] < alive[1]

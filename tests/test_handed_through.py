@@ -1,0 +1,194 @@
+"""Rule 9 for tensors that are kept as they are: no graph owns itself by way of one. The garbage collector is off.
+
+An operator may save its own result. What stands for that in the graph is owned by the operator's node. Where it is the result
+itself, with its history, the two own each other, and a forward without backward stays in memory for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+
+import pytest
+import torch
+from torch.autograd import grad
+
+from ckpt_hooks import checkpoint, checkpoint_region, policies
+from ckpt_hooks.offload import offload_saved_tensors
+from tests.measure import Token, leaf
+
+pytestmark = pytest.mark.usefixtures("no_gc", "one_thread")
+
+
+class SavesItsResult(torch.autograd.Function):
+    """The exponential function."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+class WritesToItsArgument(torch.autograd.Function):
+    """The exponential function, in place."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x.exp_())
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.saved_tensors[0]
+
+
+def row_in_place(x):
+    y = x.clone()
+    y[0].exp_()
+    return y
+
+
+def becomes_part_of_the_graph(x):
+    mask = torch.ones_like(x).detach()
+    y = x * mask
+    mask.mul_(x)
+    return y
+
+
+FUNCTIONS = {
+    "exp": lambda x: x.exp(),
+    "softmax": lambda x: x.softmax(-1),
+    "two results": lambda x: x.exp().sigmoid(),
+    "in place": lambda x: (x * 1).exp_(),
+    "in place on a row": row_in_place,
+    "in place on a view": lambda x: x.clone().t().exp_(),
+    "view of a result": lambda x: x.exp().t(),
+    "custom": lambda x: SavesItsResult.apply(x * 1),
+    "custom in place": lambda x: WritesToItsArgument.apply(x * 1),
+    "in place on the argument": lambda x: x.exp_(),
+    "mask": becomes_part_of_the_graph,
+    "recurrent": lambda x: torch.nn.LSTM(4, 4, dtype=torch.float64)(x)[0],
+    "lazy": lambda x: torch.nn.LazyLinear(4, dtype=torch.float64)(x.exp()),
+}
+
+
+def offloading(function, **options):
+    def run(x):
+        with offload_saved_tensors(**options):
+            return function(x)
+
+    return run
+
+
+def region(**options):
+    return checkpoint_region(**options)
+
+
+def frame(**options):
+    return checkpoint(**options)
+
+
+KEEP = {"policy": policies.everything_saveable}
+WRAPS = {
+    "offload": lambda f: offloading(f),
+    "offload all": lambda f: offloading(f, min_offload_size=0),
+    "function": lambda f: frame()(f),
+    "function, values compared": lambda f: frame(determinism_check="values")(f),
+    "function, with logs": lambda f: frame(debug=True)(f),
+    "function with a policy": lambda f: frame(**KEEP)(f),
+    "function in a function": lambda f: frame()(frame()(f)),
+    "recorded": lambda f: region()(f),
+    "recorded with a policy": lambda f: region(**KEEP)(f),
+    "recorded in recorded": lambda f: region()(region()(f)),
+    "recorded in a function": lambda f: frame()(region()(f)),
+    "function in recorded": lambda f: region()(frame()(f)),
+    "function in offload": lambda f: offloading(frame()(f)),
+    "function with a policy in offload": lambda f: offloading(frame(**KEEP)(f)),
+    "recorded in offload": lambda f: offloading(region()(f)),
+    "recorded with a policy in offload": lambda f: offloading(region(**KEEP)(f)),
+    "offload in a function": lambda f: frame()(offloading(f)),
+    "offload in recorded": lambda f: region()(offloading(f)),
+}
+
+
+def hang_on_node(tensor):
+    """Returns a weak reference that is dead when the node of a tensor is."""
+    token = Token()
+    tensor.grad_fn.metadata["token"] = token
+    return weakref.ref(token)
+
+
+@pytest.mark.parametrize("wrap", list(WRAPS))
+def test_a_forward_without_backward_leaves_nothing(wrap):
+    left = []
+    for name, function in FUNCTIONS.items():
+        h = leaf(4, 4) * 1
+        y = WRAPS[wrap](function)(h)
+        alive, result, argument = hang_on_node(y), weakref.ref(y), weakref.ref(h)
+        assert alive() is not None
+        del h, y
+        if (alive(), result(), argument()) != (None, None, None):
+            left.append(name)
+    assert left == []
+
+
+@pytest.mark.parametrize("wrap", list(WRAPS))
+def test_a_second_derivative_leaves_nothing(wrap):
+    left = []
+    for name in ("exp", "two results", "custom", "in place"):
+        x = leaf(4, 4)
+        y = WRAPS[wrap](FUNCTIONS[name])(x * 1)
+        (first,) = grad(y.sum(), x, create_graph=True)
+        alive = [hang_on_node(y), hang_on_node(first)]
+        del y, first
+        if [token() for token in alive] != [None, None]:
+            left.append(name)
+    assert left == []
+
+
+@pytest.mark.parametrize("wrap", [name for name in WRAPS if name.startswith("offload")])
+def test_a_result_that_is_added_to_what_it_was_made_of(wrap):
+    """Which is saved, and whose history is then that of the result as well."""
+    h = leaf(4, 4) * 1
+    y = WRAPS[wrap](lambda x: (x * 2).exp())(h)
+    y.add_(h)
+    alive = hang_on_node(y)
+    del h, y
+    assert alive() is None
+
+
+@pytest.mark.parametrize("wrap", [name for name in WRAPS if name.startswith("function")])
+def test_a_graph_that_a_rerun_leaves_behind(wrap):
+    """What the function keeps of a rerun goes when it lets go of it."""
+    left = []
+
+    def function(x):
+        y = x.exp()
+        left.append(y)
+        return y.sigmoid().sin()
+
+    x = leaf(4, 4)
+    WRAPS[wrap](function)(x * 1).sum().backward()
+    alive = [hang_on_node(y) for y in left]
+    assert len(alive) > 1
+    left.clear()
+    assert [token() for token in alive] == [None] * len(alive)
+
+
+@pytest.mark.parametrize("wrap", list(WRAPS))
+def test_a_forward_that_fails_leaves_nothing(wrap):
+    def function(x):
+        y = x.exp()
+        alive.append(hang_on_node(y))
+        raise KeyError
+
+    alive = []
+    with contextlib.suppress(KeyError):
+        WRAPS[wrap](function)(leaf(4, 4) * 1)
+    assert [token() for token in alive] == [None]

@@ -1,0 +1,341 @@
+"""Every switch of the installed torch has a verdict: a recompute sees what forward saw, or a sentence says why it need not."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+
+import pytest
+import torch
+import torch.backends.quantized
+import torch.backends.xnnpack
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ckpt_hooks import _ambient, _torch_switches, checkpoint, checkpoint_region
+from ckpt_hooks._ambient import flags
+from tests.behaviours.test_ambient import SETTINGS, written
+from tests.measure import leaf
+
+#: Restored: seen in a recompute as in forward, and left as found. Tests here and in tests/behaviours/test_ambient.py show each.
+RESTORED = {
+    "torch._C._set_cpu_allow_fp16_reduced_precision_reduction",
+    "torch._C._set_cublas_allow_bf16_reduced_precision_reduction",
+    "torch._C._set_cublas_allow_fp16_accumulation",
+    "torch._C._set_cublas_allow_fp16_reduced_precision_reduction",
+    "torch._C._set_cublas_allow_tf32",
+    "torch._C._set_cudnn_allow_tf32",
+    "torch._C._set_cudnn_benchmark",
+    "torch._C._set_cudnn_deterministic",
+    "torch._C._set_cudnn_enabled",
+    "torch._C._set_default_dtype",
+    "torch._C._set_default_tensor_type",
+    "torch._C._set_deterministic_algorithms",
+    "torch._C._set_float32_matmul_precision",
+    "torch._C._set_fp32_precision_setter",
+    "torch._C._set_math_sdp_allow_fp16_bf16_reduction",
+    "torch._C._set_mkldnn_deterministic",
+    "torch._C._set_mkldnn_enabled",
+    "torch._C._set_nnpack_enabled",
+    "torch._C._set_sdp_priority_order",
+    "torch._C._set_sdp_use_cudnn",
+    "torch._C._set_sdp_use_fa3",
+    "torch._C._set_sdp_use_fa4",
+    "torch._C._set_sdp_use_flash",
+    "torch._C._set_sdp_use_math",
+    "torch._C._set_sdp_use_mem_efficient",
+    "torch._C._set_sdp_use_overrideable",
+    "torch._C.set_autocast_cache_enabled",
+    "torch._C.set_autocast_dtype",
+    "torch._C.set_autocast_enabled",
+    "torch._C.set_num_threads",
+    "torch.backends.cudnn.allow_tf32",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.fp32_precision",
+    "torch.backends.cudnn.rnn.fp32_precision",
+    "torch.backends.fp32_precision",
+    "torch.backends.mha.set_fastpath_enabled",
+    "torch.backends.mkldnn.deterministic",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.mkldnn.fp32_precision",
+    "torch.backends.opt_einsum._set_enabled",
+    "torch.backends.opt_einsum._set_strategy",
+}
+
+#: Restored where a CUDA device is in use; where none is, no operator looks at them.
+RESTORED_FOR_DEVICES = {
+    "torch._C._set_blas_preferred_backend",
+    "torch._C._set_cublaslt_prefer_grouped_gemm",
+    "torch._C._set_cudnn_depthwise_kernel",
+    "torch._C._set_linalg_preferred_backend",
+    "torch._C._set_native_aot_enabled",
+    "torch._C._set_sm_carveout_experimental",
+    "torch.backends.cudnn.depthwise_kernel",
+}
+
+#: Restored in builds whose kernels look at them.
+RESTORED_IN_SOME_BUILDS = {
+    "torch._C._set_miopen_immediate": "ROCm",
+    "torch._C._set_onednn_allow_tf32": "XPU",
+    "torch._C._set_rocm_fa_preferred_backend": "ROCm",
+    "torch.backends.miopen.immediate": "ROCm",
+    "torch.backends.mkldnn.allow_tf32": "XPU",
+}
+
+_MODES = "A state of this thread, not of the process, which a frame sets for its recompute by other means."
+_ERRORS = "It decides on warnings and errors, not on results."
+_AUTOCAST = "Another name for what `set_autocast_enabled` and `set_autocast_dtype` set."
+_HOW = "It says how an operator is found or shown, and not what it computes."
+_TENSOR = "It changes a tensor, or an object, and no switch."
+_MEMORY = "It says where memory is and how long it is kept."
+_COMPILER = "It belongs to a compiler, which a region's operators have passed when they run."
+_SHARED = "It says who else runs at the same time, and not what an operator computes."
+
+#: Not restored, and why.
+NOT_RESTORED = {
+    "torch._C._cuda_set_cudnn_benchmark_limit": "It bounds a search, whose result cuDNN keeps from forward to recompute.",
+    "torch._C._cuda_set_sync_debug_mode": _ERRORS,
+    "torch._C._cudnn_set_conv_benchmark_empty_cache": _MEMORY,
+    "torch._C._enable_mobile_interface_call_export": _COMPILER,
+    "torch._C._set_autograd_fallback_mode": _ERRORS,
+    "torch._C._set_backcompat_broadcast_warn": _ERRORS,
+    "torch._C._set_backcompat_keepdim_warn": _ERRORS,
+    "torch._C._set_cached_tensors_enabled": _MEMORY,
+    "torch._C._set_check_sparse_tensor_invariants": _ERRORS,
+    "torch._C._set_conj": _TENSOR,
+    "torch._C._set_default_mobile_cpu_allocator": _MEMORY,
+    "torch._C._set_deterministic_fill_uninitialized_memory": "It shows in memory alone that nothing was written to.",
+    "torch._C._set_dispatch_mode": _MODES,
+    "torch._C._set_dtensor_allow_implicit_replication": "Backward of such operators needs it too, and says so where it is off.",
+    "torch._C._set_fake_constant": _TENSOR,
+    "torch._C._set_fwd_grad_enabled": "Forward mode goes by another way than saved tensors.",
+    "torch._C._set_generator_metaclass": _HOW,
+    "torch._C._set_grad_enabled": _MODES,
+    "torch._C._set_grad_layout_enforcement_enabled": "It is asked when a gradient is accumulated, after any recompute.",
+    "torch._C._set_graph_exec_group": _MODES,
+    "torch._C._set_graph_executor_optimize": _COMPILER,
+    "torch._C._set_meta_in_tls_dispatch_include": _MODES,
+    "torch._C._set_multithreading_enabled": _SHARED,
+    "torch._C._set_native_aot_unconditional_masked": "It is for torch's own tests, and does nothing without their registry.",
+    "torch._C._set_neg": _TENSOR,
+    "torch._C._set_only_lift_cpu_tensors": "It goes with fake tensors, which go with a mode.",
+    "torch._C._set_override_stale_capture_stream": _SHARED,
+    "torch._C._set_print_stack_traces_on_fatal_signal": _ERRORS,
+    "torch._C._set_qengine": "It is asked when weights are packed; a quantized operator asks the packed weight.",
+    "torch._C._set_should_use_format_with_string_table": _HOW,
+    "torch._C._set_skip_next_torch_function": _MODES,
+    "torch._C._set_storage_access_error_msg": _TENSOR,
+    "torch._C._set_storage_data_ptr_access_error_msg": _TENSOR,
+    "torch._C._set_tensor_metadata": _TENSOR,
+    "torch._C._set_thread_name": _HOW,
+    "torch._C._set_throw_on_mutable_data_ptr": _TENSOR,
+    "torch._C._set_torch_function_state": _MODES,
+    "torch._C._set_tracing_state": _COMPILER,
+    "torch._C._set_value_trace": _COMPILER,
+    "torch._C._set_view_replay_enabled": "It says how a view gets its node, which gives the same gradients.",
+    "torch._C._set_warnAlways": _ERRORS,
+    "torch._C._set_warn_deprecated_on_mutable_data_ptr": _TENSOR,
+    "torch._C._set_warn_on_accumulate_grad_stream_mismatch": _ERRORS,
+    "torch._C._set_worker_pids": _SHARED,
+    "torch._C._set_worker_signal_handlers": _SHARED,
+    "torch._C.set_anomaly_enabled": _ERRORS,
+    "torch._C.set_autocast_cpu_dtype": _AUTOCAST,
+    "torch._C.set_autocast_cpu_enabled": _AUTOCAST,
+    "torch._C.set_autocast_gpu_dtype": _AUTOCAST,
+    "torch._C.set_autocast_ipu_dtype": _AUTOCAST,
+    "torch._C.set_autocast_ipu_enabled": _AUTOCAST,
+    "torch._C.set_autocast_xla_dtype": _AUTOCAST,
+    "torch._C.set_autocast_xla_enabled": _AUTOCAST,
+    "torch._C.set_flush_denormal": "Torch cannot say what it is, so it cannot be put back.",
+    "torch._C.set_num_interop_threads": _SHARED,
+    "torch._C.set_vital": _HOW,
+    "torch.backends.cudnn.benchmark_limit": "It bounds a search, whose result cuDNN keeps from forward to recompute.",
+    "torch.backends.quantized.engine": "It is asked when weights are packed; a quantized operator asks the packed weight.",
+    "torch.backends.quantized.supported_engines": "It cannot be set.",
+    "torch.backends.xnnpack.enabled": "It cannot be set.",
+}
+
+#: The same for families of setters, by how their names begin.
+NOT_RESTORED_FAMILIES = {
+    "torch._C._accelerator_hooks_set_": "Backward runs each node on the device of its forward.",
+    "torch._C._cuda_tunableop_set_": "It guides a search, whose result is kept from forward to recompute.",
+    "torch._C._debug_set_": _COMPILER,
+    "torch._C._dispatch_set_": _ERRORS,
+    "torch._C._dispatch_tls_set_": _MODES,
+    "torch._C._jit_": _COMPILER,
+    "torch._C._logging_set_": _HOW,
+    "torch._C._tracer_set_": _COMPILER,
+    "torch.backends.python_native.": "Its switches register and unregister kernels, as `torch.library` does.",
+}
+
+#: Functions of ``torch.backends`` that go through setters of ``torch._C``.
+WAYS = {
+    "enable_cudnn_sdp",
+    "enable_flash_sdp",
+    "enable_math_sdp",
+    "enable_mem_efficient_sdp",
+    "set_flags",
+    "_set_fp32_precision_setter",
+}
+
+
+def is_setter(name):
+    bare = name.lstrip("_")
+    return bare.startswith(("set_", "enable_")) or "_set_" in name
+
+
+def setters():
+    """Yields the names of all switches that the installed torch has."""
+    for name in dir(torch._C):
+        if is_setter(name) and callable(getattr(torch._C, name)):
+            yield f"torch._C.{name}"
+    for module_name, module in sorted(sys.modules.items()):
+        if not module_name.startswith("torch.backends") or "._" in module_name:
+            continue
+        for kind in type(module).__mro__:
+            if kind.__module__.startswith("torch.backends"):
+                yield from (f"{module_name}.{name}" for name, value in vars(kind).items() if hasattr(type(value), "__set__"))
+        for name, value in vars(getattr(module, "m", module)).items():
+            if callable(value) and getattr(value, "__module__", None) == module_name and is_setter(name) and name not in WAYS:
+                yield f"{module_name}.{name}"
+
+
+def verdicts():
+    return {*RESTORED, *RESTORED_FOR_DEVICES, *RESTORED_IN_SOME_BUILDS, *NOT_RESTORED}
+
+
+def test_every_switch_has_a_verdict():
+    """One that a new torch brings gets one here: restored, by an entry in ``_torch_switches.py``, or a sentence why not."""
+    for name in ("quantized", "xnnpack", "cudnn.rnn"):
+        importlib.import_module(f"torch.backends.{name}")
+    found = sorted(set(setters()))
+    assert len(found) > 100
+    missing = [name for name in found if name not in verdicts() and not name.startswith(tuple(NOT_RESTORED_FAMILIES))]
+    assert missing == []
+
+
+def test_verdicts_are_sentences_and_exclude_each_other():
+    """A switch is restored or it is not."""
+    assert all(sentence.endswith(".") for sentence in {**NOT_RESTORED, **NOT_RESTORED_FAMILIES}.values())
+    sets = [RESTORED, RESTORED_FOR_DEVICES, set(RESTORED_IN_SOME_BUILDS), set(NOT_RESTORED)]
+    assert sum(map(len, sets)) == len(verdicts())
+
+
+def test_a_switch_without_a_verdict_fails(monkeypatch):
+    """So does one that torch does not have yet."""
+    monkeypatch.setattr(torch._C, "_set_something_new", lambda value: None, raising=False)
+    with pytest.raises(AssertionError, match="_set_something_new"):
+        test_every_switch_has_a_verdict()
+
+
+class Reading(TorchDispatchMode):
+    """Reads a switch at each product of matrices and each convolution."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.read, self.seen = read, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.convolution.default):
+            self.seen.append(self.read())
+        return func(*args, **(kwargs or {}))
+
+
+#: Those that functions of Python look at: a recorded region runs no Python again.
+OF_PYTHON = {"opt_einsum.enabled", "opt_einsum.strategy", "opt_einsum.set_flags", "transformers' fast path"}
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+@pytest.mark.parametrize("setting", [name for name in SETTINGS if name not in OF_PYTHON])
+@pytest.mark.parametrize("operator", ["product", "convolution"])
+def test_a_replay_sees_what_forward_saw(operator, setting, around):
+    """And leaves it as it was."""
+    if operator == "product" and setting.endswith(("mkldnn conv", "mkldnn rnn")):
+        pytest.skip("no product looks at it")
+    read, write, other = SETTINGS[setting]
+    x = leaf(3, 3) if operator == "product" else leaf(1, 1, 3, 3)
+    weight = torch.ones(1, 1, 1, 1, dtype=x.dtype)
+    first = read()
+    with written((read, write, other)) if around == "forward" else contextlib.nullcontext():
+        expected = read()
+        with checkpoint_region():
+            h = x @ x if operator == "product" else torch.nn.functional.conv2d(x, weight)
+            y = h.sin()
+    with written((read, write, other)) if around == "backward" else contextlib.nullcontext():
+        before = read()
+        with Reading(read) as mode:
+            loss = y.sum()
+            loss.backward()
+        assert read() == before
+    assert read() == first
+    assert mode.seen[0] == expected
+    assert before != expected
+
+
+@pytest.mark.parametrize("setting", ["sdpa flash 3", "nnpack", "fp16 accumulation", "fp32_precision of mkldnn conv"])
+def test_a_switch_that_moves_inside_a_recorded_region(setting):
+    """Each operator is replayed under what it ran under."""
+    read, write, other = SETTINGS[setting]
+    x, weight = leaf(1, 1, 3, 3), torch.ones(1, 1, 1, 1, dtype=leaf(1).dtype)
+    first = read()
+    with checkpoint_region():
+        a = torch.nn.functional.conv2d(x, weight).sin()
+        with written((read, write, other)):
+            b = torch.nn.functional.conv2d(a, weight).sin()
+    with Reading(read) as mode:
+        b.sum().backward()
+    assert mode.seen[:2] == [first, other]
+    assert read() == first
+
+
+def device_flags():
+    """Returns setters' names and other values of switches for devices that the installed torch has."""
+    others = {
+        "_set_blas_preferred_backend": lambda: torch._C._BlasBackend.Cublaslt,
+        "_set_linalg_preferred_backend": lambda: torch._C._LinalgBackend.Cusolver,
+        "_set_cublaslt_prefer_grouped_gemm": lambda: True,
+        "_set_cudnn_depthwise_kernel": lambda: "cudnn",
+        "_set_native_aot_enabled": lambda: False,
+    }
+    present = {setter.__name__ for _, setter in _torch_switches.DEVICE_FLAGS}
+    return [pytest.param(name, other, id=name) for name, other in others.items() if name in present]
+
+
+@pytest.mark.parametrize("around", ["forward", "backward"])
+@pytest.mark.parametrize(("setter", "other"), device_flags())
+@pytest.mark.parametrize("kind", ["function", "recorded"])
+def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
+    """Where a device is in use; this one is made up."""
+    monkeypatch.setattr(flags, "are_devices_in_use", lambda: True)
+    monkeypatch.setattr(_ambient, "any_device", lambda: True)
+    read = getattr(torch._C, setter.replace("_set_", "_get_"))
+    setting = read, getattr(torch._C, setter), other()
+    x, seen = leaf(3, 3), []
+
+    def function(x):
+        seen.append(read())
+        return (x @ x).sin()
+
+    with written(setting) if around == "forward" else contextlib.nullcontext():
+        expected = read()
+        if kind == "function":
+            y = checkpoint(function, x)
+        else:
+            with checkpoint_region():
+                y = (x @ x).sin()
+    with written(setting) if around == "backward" else contextlib.nullcontext(), Reading(read) as mode:
+        before = read()
+        y.sum().backward()
+        assert read() == before
+    seen = seen[1:] if kind == "function" else mode.seen[:1]
+    assert seen == [expected]
+    assert before != expected
+
+
+def test_switches_for_devices_cost_nothing_without_one(monkeypatch):
+    """They are not read, for some of them take longer than a whole region may."""
+    monkeypatch.setattr(flags, "_read_devices", lambda: pytest.fail("was read"))
+    monkeypatch.setattr(flags, "are_devices_in_use", lambda: False)
+    checkpoint(torch.sin, leaf(3)).sum().backward()
