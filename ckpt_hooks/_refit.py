@@ -17,7 +17,7 @@ import torch
 
 from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["PLAIN", "as_kind", "copy_of", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
+__all__ = ["PLAIN", "as_kind", "copies_of", "copy_of", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
 
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -71,6 +71,17 @@ def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
     if copy._version != tensor._version:
         set_versions((copy,), (tensor._version,))
     return copy
+
+
+def copies_of(value: Any) -> Any:
+    """Returns what an operator returned with copies in place of tensors, of the same versions."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(copies_of, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not is_plain(value) or value.is_inference():
+        return value.detach().clone()
+    return stand_in_for(value)
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:

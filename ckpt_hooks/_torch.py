@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
+from torch._higher_order_ops.effects import has_effects as _has_effects
 
 Hook = Callable[[Any], Any]
 
@@ -42,6 +43,10 @@ OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
+# Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
+# TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15. 2.11 to 2.15.
+has_effects: Callable[[Any], bool] = _has_effects
+
 # Whether the graph task that is running keeps its graph (``retain_graph=True``). 2.11 to 2.15.
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 
@@ -51,6 +56,12 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
+
+
+def is_tracing_mode(mode: Any) -> bool:
+    """Whether a dispatch mode is one by which torch traces (fake, functional, proxy), with a place of its own on the stack."""
+    return getattr(mode, "_mode_key", None) is not None
+
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.

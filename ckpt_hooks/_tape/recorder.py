@@ -249,6 +249,10 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         decision = RECOMPUTE if facts.is_view else self.decide(facts, args, kwargs, out)
         made = self.note(op, values, out, decision)
         if decision != RECOMPUTE:
+            if facts.has_effect:
+                for value in made:
+                    if value.saved is None:  # another face of an argument: to have that again, the operator would run again
+                        self.make_outside(value.store, f"returned by {func}, which has an ordered effect")
             cut(op, made)
         return out
 
@@ -265,7 +269,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         if facts.looks_at_grad:
             return SAVE
         if deciding is None or graph_task_id() != self._task:
-            return SAVE if facts.is_collective else RECOMPUTE
+            return SAVE if facts.is_collective or facts.has_effect else RECOMPUTE
         decision = deciding.of(facts)
         return deciding.ask(facts, args, kwargs, out) if decision == ASK else decision
 
