@@ -205,7 +205,9 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     """
     dispatch = [pop_dispatch_mode(None) for mode in list(_active_modes()) if not is_tracing_mode(mode)]
     functions = [pop_function_mode() for _ in range(num_function_modes())]
-    devices = [mode for mode in reversed(functions) if type(mode).__module__ == "torch.utils._device"]  # not imported yet, maybe
+    devices = [
+        mode for mode in reversed(functions) if type(mode).__module__ == "torch.utils._device"
+    ]  # not imported yet, maybe
     for mode in devices:
         push_function_mode(mode)
     try:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from ._blame import grad_fn_of, mutation_error, name_of
-from ._dispatch import only_quiet_modes, unseen
+from ._dispatch import is_traced, only_quiet_modes, past_modes, unseen
 from ._refit import stand_in_for
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
@@ -229,7 +229,7 @@ class Filling:
             self._look_into(found, expected)
         if self._without_grad != frame.without_grad:
             self._compare_grad()
-        if check.fingerprint is not None:
+        if check.fingerprint is not None and not is_traced():
             self._compare_values(check.fingerprint)
         return values.copy()
 
@@ -258,14 +258,9 @@ class Filling:
 
     def _compare_values(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
         frame = self._frame
-        expected = frame.fingerprints[: len(self.values)]
+        expected = list(frame.fingerprints[: len(self.values)])
         with torch.no_grad():
-            found = [
-                None if one is None or value is MISSING else fingerprint(value)
-                for one, value in zip(expected, self.values, strict=True)
-            ]
-            while (index := first_difference(expected, found)) is not None and self._is_unfilled(index):
-                found[index] = None
+            index, found = past_modes(self._first_difference, fingerprint, expected)
         if index is not None:
             value = self.values[index]
             what = describe(value.shape, value.dtype, value.device)
@@ -276,6 +271,17 @@ class Filling:
                 f"{what} with fingerprint {_short(expected[index])}",
                 f"{what} with fingerprint {_short(found[index])}",
             )
+
+    def _first_difference(
+        self, fingerprint: Callable[[torch.Tensor], Any], expected: list[Any]
+    ) -> tuple[int | None, list[Any]]:
+        found = [
+            None if one is None or value is MISSING else fingerprint(value)
+            for one, value in zip(expected, self.values, strict=True)
+        ]
+        while (index := first_difference(expected, found)) is not None and self._is_unfilled(index):
+            found[index] = None
+        return index, found
 
     def _is_unfilled(self, index: int) -> bool:
         """Whether a tensor is memory that an operator saves and does not fill to the end, with whatever was there before."""

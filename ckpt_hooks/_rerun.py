@@ -23,6 +23,7 @@ from ._ambient.rng import default_generators_lock
 from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks
 from ._blame import blame, mutation_error, name_of, uninitialized
+from ._comparing import compared
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
@@ -69,6 +70,7 @@ class FunctionFrame(Frame):
     __slots__ = (
         "_ambient",
         "_arguments",
+        "_compared",
         "_context",
         "_contexts",
         "_draws",
@@ -128,6 +130,8 @@ class FunctionFrame(Frame):
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None
         try:
+            if self._options.check.fingerprint is not None or (paused is not None and len(paused) != num_dispatch_modes()):
+                self._options, self._compared = compared(self._options)
             function, options = self._function, self._options
             generators: Sequence[torch.Generator] = ()
             # In the usual case there is nothing to look at: a module that was looked at before, or a function of tensors.
@@ -241,7 +245,9 @@ class FunctionFrame(Frame):
         """Reruns the function; see :meth:`Frame.recompute`."""
         filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
         try:
-            return self._recompute(filling, wanted)
+            if self._options.check.fingerprint is None:
+                return self._recompute(filling, wanted)
+            return self._compared.recompute(lambda: self._recompute(filling, wanted), self._region())
         finally:
             filling.let_go()
 

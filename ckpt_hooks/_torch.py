@@ -63,6 +63,9 @@ def is_tracing_mode(mode: Any) -> bool:
     return getattr(mode, "_mode_key", None) is not None
 
 
+# Tensors of a trace: there is nothing in them, in or out of their mode. 2.11 to 2.15.
+FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
+
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
 storage_address: Callable[[torch.Tensor], int] = _c._storage_address

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["DEFAULT_CHECK", "Check", "check_of", "first_difference", "version_of"]
+from ._torch import FAKE
+
+__all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, FAKE):
+        return False
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and not tensor.is_quantized
 
 
@@ -125,11 +129,13 @@ def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int]
 
 
 DEFAULT_CHECK = Check(_metadata)
+NOTHING = Check(operator.attrgetter("_version"))
+VALUES = Check(_metadata, hash_of)
 
 _CHECKS: dict[str, Check] = {
     "default": DEFAULT_CHECK,
-    "none": Check(operator.attrgetter("_version")),
-    "values": Check(_metadata, hash_of),
+    "none": NOTHING,
+    "values": VALUES,
     "sampled_values": Check(_metadata, sample_of),
 }
 

@@ -8,6 +8,7 @@ their arguments through :mod:`ckpt_hooks._tape.writes`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         deciding: What the innermost region's policy says; None where it has none.
+        users_modes: Names of the dispatch modes of the user's that are active around the outermost region.
     """
 
     def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
@@ -56,6 +58,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         Tables.__init__(self, hooks, respect_hooks=respect_hooks, is_in_frame=is_in_frame)
         PausableDispatchMode.__init__(self)
         self.deciding: Deciding | None = None
+        self.users_modes: Sequence[str] = ()
         self._task = graph_task_id()
         self._forget = self.known.pop
         self._seen: list[Around] = []

@@ -1,0 +1,95 @@
+"""Values of a recorded region around which a dispatch mode of the user's is active, compared as they are brought back.
+
+Such a mode sees operators after the recorder does, so what it makes of their results is not on the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_hooks._comparing import modes_in_words
+from ckpt_hooks._dispatch import is_traced, past_modes, users_modes
+from ckpt_hooks._runtime.fingerprints import Fingerprints
+from ckpt_hooks._runtime.frame import format_path
+from ckpt_hooks._torch import current_node
+from ckpt_hooks._words import describe_tensor
+from ckpt_hooks.determinism import first_difference, hash_of
+from ckpt_hooks.errors import DeterminismError
+
+if TYPE_CHECKING:
+    from .frame import Pin
+
+__all__ = ["ComparedValues"]
+
+
+class ComparedValues:
+    """Fingerprints of the values of one frame.
+
+    Attributes:
+        modes: Names of the modes around the outermost region.
+    """
+
+    __slots__ = ("_fingerprints", "_numbers", "_taken", "modes")
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        self.modes = modes
+        self._fingerprints = Fingerprints(hash_of, ())
+        self._taken = self._fingerprints.taken
+        self._numbers: list[int] = []
+
+    def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Returns a pack hook that takes fingerprints of the tensors for which there are handles.
+
+        Args:
+            pack: The pack hook of the frame.
+        """
+        fingerprints, numbers = self._fingerprints, self._numbers
+
+        def pack_compared(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            if type(packed) is not list:
+                numbers.append(packed.value.number)
+                fingerprints.note(tensor)
+            return packed
+
+        return pack_compared
+
+    def close(self) -> None:
+        """Ends forward; the pack hook lets go of what was taken."""
+        self._fingerprints.close()
+
+    def compare(self, pin: Pin, tensor: torch.Tensor) -> None:
+        """Compares a tensor that was brought back with what was saved.
+
+        One that was kept is what it was; so is, as plain autograd takes it, one that was written to by a way that versions do
+        not tell of.
+
+        Raises:
+            DeterminismError: If it is another value.
+        """
+        index, value = pin.index, pin.value
+        if value.saved is not None or value.number != self._numbers[index] or is_traced():
+            return
+        expected = self._taken[index]
+        if expected is None:
+            return
+        with torch.no_grad():
+            found = past_modes(hash_of, tensor)
+            if past_modes(first_difference, [expected], [found]) is None:
+                return
+        region, what = format_path(pin.frame.path), describe_tensor(tensor)
+        node = current_node()
+        grad_fn = None if node is None else node.name()
+        saved_by = "" if node is None else f" It was saved by {grad_fn}."
+        raise DeterminismError(
+            f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
+            f"tensor at position {index}: {what}\n{saved_by}{modes_in_words(self.modes, users_modes())}",
+            region=region,
+            index=index,
+            expected=f"{what} with fingerprint {expected}",
+            found=f"{what} with fingerprint {found}",
+            grad_fn=grad_fn,
+        )
