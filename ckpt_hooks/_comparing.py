@@ -64,7 +64,7 @@ class Compared:
             DeterminismError: If it raises one; or, where values are compared on request, if it has drawn from a stream that is
                 not tracked: values may be the same, yet the stream is not where plain autograd leaves it.
         """
-        before = untracked.read()
+        before = untracked.take_images()
         try:
             values = recompute()
         except DeterminismError as error:

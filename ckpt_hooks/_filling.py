@@ -27,6 +27,7 @@ import torch
 from ._blame import grad_fn_of, mutation_error, name_of
 from ._dispatch import is_traced, only_quiet_modes, past_modes, unseen
 from ._refit import stand_in_for
+from ._runtime.fingerprints import saves_unfilled_memory
 from ._runtime.frame import Frame, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
@@ -42,9 +43,6 @@ _TIP = (
     "operators of both runs."
 )
 
-
-#: Nodes of operators that save memory without filling all of it: oneDNN's workspace, the paths of shorter sequences.
-_UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
 
 #: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
 _STOP: Any = object()
@@ -285,7 +283,7 @@ class Filling:
 
     def _is_unfilled(self, index: int) -> bool:
         """Whether a tensor is memory that an operator saves and does not fill to the end, with whatever was there before."""
-        return index in self._without_grad and (grad_fn_of(self._frame, index) or "").rstrip("0123456789") in _UNFILLED
+        return index in self._without_grad and saves_unfilled_memory(grad_fn_of(self._frame, index))
 
     def _compare_grad(self) -> None:
         expected = [index for index in self._frame.without_grad if index < len(self.values)]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._torch import FAKE
+from ._torch import FAKE, wait_for_collective
 
 __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 
@@ -54,7 +54,12 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> list[Any]:
-    """Returns the fingerprints of the tensors that one of another class is made of: the local shard of a DTensor, say."""
+    """Returns the fingerprints of the tensors that one of another class is made of: the local shard of a DTensor, say.
+
+    What a collective returned is waited for first. The program is left to wait for it by itself, as if nobody had.
+    """
+    if hasattr(tensor, "trigger_wait"):
+        return [fingerprint(wait_for_collective(tensor.elem))]  # type: ignore[attr-defined]
     names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     parts = [getattr(tensor, name) for name in names]
     return [fingerprint(part) for part in parts if isinstance(part, torch.Tensor)]
@@ -74,7 +79,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     if integers is not None:
         return tensor.view(integers)
     if tensor.dim() == 0 or tensor.stride(-1) != 1:
-        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.int32)
 
 

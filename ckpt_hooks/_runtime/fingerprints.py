@@ -13,7 +13,15 @@ import torch
 from ckpt_hooks._dispatch import past_modes
 from ckpt_hooks._torch import sequence_number, storage_of
 
-__all__ = ["Fingerprints"]
+__all__ = ["Fingerprints", "saves_unfilled_memory"]
+
+#: Nodes of operators that save memory without filling all of it: oneDNN's workspace, the paths of shorter sequences.
+_UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
+
+
+def saves_unfilled_memory(grad_fn: str | None) -> bool:
+    """Whether a node of some name has among its saved tensors memory with whatever was there before."""
+    return (grad_fn or "").rstrip("0123456789") in _UNFILLED
 
 
 class Fingerprints:

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_hooks._comparing import modes_in_words
 from ckpt_hooks._dispatch import is_traced, past_modes, users_modes
-from ckpt_hooks._runtime.fingerprints import Fingerprints
+from ckpt_hooks._runtime.fingerprints import Fingerprints, saves_unfilled_memory
 from ckpt_hooks._runtime.frame import format_path
 from ckpt_hooks._torch import current_node
 from ckpt_hooks._words import describe_tensor
@@ -38,7 +38,7 @@ class ComparedValues:
         self.modes = modes
         self._fingerprints = Fingerprints(hash_of, ())
         self._taken = self._fingerprints.taken
-        self._numbers: list[int] = []
+        self._numbers: list[int] = []  # of values, negative where the tensor required no grad
 
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Returns a pack hook that takes fingerprints of the tensors for which there are handles.
@@ -51,7 +51,7 @@ class ComparedValues:
         def pack_compared(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
             if type(packed) is not list:
-                numbers.append(packed.value.number)
+                numbers.append(packed.value.number if tensor.requires_grad else -packed.value.number)
                 fingerprints.note(tensor)
             return packed
 
@@ -70,8 +70,8 @@ class ComparedValues:
         Raises:
             DeterminismError: If it is another value.
         """
-        index, value = pin.index, pin.value
-        if value.saved is not None or value.number != self._numbers[index] or is_traced():
+        index, value, number = pin.index, pin.value, self._numbers[pin.index]
+        if value.saved is not None or value.number != abs(number) or is_traced():
             return
         expected = self._taken[index]
         if expected is None:
@@ -80,9 +80,11 @@ class ComparedValues:
             found = past_modes(hash_of, tensor)
             if past_modes(first_difference, [expected], [found]) is None:
                 return
-        region, what = format_path(pin.frame.path), describe_tensor(tensor)
         node = current_node()
         grad_fn = None if node is None else node.name()
+        if number < 0 and saves_unfilled_memory(grad_fn):
+            return
+        region, what = format_path(pin.frame.path), describe_tensor(tensor)
         saved_by = "" if node is None else f" It was saved by {grad_fn}."
         raise DeterminismError(
             f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
