@@ -160,9 +160,7 @@ def only_quiet_modes() -> bool:
 def users_modes() -> list[str]:
     """Returns the names of the dispatch modes on this thread that are neither torch's for tracing nor the package's."""
     return [
-        type(mode).__qualname__
-        for mode in _active_modes()
-        if not (isinstance(mode, QuietDispatchMode) or is_tracing_mode(mode))
+        type(mode).__name__ for mode in _active_modes() if not (isinstance(mode, QuietDispatchMode) or is_tracing_mode(mode))
     ]
 
 

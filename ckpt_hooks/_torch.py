@@ -369,7 +369,8 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)
-        return torch.empty(0, device=anchor.device)
+        output: torch.Tensor = _past_modes(functools.partial(torch.empty, 0, device=anchor.device))
+        return output
 
 
 class _NodeSavedTensor:
@@ -378,7 +379,7 @@ class _NodeSavedTensor:
     __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
         # The output owns the node; the Python object of a node alone does not keep what it saved.
         self._output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 

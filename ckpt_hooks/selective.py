@@ -273,6 +273,7 @@ def create_selective_checkpoint_contexts(
     For ``context_fn`` of :func:`ckpt_hooks.checkpoint`, as ``functools.partial(create_selective_checkpoint_contexts, policy)``,
     which makes a new pair for each region. ``checkpoint(policy=...)`` does the same.
 
+    An operator with an ordered effect (``torch.library``) runs once: its output is kept unless the policy says MUST_RECOMPUTE.
     An operator whose output is kept does not run in a recompute. Views and operators that write to their inputs always run
     again; so do those whose output was modified since. A random operator that is skipped leaves the random stream where it
     would have. What is kept lives as long as the region, and goes as it is used in a backward that does not retain the graph.

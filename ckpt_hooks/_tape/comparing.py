@@ -15,7 +15,7 @@ from ckpt_hooks._dispatch import is_traced, past_modes, users_modes
 from ckpt_hooks._runtime.fingerprints import Fingerprints, saves_unfilled_memory
 from ckpt_hooks._runtime.frame import format_path
 from ckpt_hooks._torch import current_node
-from ckpt_hooks._words import describe_tensor
+from ckpt_hooks._words import describe, describe_tensor
 from ckpt_hooks.determinism import first_difference, hash_of
 from ckpt_hooks.errors import DeterminismError
 
@@ -23,6 +23,19 @@ if TYPE_CHECKING:
     from .frame import Pin
 
 __all__ = ["ComparedValues"]
+
+
+def _fingerprint(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:  # it may have no shape
+        return hash_of(tensor)
+    return tuple(tensor.shape), tensor.dtype, tensor.device, hash_of(tensor)
+
+
+def _in_words(fingerprint: Any) -> str:
+    if not isinstance(fingerprint, tuple):
+        return str(fingerprint)
+    shape, dtype, device, values = fingerprint
+    return f"{describe(shape, dtype, device)} with fingerprint {values.item() if isinstance(values, torch.Tensor) else values}"
 
 
 class ComparedValues:
@@ -36,7 +49,7 @@ class ComparedValues:
 
     def __init__(self, modes: Sequence[str]) -> None:
         self.modes = modes
-        self._fingerprints = Fingerprints(hash_of, ())
+        self._fingerprints = Fingerprints(_fingerprint, ())
         self._taken = self._fingerprints.taken
         self._numbers: list[int] = []  # of values, negative where the tensor required no grad
 
@@ -77,21 +90,21 @@ class ComparedValues:
         if expected is None:
             return
         with torch.no_grad():
-            found = past_modes(hash_of, tensor)
+            found = past_modes(_fingerprint, tensor)
             if past_modes(first_difference, [expected], [found]) is None:
                 return
         node = current_node()
         grad_fn = None if node is None else node.name()
         if number < 0 and saves_unfilled_memory(grad_fn):
             return
-        region, what = format_path(pin.frame.path), describe_tensor(tensor)
+        region = format_path(pin.frame.path)
         saved_by = "" if node is None else f" It was saved by {grad_fn}."
         raise DeterminismError(
             f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
-            f"tensor at position {index}: {what}\n{saved_by}{modes_in_words(self.modes, users_modes())}",
+            f"tensor at position {index}: {describe_tensor(tensor)}\n{saved_by}{modes_in_words(self.modes, users_modes())}",
             region=region,
             index=index,
-            expected=f"{what} with fingerprint {expected}",
-            found=f"{what} with fingerprint {found}",
+            expected=_in_words(expected),
+            found=_in_words(found),
             grad_fn=grad_fn,
         )
