@@ -201,6 +201,8 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
     Handlers of tensor subclasses are asked as ever, which they are not where the dispatcher's keys for modes are left out. The
     modes by which torch traces stay, and so do default devices.
     """
+    if not (num_dispatch_modes() or num_function_modes()):
+        return function(*args, **kwargs)
     dispatch = [pop_dispatch_mode(None) for mode in list(_active_modes()) if not is_tracing_mode(mode)]
     functions = [pop_function_mode() for _ in range(num_function_modes())]
     devices = [
