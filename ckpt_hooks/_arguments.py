@@ -23,12 +23,10 @@ from ._containers import Capture, Container, TensorAt, build
 from ._refit import as_kind, refit
 from ._runtime.frame import Frame, RegionPath
 from ._runtime.hooks import are_of_frame, unpack, unpack_observed
+from ._saved_inputs import save_all
 from ._torch import (
     SavedTensor,
     counted_detach,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    save_tensor,
     storage_of,
     top_saved_tensors_hooks,
 )
@@ -73,57 +71,12 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
         return version, None
 
 
-def _save(
-    tensors: Sequence[torch.Tensor], *, each_occurrence: bool
-) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
-    """Saves tensors by way of the hooks that are active; returns what was saved, and those that are kept.
-
-    Leaves that require grad are kept besides: the graph keeps them too, and a rerun gets the very object.
-    """
-    saved: list[SavedTensor | int | None] = []
-    kept: list[torch.Tensor | None] = []
-    positions: dict[int, int] = {}
-    for position, tensor in enumerate(tensors):
-        first = positions.setdefault(id(tensor), position)
-        value = _saved_or_none(tensor) if first == position or each_occurrence else None
-        if first != position:
-            saved.append(first)
-            kept.append(None)
-        else:
-            keep = value is None or (tensor.is_leaf and tensor.requires_grad)
-            saved.append(None if keep else value)
-            kept.append(tensor if keep else None)
-    return saved, kept
-
-
-def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
-    """Returns a tensor as saved, or None for one that autograd refuses to save: it may be passed on without being used."""
-    if tensor.is_inference():
-        return None
-    try:
-        return save_tensor(tensor)
-    except RuntimeError:
-        # Of autograd's making, as for a view whose base was modified, or of a hook's? A hook that does nothing tells.
-        push_saved_tensors_hooks(_identity, _identity)
-        try:
-            save_tensor(tensor)
-        except RuntimeError:
-            return None
-        finally:
-            pop_saved_tensors_hooks()
-        raise
-
-
 def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     return {
         position: tensor.stride()
         for position, tensor in enumerate(tensors)
         if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
     }
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 class Arguments:
@@ -200,7 +153,7 @@ class Arguments:
         else:
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside(len(tensors), inside[1])
-            self._saved, self._tensors = _save(tensors, each_occurrence=inside is not None)
+            self._saved, self._tensors = save_all(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
             self._facts = _facts_of_all(tensors)
             self._foreign = hooks[1] not in (unpack, unpack_observed)

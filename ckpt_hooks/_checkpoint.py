@@ -128,7 +128,10 @@ def checkpoint(
         determinism_check: ``"default"`` compares shape, dtype and device of each tensor that forward and recompute save.
             ``"values"`` compares a hash of its values too, which reads all of them in both runs; ``"sampled_values"`` some 64
             of the values, and where they stand. A function of a tensor has its results compared; tensors among them stay on
-            their device, which is waited for once a recompute. ``"none"`` compares nothing.
+            their device, which is waited for once a recompute. Where values are compared, a recompute that draws from
+            ``random`` or from NumPy's global state is an error too, unless that is tracked (:func:`ckpt_hooks.track_rng`).
+            ``"none"`` compares nothing. Under a dispatch mode of the user's, which may change results and is not entered
+            again, ``"default"`` is ``"values"``.
         debug: Whether an error in a recompute lists the operators of both runs. Slow.
         early_stop: Whether a recompute ends as soon as everything that is needed is there.
         respect_saved_tensors_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the

@@ -12,7 +12,16 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
-from ._torch import dispatch_mode_at, num_dispatch_modes, pop_dispatch_mode, push_dispatch_mode
+from ._torch import (
+    dispatch_mode_at,
+    is_tracing_mode,
+    num_dispatch_modes,
+    num_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
 
 __all__ = [
     "PassOn",
@@ -20,10 +29,13 @@ __all__ = [
     "QuietDispatchMode",
     "count_writes",
     "is_compiled_code_running",
+    "is_without_values",
     "only_quiet_modes",
+    "past_modes",
     "pause_modes",
     "resume_modes",
     "unseen",
+    "users_modes",
 ]
 
 
@@ -145,6 +157,18 @@ def only_quiet_modes() -> bool:
     return not num_dispatch_modes() or all(isinstance(mode, QuietDispatchMode) for mode in _active_modes())
 
 
+def users_modes() -> list[str]:
+    """Returns the names of the dispatch modes on this thread that are neither torch's for tracing nor the package's."""
+    return [
+        type(mode).__name__ for mode in _active_modes() if not (isinstance(mode, QuietDispatchMode) or is_tracing_mode(mode))
+    ]
+
+
+def is_without_values() -> bool:
+    """Whether torch traces on this thread: fake, functional and proxy tensors have no values to compare."""
+    return num_dispatch_modes() > 0 and any(map(is_tracing_mode, _active_modes()))
+
+
 def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:
     """Ends :func:`pause_modes`."""
     for mode in paused:
@@ -169,3 +193,29 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
             resume_modes(modes)
 
     return paused
+
+
+def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function without a word to dispatch modes and function modes, whoever they belong to.
+
+    Handlers of tensor subclasses are asked as ever, which they are not where the dispatcher's keys for modes are left out. The
+    modes by which torch traces stay, and so do default devices.
+    """
+    if not (num_dispatch_modes() or num_function_modes()):
+        return function(*args, **kwargs)
+    dispatch = [pop_dispatch_mode(None) for mode in list(_active_modes()) if not is_tracing_mode(mode)]
+    functions = [pop_function_mode() for _ in range(num_function_modes())]
+    devices = [
+        mode for mode in reversed(functions) if type(mode).__module__ == "torch.utils._device"
+    ]  # not imported yet, maybe
+    for mode in devices:
+        push_function_mode(mode)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for _ in devices:
+            pop_function_mode()
+        for mode in reversed(functions):
+            push_function_mode(mode)
+        for mode in reversed(dispatch):
+            push_dispatch_mode(mode)

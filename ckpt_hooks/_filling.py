@@ -26,9 +26,10 @@ import torch
 
 from ._blame import grad_fn_of, mutation_error, name_of
 from ._boundaries import NO_MARKS, first_difference
-from ._dispatch import only_quiet_modes, unseen
+from ._dispatch import is_without_values, only_quiet_modes, past_modes, unseen
 from ._leftovers import Leftovers
 from ._refit import stand_in_for
+from ._runtime.fingerprints import saves_unfilled_memory
 from ._runtime.frame import Frame, Mark, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
@@ -45,9 +46,6 @@ _TIP = (
     "operators of both runs."
 )
 
-
-#: Nodes of operators that save memory without filling all of it: oneDNN's workspace, the paths of shorter sequences.
-_UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
 
 #: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
 _STOP: Any = object()
@@ -245,7 +243,7 @@ class Filling:
             self._look_into(found, expected)
         if self._without_grad != frame.without_grad:
             self._compare_grad()
-        if check.fingerprint is not None:
+        if check.fingerprint is not None and not is_without_values():
             self._compare_values(check.fingerprint)
         return values.copy()
 
@@ -288,14 +286,9 @@ class Filling:
 
     def _compare_values(self, fingerprint: Callable[[torch.Tensor], Any]) -> None:
         frame = self._frame
-        expected = frame.fingerprints[: len(self.values)]
+        expected = list(frame.fingerprints[: len(self.values)])
         with torch.no_grad():
-            found = [
-                None if one is None or value is MISSING else fingerprint(value)
-                for one, value in zip(expected, self.values, strict=True)
-            ]
-            while (index := first_other_fingerprint(expected, found)) is not None and self._is_unfilled(index):
-                found[index] = None
+            index, found = past_modes(self._first_difference, fingerprint, expected)
         if index is not None:
             value = self.values[index]
             what = describe(value.shape, value.dtype, value.device)
@@ -307,9 +300,20 @@ class Filling:
                 f"{what} with fingerprint {_short(found[index])}",
             )
 
+    def _first_difference(
+        self, fingerprint: Callable[[torch.Tensor], Any], expected: list[Any]
+    ) -> tuple[int | None, list[Any]]:
+        found = [
+            None if one is None or value is MISSING else fingerprint(value)
+            for one, value in zip(expected, self.values, strict=True)
+        ]
+        while (index := first_other_fingerprint(expected, found)) is not None and self._is_unfilled(index):
+            found[index] = None
+        return index, found
+
     def _is_unfilled(self, index: int) -> bool:
         """Whether a tensor is memory that an operator saves and does not fill to the end, with whatever was there before."""
-        return index in self._without_grad and (grad_fn_of(self._frame, index) or "").rstrip("0123456789") in _UNFILLED
+        return index in self._without_grad and saves_unfilled_memory(grad_fn_of(self._frame, index))
 
     def _compare_grad(self) -> None:
         expected = [index for index in self._frame.without_grad if index < len(self.values)]

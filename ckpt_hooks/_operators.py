@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ._torch import OVERLOAD
+from ._torch import OVERLOAD, has_effects
 
 __all__ = [
     "KNOWN",
@@ -55,6 +55,8 @@ class Kind(enum.Enum):
     COLLECTIVE = enum.auto()
     #: The same, but it draws random numbers, or may.
     RANDOM = enum.auto()
+    #: The same, but it has an effect besides, in an order with others of the kind: it runs again only where a policy insists.
+    EFFECT = enum.auto()
 
 
 #: Operators of these libraries write to tensors that they are given, and neither their schemas nor versions tell:
@@ -132,6 +134,8 @@ def kind_of(operator: Any) -> Kind:
         return Kind.IGNORED
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
+        if has_effects(operator):
+            return Kind.EFFECT
         return Kind.SAVEABLE if str(operator) in _PURE_HIGHER_ORDER else Kind.REWRITES
     name = schema.name.partition("::")[2]
     if operator.namespace == "profiler":
@@ -150,6 +154,8 @@ def kind_of(operator: Any) -> Kind:
         return Kind.CAST
     if operator.namespace == "_c10d_functional":
         return Kind.COLLECTIVE
+    if has_effects(operator):
+        return Kind.EFFECT
     if operator.namespace == "aten" and (name.endswith("_like") or _takes_no_tensor(schema)):
         return Kind.FACTORY
     draws = torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace not in _TAGGED

@@ -17,7 +17,18 @@ import torch
 
 from ._torch import set_grad_enabled, set_versions, storage_of
 
-__all__ = ["PLAIN", "as_kind", "copy_of", "copy_with_history", "fill_all", "is_plain", "refit", "same_layout", "stand_in_for"]
+__all__ = [
+    "PLAIN",
+    "as_kind",
+    "copies_of",
+    "copy_of",
+    "copy_with_history",
+    "fill_all",
+    "is_plain",
+    "refit",
+    "same_layout",
+    "stand_in_for",
+]
 
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -79,6 +90,17 @@ def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
         copy: torch.Tensor = _Copy.apply(tensor.detach().requires_grad_(), tensor.stride() if is_plain(tensor) else None)  # type: ignore[no-untyped-call]
     set_versions((copy,), (version,))
     return copy
+
+
+def copies_of(value: Any) -> Any:
+    """Returns what an operator returned with copies in place of tensors, of the same versions."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(copies_of, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not is_plain(value) or value.is_inference():
+        return value.detach().clone()
+    return stand_in_for(value)
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:

@@ -24,6 +24,7 @@ from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._boundaries import NO_MARKS
+from ._comparing import compared
 from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
 from ._failures import ExplainingFrame
@@ -73,6 +74,7 @@ class FunctionFrame(ExplainingFrame):
 
     __slots__ = (
         "_ambient",
+        "_compared",
         "_context",
         "_contexts",
         "_draws",
@@ -130,6 +132,8 @@ class FunctionFrame(ExplainingFrame):
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None
         try:
+            if self._options.check.fingerprint is not None or (paused is not None and len(paused) != num_dispatch_modes()):
+                self._options, self._compared = compared(self._options)
             function, options = self._function, self._options
             self._objects = notes_of(function, self._arguments.objects)
             generators: Sequence[torch.Generator] = ()
@@ -230,7 +234,9 @@ class FunctionFrame(ExplainingFrame):
         outer, self._filling = self._filling, filling
         try:
             filling.leftovers = None if self._objects is None else leftovers_of(self._objects)
-            return self._recompute(filling, wanted)
+            if self._options.check.fingerprint is None:
+                return self._recompute(filling, wanted)
+            return self._compared.recompute(lambda: self._recompute(filling, wanted), self._region())
         finally:
             self._filling = outer
             filling.let_go()

@@ -22,15 +22,17 @@ from typing import Any
 import torch
 
 from ._ambient.draws import Draw, skip_draw
-from ._dispatch import is_compiled_code_running, unseen
-from ._refit import refit
+from ._dispatch import is_compiled_code_running, past_modes, unseen
+from ._kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in, recomputes
+from ._operators import Kind
+from ._refit import copies_of
 from ._runtime.frame import Frame, RegionPath
-from ._runtime.hooks import UNPACKS, are_of_frame
+from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
 from ._sequence import OperatorSequence
-from ._torch import counted_detach, is_freed, storage_of, version_witness
-from .errors import DeterminismError, MutationError
-from .offload import Batch, Transfers, transfers_for
+from ._torch import counted_detach, storage_of, version_witness
+from .errors import DeterminismError
+from .offload import Batch, transfers_for
 
 __all__ = ["Selection"]
 
@@ -40,83 +42,6 @@ _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 
 
-class _Kept:
-    """A tensor that is kept as it is."""
-
-    __slots__ = ("_tensor", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._version = tensor._version
-
-    def get(self, *, last: bool) -> torch.Tensor:
-        """Returns the tensor, or :data:`MISSING` if it was modified; an object that nobody else has."""
-        tensor = self._tensor
-        if tensor._version != self._version or is_freed(tensor):
-            return MISSING  # type: ignore[no-any-return]
-        return tensor if last else counted_detach(tensor)
-
-
-class _Packed:
-    """A tensor that was given to somebody's hooks."""
-
-    __slots__ = ("_packed", "_storage", "_strides", "_unpack", "_value", "_version")
-
-    @unseen
-    def __init__(self, tensor: torch.Tensor, pack: Callable[[Any], Any], unpack: Callable[[Any], Any]) -> None:
-        self._version = tensor._version
-        self._storage = storage_of(tensor)
-        self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
-        self._unpack = unpack
-        self._value: Any = MISSING
-        self._packed = pack(tensor)
-
-    def prepare(self) -> None:
-        """Brings the tensor back if a frame has it, whose recompute cannot run from within an operator."""
-        if _recomputes(self._unpack) and self._packed is not None:
-            try:
-                self._value = self._unpack(self._packed)
-            except MutationError:  # something around the region wrote to it
-                self._packed = None
-
-    def forget(self) -> None:
-        """Lets go of a tensor that was brought back and not asked for."""
-        self._value = MISSING
-
-    @unseen
-    def get(self, *, last: bool) -> torch.Tensor:
-        """Returns the tensor, or :data:`MISSING` if the hooks have handed on one that was modified."""
-        value, self._value = self._value, MISSING
-        if value is MISSING:
-            if _recomputes(self._unpack):
-                return MISSING  # type: ignore[no-any-return]
-            try:
-                value = self._unpack(self._packed)
-            except MutationError:  # hooks that look at versions by themselves
-                return MISSING  # type: ignore[no-any-return]
-            if is_freed(value) or (storage_of(value) == self._storage and value._version > self._version):
-                return MISSING  # type: ignore[no-any-return]
-        return counted_detach(refit(value.detach(), self._strides, self._version))
-
-
-class _Moved:
-    """A tensor that is on the host."""
-
-    __slots__ = ("_sent", "_version", "_witness")
-
-    @unseen
-    def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers) -> None:
-        self._witness, self._version = version_witness(tensor), tensor._version
-        self._sent = batch.send(tensor, transfers)
-
-    @unseen
-    def get(self, *, last: bool) -> torch.Tensor:
-        """Returns the tensor on its device; :data:`MISSING` if it was modified, maybe while it was copied."""
-        if self._witness._version != self._version:
-            return MISSING  # type: ignore[no-any-return]
-        return self._sent.get()
-
-
 class _Entry:
     """What was kept of one operator.
 
@@ -124,10 +49,12 @@ class _Entry:
         value: Its output, with something to :meth:`get` in place of each tensor.
         draw: What it drew from a random stream, if it did.
         aliases: What tells of tensors that share memory with it and have version counters of their own, and their versions.
+        stays: Whether the operator has an effect, and must not run again. What is kept and what is handed out are copies.
     """
 
-    __slots__ = ("aliases", "draw", "value")
+    __slots__ = ("aliases", "draw", "stays", "value")
 
+    stays: bool
     value: Any
     draw: Draw | None
     aliases: Sequence[tuple[torch.Tensor, int]]
@@ -204,9 +131,7 @@ class Selection:
         if hooks is not None and (respect_hooks or are_of_frame(hooks)):
             self._hooks = hooks
 
-    def keep(
-        self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, *, offload: bool, as_it_is: bool
-    ) -> None:
+    def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, kind: Kind, *, offload: bool) -> None:
         """Keeps the output of an operator, unless it is not the operator's own, or in a buffer that compiled code uses again.
 
         Args:
@@ -215,9 +140,12 @@ class Selection:
             args: Its arguments.
             kwargs: Its keyword arguments.
             draw: What it drew, if it did.
+            kind: What kind the operator is of. What a collective returned is not complete yet, and kept past everybody's hooks.
             offload: Whether to move it to the host, if that can be and is worth it.
-            as_it_is: Whether it is kept past everybody's hooks, since it is not complete yet.
         """
+        if kind is Kind.EFFECT:
+            self._keep_for_good(place, output, draw, offload=offload)
+            return
         if is_compiled_code_running():
             return
         outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
@@ -237,23 +165,31 @@ class Selection:
             aliases = [(version_witness(tensor), tensor._version) for tensor in outputs]
         for storage in storages:
             self.places[storage] = place
+        as_it_is = kind is Kind.COLLECTIVE
         entry = _Entry()  # attributes one by one: half the cost of an ``__init__``
         entry.value = self._kept(output, offload=offload and not as_it_is, as_it_is=as_it_is)
         entry.draw = draw
         entry.aliases = aliases
+        entry.stays = False
         self.entries[place] = entry
 
-    def _kept(self, output: Any, *, offload: bool, as_it_is: bool) -> Any:
+    def _keep_for_good(self, place: int, output: Any, draw: Draw | None, *, offload: bool) -> None:
+        """Keeps the output of an operator that must not run again."""
+        entry = self.entries[place] = _Entry()
+        entry.value = self._kept(past_modes(copies_of, output), offload=offload)
+        entry.draw, entry.aliases, entry.stays = draw, _NO_ALIASES, True
+
+    def _kept(self, output: Any, *, offload: bool, as_it_is: bool = False) -> Any:
         if isinstance(output, torch.Tensor):
             kept = counted_detach(output)
             of_frame = self._hooks is not None and are_of_frame(self._hooks)
             transfers = transfers_for(kept) if offload and not of_frame else None
             if transfers is not None:
                 self._batch = self._batch or Batch()
-                return _Moved(kept, self._batch, transfers)
+                return MovedOutput(kept, self._batch, transfers)
             if self._hooks is None or (as_it_is and not of_frame):
-                return _Kept(kept)
-            return _Packed(kept, *self._hooks)
+                return KeptOutput(kept)
+            return PackedOutput(kept, *self._hooks)
         if isinstance(output, (list, tuple)):
             return type(output)(self._kept(one, offload=offload, as_it_is=as_it_is) for one in output)
         return output
@@ -289,7 +225,7 @@ class Selection:
             self.when_closed(self.sequence.operators)
         if early_stop and self.numbers is not _NO_NUMBERS:
             end = self.sequence.place_after(len(self.numbers))
-            for place in [place for place in self.entries if place >= end]:
+            for place in [place for place, entry in self.entries.items() if place >= end and not entry.stays]:
                 del self.entries[place]
 
     def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
@@ -312,11 +248,11 @@ class Selection:
         for saved in self._recomputed():
             saved.forget()
 
-    def _recomputed(self) -> Iterator[_Packed]:
+    def _recomputed(self) -> Iterator[PackedOutput]:
         """Goes through what was kept in the hands of a frame."""
-        if self._hooks is not None and _recomputes(self._hooks[1]):
+        if self._hooks is not None and recomputes(self._hooks[1]):
             for entry in self.entries.values():
-                yield from _packed_in(entry.value)
+                yield from packed_in(entry.value)
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
@@ -333,11 +269,13 @@ class Selection:
         if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
             return MISSING
         value = entry.value
-        output = value.get(last=last) if type(value) is _Kept else _got(value, last=last)
+        output = value.get(last=last) if type(value) is KeptOutput else got(value, last=last)
         if output is MISSING:
             return MISSING
         if entry.draw is not None:
             skip_draw(operator, args, kwargs, entry.draw, modes=draw_modes)
+        if entry.stays:
+            return past_modes(copies_of, output)
         if last:
             del self.entries[place]
         return output
@@ -362,22 +300,8 @@ class Selection:
                 del found, cause  # whose tracebacks have this call, which would keep them alive in turn
 
 
-def _recomputes(unpack: Callable[[Any], Any]) -> bool:
-    """Whether an unpack hook is that of a region, torch's included, and runs its function again."""
-    return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
-
-
 def _never() -> bool:
     return False
-
-
-def _got(value: Any, *, last: bool) -> Any:
-    if isinstance(value, (_Kept, _Packed, _Moved)):
-        return value.get(last=last)
-    if isinstance(value, (list, tuple)):
-        outputs = [_got(one, last=last) for one in value]
-        return MISSING if any(one is MISSING for one in outputs) else type(value)(outputs)
-    return value
 
 
 def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
@@ -393,11 +317,3 @@ def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors_of(one)
     elif isinstance(value, dict):
         yield from _tensors_of(list(value.values()))
-
-
-def _packed_in(value: Any) -> Iterator[_Packed]:
-    if isinstance(value, _Packed):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from _packed_in(one)

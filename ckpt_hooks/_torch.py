@@ -41,6 +41,10 @@ OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
+# Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
+# TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15. 2.11 to 2.15.
+has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
+
 # Whether the graph task that is running keeps its graph (``retain_graph=True``). 2.11 to 2.15.
 keeps_graph: Callable[[], bool] = _autograd._get_current_graph_task_keep_graph
 
@@ -50,6 +54,11 @@ num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
 push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
 pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
+
+# Whether torch traces by a dispatch mode (fake, functional, proxy), which has a place of its own on the stack; and a tensor of
+# such a trace, in which there is nothing. 2.11 to 2.15.
+is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
+FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
@@ -121,6 +130,9 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_PYTHON, False)
         _exclude(_SNAPSHOT, False)
 
+
+# Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. 2.11 to 2.15.
+wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
 
 # The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
 # honours the other's. 2.11 to 2.15.
@@ -272,7 +284,8 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)
-        return torch.empty(0, device=anchor.device)
+        output: torch.Tensor = _past_modes(functools.partial(torch.empty, 0, device=anchor.device))
+        return output
 
 
 class _NodeSavedTensor:
@@ -281,7 +294,7 @@ class _NodeSavedTensor:
     __slots__ = ("_output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        anchor = torch.empty(0, requires_grad=True, device="cpu")
+        anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
         # The output owns the node; the Python object of a node alone does not keep what it saved.
         self._output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 

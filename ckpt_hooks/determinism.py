@@ -19,7 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["DEFAULT_CHECK", "Check", "check_of", "first_difference", "version_of"]
+from ._torch import FAKE, wait_for_collective
+
+__all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
+    if isinstance(tensor, FAKE):
+        return False
     return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and not tensor.is_quantized
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> list[Any]:
-    """Returns the fingerprints of the tensors that one of another class is made of: the local shard of a DTensor, say."""
+    """Returns the fingerprints of the tensors that one of another class is made of: the local shard of a DTensor, say.
+
+    What a collective returned is waited for first. The program is left to wait for it by itself, as if nobody had.
+    """
+    if hasattr(tensor, "trigger_wait"):
+        return [fingerprint(wait_for_collective(tensor.elem))]  # type: ignore[attr-defined]
     names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
     parts = [getattr(tensor, name) for name in names]
     return [fingerprint(part) for part in parts if isinstance(part, torch.Tensor)]
@@ -70,7 +79,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
     if integers is not None:
         return tensor.view(integers)
     if tensor.dim() == 0 or tensor.stride(-1) != 1:
-        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.contiguous()
+        tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.int32)
 
 
@@ -125,11 +134,13 @@ def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int]
 
 
 DEFAULT_CHECK = Check(_metadata)
+NOTHING = Check(operator.attrgetter("_version"))
+VALUES = Check(_metadata, hash_of)
 
 _CHECKS: dict[str, Check] = {
     "default": DEFAULT_CHECK,
-    "none": Check(operator.attrgetter("_version")),
-    "values": Check(_metadata, hash_of),
+    "none": NOTHING,
+    "values": VALUES,
     "sampled_values": Check(_metadata, sample_of),
 }
 

@@ -58,7 +58,8 @@ class DeterminismError(CheckpointError):
         region: Names of the regions around the failure, outermost first.
         index: Position, in the order of saving, of the first tensor that differs: the first one missing where the rerun saved
             too few, the first one that forward did not have where it saved too many. Under a selective policy it may be the
-            place of the first operator that differs, in the sequence of operators without views.
+            place of the first operator that differs, in the sequence of operators without views. It is -1 where no tensor
+            differs, but the recompute has moved a random stream that is not tracked.
         expected: What forward saved: ``"float32[4, 8] on cpu"``, or a number of tensors; or the operator that it ran.
         found: What the recompute saved or ran instead, in the same form.
         grad_fn: Name of the autograd node that forward saved it for, as in ``"SinBackward0"``; None where that is not known.

@@ -65,7 +65,8 @@ class checkpoint_region:  # noqa: N801 -- used like a function
     Kept until the graph lets go: tensors from outside that the operators which may run again read (parameters and other leaves
     as they are, others by way of the saved-tensor hooks around the region); what the policy says; the state of a random
     generator for each operator that drew; and what cannot be brought back: memory that something else than operators wrote to,
-    results of operators of operators, of compiled code and of collectives. :meth:`kept` lists it.
+    results of operators of operators, of compiled code and of collectives; and those of operators with an ordered effect
+    (``torch.library``), which run again only where a policy says MUST_RECOMPUTE. :meth:`kept` lists it.
 
     Regions nest. A region inside another one is brought back by itself, from what the outer one brings back, and its policy
     is the one that counts for its lines. An object may be entered again, also within itself and by several threads.
@@ -82,6 +83,7 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         TypeError: If the policy is none.
         ValueError: If something in a list of operators is none.
         RuntimeError: On entering, where saved-tensor hooks are disabled.
+        DeterminismError: In backward, where a dispatch mode of the user's around the region changed results.
         MutationError: In backward, where a tensor that is needed was modified in place since.
 
     Note:

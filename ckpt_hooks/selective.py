@@ -20,6 +20,7 @@ from typing_extensions import Self
 
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode, count_writes
+from ._filling import StopRecompute
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from, warn_of_unseen
 from ._runtime.passes import MISSING
@@ -39,7 +40,7 @@ _PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
 
 _IGNORED, _RANGE, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
-_SAVEABLE, _RANDOM, _COLLECTIVE = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE
+_SAVEABLE, _RANDOM, _COLLECTIVE, _EFFECT = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE, Kind.EFFECT
 _new_context = SelectiveCheckpointContext.__new__
 
 _OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
@@ -54,7 +55,7 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         return operator, _PASS, call, kind, short_cut
     decision = policy.for_op(operator)
     if decision is not None:
-        decision = decision_of(decision, operator)
+        decision = _decision_of(decision, operator, kind)
     if kind is Kind.CAST:
         action = _CAST
     elif kind is Kind.FACTORY:
@@ -70,6 +71,12 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
     else:
         action = _OFFLOAD if decision in _OFFLOADS else _SAVE
     return operator, action, call, kind, short_cut
+
+
+def _decision_of(answer: Any, operator: Any, kind: Kind) -> CheckpointPolicy:
+    """Returns what a policy answered; an operator with an effect runs again only where that is a must."""
+    decision = decision_of(answer, operator)
+    return CheckpointPolicy.MUST_SAVE if kind is _EFFECT and decision is _PREFER_RECOMPUTE else decision
 
 
 def _is_cached_cast(args: Any) -> bool:
@@ -136,10 +143,10 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         place = len(self.selection.sequence.operators)
         self._note(func)
         self._mark(len(self._saved))
-        watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
+        watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = call(*args, **kwargs)
         draw = None if watch is None else watch()
-        self.selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
+        self.selection.keep(place, output, args, kwargs, draw, kind, offload=offload)
         return output
 
     def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
@@ -148,20 +155,19 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if kind is not _VIEW:
             self._note(func)
             self._mark(len(self._saved))
-        watch = watch_draw(func, args, kwargs) if kind is _RANDOM else None
+        watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = call(*args, **kwargs)
         context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
         context.op_output = output
         decision = self._ask(context, func, *args, **kwargs)
         if decision is _PREFER_RECOMPUTE and kind is _SAVEABLE:
             return output
-        decision = decision_of(decision, func)
+        decision = _decision_of(decision, func, kind)
         if kind in _LOOKED_AT:
             self._look_at(func, kind, args, kwargs, output)
         elif decision not in _RECOMPUTES and kind is not _VIEW:
             draw = None if watch is None else watch()
-            offload = decision in _OFFLOADS
-            selection.keep(place, output, args, kwargs, draw, offload=offload, as_it_is=kind is _COLLECTIVE)
+            selection.keep(place, output, args, kwargs, draw, kind, offload=decision in _OFFLOADS)
         return output
 
     def _look_at(self, func: Any, kind: Kind, args: Any, kwargs: Any, output: Any) -> None:
@@ -210,6 +216,8 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
             and graph_task_id() == self._task
             and not (kind is _CASTS and _is_cached_cast(args))
         ):
+            if kind is _EFFECT and self._has_stopped():  # and the function goes on all the same
+                raise StopRecompute
             place = len(self.marks)
             self.marks.append(len(self._saved))
             operators = self._operators
@@ -265,6 +273,7 @@ def create_selective_checkpoint_contexts(
     For ``context_fn`` of :func:`ckpt_hooks.checkpoint`, as ``functools.partial(create_selective_checkpoint_contexts, policy)``,
     which makes a new pair for each region. ``checkpoint(policy=...)`` does the same.
 
+    An operator with an ordered effect (``torch.library``) runs once: its output is kept unless the policy says MUST_RECOMPUTE.
     An operator whose output is kept does not run in a recompute. Views and operators that write to their inputs always run
     again; so do those whose output was modified since. A random operator that is skipped leaves the random stream where it
     would have. What is kept lives as long as the region, and goes as it is used in a backward that does not retain the graph.

@@ -98,6 +98,14 @@ def test_hashes_of_expanded_and_of_single_values():
     assert hash_of(torch.empty(0)) is None
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64, torch.complex128], ids=str)
+def test_hashes_of_a_dimension_of_one_with_any_stride(dtype):
+    """Which is dense whatever that stride is."""
+    tensor = numbers(dtype, 4)
+    assert hash_of(tensor.as_strided((4, 1), (1, 4))) == hash_of(tensor.reshape(4, 1).clone())
+    assert hash_of(tensor[:1].as_strided((1, 1), (1, 0))) == hash_of(tensor[:1].reshape(1, 1).clone())
+
+
 def test_hashes_have_no_history():
     tensor = torch.ones(2, 4, requires_grad=True)
     assert not hash_of(tensor).requires_grad

@@ -466,7 +466,7 @@ def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_e
         y, z = checkpoint(lambda x: inner(two)(x * 2), leaf(3))
     del z
     y.sum().backward(retain_graph=True)
-    packed = [one for entry in kept[0].entries.values() for one in _selection._packed_in(entry.value)]
+    packed = [one for entry in kept[0].entries.values() for one in _selection.packed_in(entry.value)]
     assert packed
     assert all(one._value is MISSING for one in packed)
 

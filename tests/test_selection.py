@@ -74,10 +74,10 @@ def test_collectives_are_kept_as_they_are():
     assert kind_of(torch.ops._c10d_functional.all_reduce.default) is Kind.COLLECTIVE
     assert kind_of(torch.ops.c10d.allreduce_.default) is Kind.REWRITES
     packed = []
-    for as_it_is in (False, True):
+    for kind in (Kind.SAVEABLE, Kind.COLLECTIVE):
         selection = Selection()
         selection.attach([], ("region", None), (packed.append, lambda value: value), respect_hooks=True)
-        selection.keep(0, torch.ones(3), (), {}, None, offload=True, as_it_is=as_it_is)
+        selection.keep(0, torch.ones(3), (), {}, None, kind, offload=True)
         assert len(packed) == 1
 
 

@@ -257,7 +257,8 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     """Whether an operator, attention for one, could draw for dropout and has none to do."""
     position = _dropout_at.get(id(operator))
     if position is None:
-        names = [argument.name for argument in operator._schema.arguments]
+        schema = getattr(operator, "_schema", None)  # operators of operators have none
+        names = [] if schema is None else [argument.name for argument in schema.arguments]
         position = _dropout_at[id(operator)] = names.index("dropout_p") if "dropout_p" in names else -1
     if position < 0:
         return False

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._dispatch import unseen
-from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks, sequence_number, storage_of
+from ckpt_hooks._torch import graph_task_id, pop_saved_tensors_hooks, push_saved_tensors_hooks
 
+from .fingerprints import Fingerprints
 from .frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
 from .passes import MISSING
 from .stack import stack
@@ -96,51 +96,10 @@ def _pack_observed(
     return pack_observed
 
 
-class _Fingerprints:
-    """Fingerprints of what forward saves, each taken as soon as the value is complete.
-
-    An operator may save what it fills only then (see :mod:`ckpt_hooks._filling`), so a tensor that requires no grad waits until
-    another operator saves, or forward ends.
-    """
-
-    __slots__ = ("_fingerprint", "_left_out", "_sequence", "_waiting", "taken")
-
-    def __init__(self, fingerprint: Callable[[torch.Tensor], Any], left_out: Collection[int | None]) -> None:
-        self._fingerprint = fingerprint
-        self._left_out = left_out
-        self._waiting: list[tuple[int, torch.Tensor, int]] = []
-        self._sequence = -1
-        self.taken: list[Any] = []
-
-    def note(self, tensor: torch.Tensor, *, kept: bool) -> None:
-        if self._waiting and self._sequence != sequence_number():
-            self.finish()
-        if self._left_out and storage_of(tensor) in self._left_out:
-            self.taken.append(None)
-        elif kept or tensor.requires_grad:
-            self.taken.append(None if kept else self._fingerprint(tensor))
-        else:
-            self._sequence = sequence_number()
-            self._waiting.append((len(self.taken), tensor, tensor._version))
-            self.taken.append(None)
-
-    def finish(self) -> None:
-        """Takes those that wait, but for tensors that were modified meanwhile."""
-        for index, tensor, version in self._waiting:
-            if tensor._version == version:
-                self.taken[index] = self._fingerprint(tensor)
-        self._waiting.clear()
-
-    def close(self) -> None:
-        """Ends forward; the frame has what was taken, this is held by the pack hook."""
-        self.finish()
-        self.taken = []
-
-
 def _pack_fingerprinted(
-    pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: _Fingerprints
+    pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: Fingerprints
 ) -> Callable[[torch.Tensor], Handle | Kept]:
-    note = unseen(fingerprints.note)
+    note = fingerprints.note
 
     def pack_fingerprinted(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
@@ -217,7 +176,7 @@ def _open_watched(
 ) -> Callable[[], None] | None:
     finish = None
     if fingerprint is not None:
-        fingerprints = _Fingerprints(fingerprint, left_out)
+        fingerprints = Fingerprints(fingerprint, left_out)
         frame.fingerprints = fingerprints.taken
         pack = _pack_fingerprinted(pack, fingerprints)
         finish = fingerprints.close

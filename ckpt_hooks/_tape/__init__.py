@@ -8,6 +8,7 @@
 ``recorder``   the dispatch mode that records
 ``plan``       what backward needs of a tape, and in which order
 ``replay``     running it again, below autograd
+``comparing``  values under a dispatch mode of the user's, compared with those of forward
 ``frame``      the frame, and its hooks
 ============== ===================================================================================================
 """

@@ -78,6 +78,6 @@ class Deciding:
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:
     decision = decision_of(answer, facts.operator)
-    if decision is CheckpointPolicy.PREFER_RECOMPUTE and facts.is_collective:
-        return SAVE  # to run one again, all have to, at the same time
+    if decision is CheckpointPolicy.PREFER_RECOMPUTE and (facts.is_collective or facts.has_effect):
+        return SAVE  # to run a collective again, all have to, at the same time; and an effect happens once
     return _MEANING[decision]

@@ -100,6 +100,7 @@ class OpFacts:
         keywords: Names of arguments that are tensors or lists of them.
         written: What it writes to.
         single: Whether it returns one tensor.
+        has_effect: Whether it has an ordered effect, so that what it returned is kept.
         has_fresh: Whether it returns something that is not an argument, nor a view of one.
         is_fast: Whether it does nothing but take tensors by position and return tensors.
         is_view: Whether its output is another face of its input, by which versions of the two are one.
@@ -121,6 +122,7 @@ class OpFacts:
 
     __slots__ = (
         "call",
+        "has_effect",
         "has_fresh",
         "is_blank",
         "is_collective",
@@ -175,8 +177,9 @@ class OpFacts:
         )
         namespace = str(getattr(operator, "namespace", ""))
         self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
+        self.has_effect = kind is Kind.EFFECT
         self.is_detach = self.name == "detach" and self.is_view
-        self.is_random = kind is Kind.RANDOM or torch.Tag.nondeterministic_seeded in tags
+        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
         aten = namespace == "aten"
         self.is_blank = aten and self.name in _BLANK
         self.is_like = aten and self.name in _LIKE
@@ -188,6 +191,7 @@ class OpFacts:
         self.looks_at_grad = aten and self.name in _LOOKS_AT_GRAD
         self.is_fast = self.is_trusted and not (
             self.is_opaque
+            or self.has_effect
             or self.looks_at_grad
             or self.written
             or self.lists

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._dispatch import is_without_values, users_modes
 from ckpt_hooks._fused_steps import watch_fused_steps
 from ckpt_hooks._policy import Policy
 from ckpt_hooks._runtime.frame import Frame, mutated_leaf, overlap_error
@@ -22,12 +23,14 @@ from ckpt_hooks._torch import (
     graph_exec_group,
     graph_task_id,
     is_kept_anyway,
+    num_dispatch_modes,
     push_saved_tensors_hooks,
     storage_address,
     storage_of,
     top_saved_tensors_hooks,
 )
 
+from .comparing import ComparedValues
 from .deciding import RECOMPUTE, Deciding
 from .kept import Kept
 from .recorder import Recorder
@@ -58,13 +61,14 @@ class RecordedFrame(Frame):
 
     Attributes:
         bytes: How large the tensors are that were saved in it.
+        compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
         outer: The recorded frame directly around it, on the same tape.
         pins: Its handles.
         start: The number of the latest value when it began.
         tape: What records; None when it has ended.
     """
 
-    __slots__ = ("_children", "_deciding", "_respect_hooks", "bytes", "outer", "pins", "start", "tape")
+    __slots__ = ("_children", "_deciding", "_respect_hooks", "bytes", "compared", "outer", "pins", "start", "tape")
 
     passes: dict[int, Any]  # replays, by the key of the scope
 
@@ -79,6 +83,7 @@ class RecordedFrame(Frame):
         parent = stack.innermost
         Frame.__init__(self, name, parent, current_settings().observer)
         self.bytes = 0
+        self.compared: ComparedValues | None = None
         self.pins: list[weakref.ref[Pin]] = []
         self._children: list[weakref.ref[RecordedFrame]] = []
         self._deciding = None if policy is None else Deciding(policy)
@@ -93,9 +98,11 @@ class RecordedFrame(Frame):
         if outer is None or tape is None:
             is_crowded()
             watch_fused_steps()
+            users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
             tape = self.tape = Recorder(
                 top_saved_tensors_hooks(False), respect_hooks=self._respect_hooks, is_in_frame=self.parent is not None
             )
+            tape.users_modes = users
             tape.__enter__()
         else:
             outer._children.append(weakref.ref(self))
@@ -103,7 +110,11 @@ class RecordedFrame(Frame):
         self._lock = tape.lock
         try:
             pack, release = self._packing(tape)
-            push_saved_tensors_hooks(pack, unpack)
+            if tape.users_modes:
+                compared = self.compared = ComparedValues(tape.users_modes)
+                push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
+            else:
+                push_saved_tensors_hooks(pack, unpack)
         except BaseException:
             if outer is None:
                 tape.__exit__()
@@ -119,6 +130,8 @@ class RecordedFrame(Frame):
         tape, outer, parent = self.tape, self.outer, self.parent
         assert tape is not None
         close_frame(self)
+        if self.compared is not None:
+            self.compared.close()
         self.tape = None
         self.complete = True
         if outer is None:
@@ -336,4 +349,14 @@ def unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-UNPACKS.append(unpack)
+def unpack_compared(packed: Any) -> torch.Tensor:
+    """Does what :func:`unpack` does, and compares the tensor with what was saved."""
+    tensor = unpack(packed)
+    if type(packed) is Pin:
+        compared = packed.frame.compared
+        assert compared is not None
+        compared.compare(packed, tensor)
+    return tensor
+
+
+UNPACKS += [unpack, unpack_compared]

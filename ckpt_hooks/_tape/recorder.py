@@ -8,6 +8,7 @@ their arguments through :mod:`ckpt_hooks._tape.writes`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -49,6 +50,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     Attributes:
         deciding: What the innermost region's policy says; None where it has none.
+        users_modes: Names of the dispatch modes of the user's that are active around the outermost region.
     """
 
     def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
@@ -56,6 +58,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         Tables.__init__(self, hooks, respect_hooks=respect_hooks, is_in_frame=is_in_frame)
         PausableDispatchMode.__init__(self)
         self.deciding: Deciding | None = None
+        self.users_modes: Sequence[str] = ()
         self._task = graph_task_id()
         self._forget = self.known.pop
         self._seen: list[Around] = []
@@ -250,6 +253,10 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         decision = RECOMPUTE if facts.is_view else self.decide(facts, args, kwargs, out)
         made = self.note(op, values, out, decision)
         if decision != RECOMPUTE:
+            if facts.has_effect:
+                for value in made:
+                    if value.saved is None:  # another face of an argument: to have that again, the operator would run again
+                        self.make_outside(value.store, f"returned by {func}, which has an ordered effect")
             cut(op, made)
         return out
 
@@ -266,7 +273,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         if facts.looks_at_grad:
             return SAVE
         if deciding is None or graph_task_id() != self._task:
-            return SAVE if facts.is_collective else RECOMPUTE
+            return SAVE if facts.is_collective or facts.has_effect else RECOMPUTE
         decision = deciding.of(facts)
         return deciding.ask(facts, args, kwargs, out) if decision == ASK else decision
 

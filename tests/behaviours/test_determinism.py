@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import re
+import threading
 import types
 
 import pytest
@@ -469,3 +471,117 @@ class Twice(torch.autograd.Function):
 @runs(*FORMS, torch_fails=RuntimeError)
 def test_saved_tensor_unpacked_twice_in_one_backward(run):
     assert_as_eager(simple(lambda x: Twice.apply(x.exp()).tan()), run)
+
+
+# Random numbers of other libraries, which are tracked or not
+
+
+def by_random(x):
+    return (x * random.random()).sin()
+
+
+def by_gauss(x):
+    """Of which every second one is left over from the draw before."""
+    return (x * random.gauss(0, 1)).sin()
+
+
+def by_numpy(x):
+    return (x * float(pytest.importorskip("numpy").random.rand())).sin()
+
+
+def by_randn(x):
+    return (x * float(pytest.importorskip("numpy").random.randn())).sin()
+
+
+def by_control_flow(x):
+    return (x * 2).sin() if random.random() < 0.5 else (x * 2).sin().exp()
+
+
+SOURCES = {by_random: "python", by_gauss: "python", by_numpy: "numpy", by_randn: "numpy"}
+FINGERPRINTS = ["values", "sampled_values", lambda tensor: tensor.sum()]
+
+
+@pytest.mark.parametrize("check", FINGERPRINTS)
+@pytest.mark.parametrize("function", list(SOURCES))
+@runs("region", "nested", torch_fails=UNNOTICED)
+def test_random_numbers_that_are_not_tracked(run, function, check):
+    x = leaf(3)
+    y = run.having(determinism_check=check)(function, x)
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=f'track_rng."{SOURCES[function]}"'):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("check", ["default", *FINGERPRINTS])
+@pytest.mark.parametrize("function", list(SOURCES))
+@runs("region", "nested", torch_fails=SILENT)
+def test_random_numbers_that_are_tracked(run, function, check):
+    def program(run):
+        x = leaf(3)
+        with contextlib.nullcontext() if run is plain else run.track_rng(SOURCES[function]):
+            return gradients((run if run is plain else run.having(determinism_check=check))(function, x), x)
+
+    assert_as_eager(program, run)
+
+
+def second_of(seed):
+    source = random.Random(seed)
+    source.random()
+    return source.random()
+
+
+@pytest.mark.parametrize("check", FINGERPRINTS)
+def test_a_branch_by_a_random_number_that_is_not_tracked(check):
+    random.seed(next(seed for seed in range(100) if random.Random(seed).random() < 0.5 <= second_of(seed)))
+    y = Run("ours").having(determinism_check=check, early_stop=False)(by_control_flow, leaf(3))
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r'track_rng."python"'):
+        y.sum().backward()
+
+
+def logs_sometimes(x):
+    """Draws what no result depends on."""
+    if random.random() < 2:
+        x = x * 1.0
+    return x.sin().exp()
+
+
+@pytest.mark.parametrize("check", FINGERPRINTS)
+def test_a_stream_that_the_rerun_moves_is_noticed(check):
+    """Values are the same, and numbers that the program draws afterwards are not."""
+    y = Run("ours").having(determinism_check=check, name="block")(logs_sometimes, leaf(3))
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r'track_rng."python"') as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.index) == (("block",), -1)
+
+
+@pytest.mark.parametrize("check", ["default", "none"])
+def test_a_stream_that_the_rerun_moves_where_values_are_not_compared(check):
+    Run("ours").having(determinism_check=check)(logs_sometimes, leaf(3)).sum().backward()
+
+
+@pytest.mark.parametrize("check", FINGERPRINTS)
+def test_numbers_that_another_thread_draws(check):
+    """Whose they are cannot be told, so what they move is no error."""
+    done, drawing = threading.Event(), threading.Event()
+
+    def draw():
+        while not done.is_set():
+            random.random()
+            drawing.set()
+
+    other = threading.Thread(target=draw)
+    other.start()
+    try:
+        drawing.wait()
+        for _ in range(5):
+            Run("ours").having(determinism_check=check)(lambda x: x.sin().exp(), leaf(300)).sum().backward()
+    finally:
+        done.set()
+        other.join()
+
+
+def test_numbers_that_the_program_draws_in_backward():
+    """Between two recomputes, by a hook."""
+    run = Run("ours").having(determinism_check="values")
+    h = run(lambda x: x.sin().exp(), leaf(3))
+    h.register_hook(lambda gradient: gradient * random.random())
+    run(lambda x: x.cos().exp(), h).sum().backward()

@@ -1,0 +1,397 @@
+"""Operators with an ordered effect: they run once where operators are seen, that is in recorded regions and under a policy."""
+
+from __future__ import annotations
+
+import functools
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks._runtime.observers import observe
+from ckpt_hooks.offload import offload_saved_tensors
+from tests.behaviours.runs import same
+from tests.measure import Frames, leaf
+
+MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
+
+RAN: list[str] = []
+
+
+@functools.cache
+def effect(name):
+    """Returns an operator with an ordered effect, which notes that it ran."""
+
+    def define(kernel, gradient):
+        def noting(x):
+            RAN.append(name)
+            return kernel(x)
+
+        noting.__annotations__ = kernel.__annotations__
+        schema = torch.library.infer_schema(noting, mutates_args=())
+        operator = torch.library.custom_op(f"ckpt_hooks_tests::{name}", noting, mutates_args=(), schema=schema)
+        if gradient is not None:
+            operator.register_autograd(gradient)
+        torch.library._register_effectful_op(f"ckpt_hooks_tests::{name}", torch.library.EffectType.ORDERED)
+        return operator
+
+    def send(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def tell(x: torch.Tensor) -> None:
+        return None
+
+    def draw(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rand((), dtype=x.dtype)
+
+    def split(x: torch.Tensor) -> list[torch.Tensor]:
+        return [x * 2, x * 3]
+
+    kernels = {
+        "send": (send, lambda ctx, grad: grad * 2),
+        "tell": (tell, None),
+        "draw": (draw, lambda ctx, grad: grad),
+        "split": (split, lambda ctx, grads: grads[0] * 2 + grads[1] * 3),
+    }
+    return define(*kernels[name])
+
+
+@pytest.fixture(autouse=True)
+def _count_anew():
+    RAN.clear()
+
+
+def recorded(policy=None):
+    return checkpoint_region(policy=policy)
+
+
+def selective(policy=None):
+    return checkpoint(policy=policy or (lambda ctx, op, *args, **kwargs: PREFER_RECOMPUTE))
+
+
+def selective_by_list(policy=None):
+    return checkpoint(policy=policy or [torch.ops.aten.exp.default])
+
+
+def selective_to_the_end(policy=None):
+    return checkpoint(policy=policy or [torch.ops.aten.exp.default], early_stop=False)
+
+
+def with_debug(policy=None):
+    return checkpoint(policy=policy or [torch.ops.aten.exp.default], debug=True)
+
+
+KINDS = [recorded, selective, selective_by_list]
+
+
+def alone(outer, inner, function, x):
+    return outer()(function)(x)
+
+
+def nested(outer, inner, function, x):
+    return outer()(lambda x: inner()(function)(x))(x)
+
+
+def in_the_middle(outer, inner, function, x):
+    return outer()(lambda x: inner()(function)(x.sin()).sin().exp())(x)
+
+
+def no_region(policy=None):
+    return lambda function: function
+
+
+def once(y, x):
+    y.sum().backward()
+    return [x.grad]
+
+
+def twice(y, x):
+    y.sum().backward(retain_graph=True)
+    y.square().sum().backward()
+    return [x.grad]
+
+
+def of_its_gradient(y, x):
+    (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    grad.square().sum().backward()
+    return [grad.detach(), x.grad]
+
+
+def in_parts(y, x):
+    return [torch.autograd.grad(part, x, retain_graph=True)[0] for part in y]
+
+
+BACKWARDS = [once, twice, of_its_gradient, in_parts]
+
+
+def outcome(program, backward):
+    torch.manual_seed(1)
+    x = leaf(3)
+    y = program(x)
+    return [y.detach(), *backward(y, x), torch.get_rng_state()]
+
+
+def assert_runs_once(function, backward, place, outer, inner):
+    RAN.clear()
+    expected = outcome(lambda x: place(no_region, no_region, function, x), backward)
+    names = list(RAN)
+    RAN.clear()
+    found = outcome(lambda x: place(outer, inner, function, x), backward)
+    assert names == RAN
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+def sends(x):
+    return effect("send")(x.sin()).exp().cos()
+
+
+def tells(x):
+    h = x.sin()
+    effect("tell")(h)
+    h = h.exp()
+    effect("tell")(h)
+    return h.cos()
+
+
+def draws(x):
+    """Numbers of which a replayed dropout between them must not draw any."""
+    h = F.dropout(effect("draw")(x.sin()).exp(), 0.5)
+    return F.dropout(effect("draw")(h).exp(), 0.5).cos()
+
+
+def splits(x):
+    one, other = effect("split")(x.sin())
+    return (one.exp() * other.cos()).tan()
+
+
+def writes_to_the_result(x):
+    h = effect("send")(x.sin())
+    h.add_(1)
+    return h.exp().cos()
+
+
+def writes_after_a_read(x):
+    h = effect("send")(x.sin())
+    other = h * 2
+    h.mul_(3)
+    return other.exp() * h.cos()
+
+
+def saves_what_it_made_and_writes(x):
+    """To what autograd has not saved: only the copy of it."""
+    h = effect("send")(x.sin())
+    y = h.clone().exp()
+    h.zero_()
+    return y.sin() * (h + 1)
+
+
+def ends_with_an_effect(x):
+    y = x.sin().exp()
+    effect("tell")(y)
+    return effect("send")(y)
+
+
+def is_of_no_use(x):
+    effect("send")(x)
+    return x.sin().exp()
+
+
+def sends_a_view(x):
+    return effect("send")(x.exp()[1:]).exp().sum() * x.cos()
+
+
+FUNCTIONS = [
+    sends,
+    tells,
+    draws,
+    splits,
+    writes_to_the_result,
+    writes_after_a_read,
+    saves_what_it_made_and_writes,
+    ends_with_an_effect,
+    is_of_no_use,
+    sends_a_view,
+]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, selective_to_the_end, with_debug])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_effects_happen_once(function, kind):
+    assert_runs_once(function, once, alone, kind, kind)
+
+
+@pytest.mark.parametrize("place", [nested, in_the_middle])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_effects_happen_once_in_nested_regions(function, kind, place):
+    assert_runs_once(function, once, place, kind, kind)
+
+
+@pytest.mark.parametrize("backward", BACKWARDS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("function", [sends, draws, writes_to_the_result, writes_after_a_read])
+def test_effects_happen_once_whatever_backward_does(function, kind, backward):
+    assert_runs_once(function, backward, in_the_middle, kind, kind)
+
+
+@pytest.mark.parametrize(("outer", "inner"), [(recorded, selective), (selective, recorded), (selective_by_list, selective)])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_effects_happen_once_in_mixtures(function, outer, inner):
+    assert_runs_once(function, twice, in_the_middle, outer, inner)
+
+
+@pytest.mark.parametrize("hooks", [torch.autograd.graph.save_on_cpu, offload_saved_tensors])
+@pytest.mark.parametrize("kind", KINDS)
+def test_effects_happen_once_with_hooks_around(kind, hooks):
+    def program(region):
+        def run(x):
+            with hooks():
+                return region()(writes_to_the_result)(x)
+
+        return run
+
+    expected = outcome(program(no_region), twice)
+    RAN.clear()
+    found = outcome(program(kind), twice)
+    assert RAN == ["send"]
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("kind", [recorded, selective])
+@pytest.mark.parametrize(
+    "decision", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD]
+)
+def test_effects_that_a_policy_keeps(kind, decision):
+    region = functools.partial(kind, lambda ctx, op, *args, **kwargs: decision)
+    for function in (sends, draws, tells):
+        assert_runs_once(function, twice, nested, region, region)
+
+
+def must_recompute(ctx, op, *args, **kwargs):
+    return MUST_RECOMPUTE
+
+
+@pytest.mark.parametrize("kind", [recorded, selective])
+@pytest.mark.parametrize("function", [sends, draws, writes_to_the_result])
+def test_effects_happen_again_where_a_policy_insists(function, kind):
+    expected = outcome(function, once)
+    names = list(RAN)
+    RAN.clear()
+    found = outcome(kind(must_recompute)(function), once)
+    assert names * 2 == RAN
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+def test_effects_happen_again_where_nobody_sees_operators():
+    """A function frame without a policy reruns Python, and what that does."""
+    expected = outcome(sends, once)
+    RAN.clear()
+    found = outcome(checkpoint()(sends), once)
+    assert RAN == ["send", "send"]
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_in_the_middle_of_forward(kind):
+    def program(region):
+        def function(x):
+            h = effect("send")(x.sin()).exp()
+            (grad,) = torch.autograd.grad(h.sum(), x, retain_graph=True)
+            return effect("send")(h * grad.detach()).exp().cos()
+
+        return region()(function)
+
+    expected = outcome(program(no_region), once)
+    RAN.clear()
+    found = outcome(program(kind), once)
+    assert RAN == ["send", "send"]
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("kind", [selective, selective_by_list])
+def test_effects_happen_once_although_a_rerun_fails(kind):
+    """What was kept is there for the next one."""
+    fails = [False, True, False]
+
+    def function(x):
+        h = effect("send")(x.sin()).exp()
+        if fails.pop(0):
+            raise ValueError("not now")
+        return h.cos().tan()
+
+    x = leaf(3)
+    y = kind()(function)(x).sum()
+    with pytest.raises(ValueError, match="not now"):
+        y.backward()
+    y.backward()
+    assert RAN == ["send"]
+
+
+@pytest.mark.parametrize("kind", [selective, selective_by_list])
+def test_effects_happen_once_although_the_result_is_written_to_outside(kind):
+    """Of which plain autograd has saved nothing."""
+
+    def program(region):
+        def function(x):
+            h = effect("send")(x.sin())
+            return h, (h * 2).exp().cos()
+
+        def run(x):
+            h, y = region()(function)(x)
+            with torch.no_grad():
+                h.zero_()
+            return y
+
+        return run
+
+    expected = outcome(program(no_region), once)
+    RAN.clear()
+    found = outcome(program(kind), once)
+    assert RAN == ["send"]
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+@pytest.mark.parametrize("kind", [selective, selective_by_list])
+def test_effects_happen_once_although_the_stop_is_swallowed(kind):
+    def function(x):
+        try:
+            y = effect("send")(x.sin()).exp().cos()
+        except BaseException:
+            y = x
+        effect("tell")(x)
+        return y
+
+    kind()(function)(leaf(3)).sum().backward()
+    assert RAN == ["send", "tell"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_printing(kind, capfd):
+    """Torch's own operators: one of ATen, one that is an operator of operators and takes no tensors."""
+
+    def function(x):
+        torch.ops.aten._print("from ATen")
+        torch._higher_order_ops.print("number {}", 3)
+        return x.sin().exp().cos()
+
+    kind()(function)(leaf(3)).sum().backward()
+    assert capfd.readouterr().out.split("\n")[:-1] == ["from ATen", "number 3"]
+
+
+@pytest.mark.parametrize("retain", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_kept_goes_with_the_graph(kind, retain):
+    frames = Frames()
+    gc.disable()
+    try:
+        with observe(frames):
+            y = kind()(writes_to_the_result)(leaf(3)).sum()
+        y.backward(retain_graph=retain)
+        assert frames.alive() == [retain]
+        del y
+        assert frames.alive() == [False]
+    finally:
+        gc.enable()

@@ -1,0 +1,355 @@
+"""A user's modes around a region: what they see of it, and what becomes of one that changes results."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+
+import pytest
+import torch
+import torch.utils.flop_counter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckpt_hooks
+from ckpt_hooks import checkpoint, checkpoint_region
+from tests.behaviours.runs import same
+from tests.measure import leaf
+
+aten = torch.ops.aten
+
+CHECKS = ["default", "none", "values", "sampled_values", lambda tensor: (tensor * 2).sum()]
+
+
+class Counting(TorchDispatchMode):
+    """Notes the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not aten.detach.default:  # of which plain autograd makes others
+            self.seen.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+class CountingFunctions(TorchFunctionMode):
+    """Notes the functions that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.seen.append(getattr(func, "__name__", func))
+        return func(*args, **(kwargs or {}))
+
+
+class Doubling(TorchDispatchMode):
+    """Makes products twice as large."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func is aten.mul.Tensor else output
+
+
+def three_operators(x):
+    return (x * 3.0).sin().exp()
+
+
+def frame(**options):
+    return checkpoint(**options)
+
+
+def nested_frame(**options):
+    return lambda function: checkpoint(**options)(lambda x: checkpoint(**options)(function)(x))
+
+
+def selective(**options):
+    return checkpoint(policy=[aten.sin.default], **options)
+
+
+def with_debug(**options):
+    return checkpoint(debug=True, **options)
+
+
+def recorded():
+    return checkpoint_region()
+
+
+def nested_recorded():
+    return lambda function: checkpoint_region()(lambda x: checkpoint_region()(function)(x))
+
+
+def recorded_with_policy():
+    return checkpoint_region(policy=[aten.sin.default])
+
+
+def recorded_in_frame():
+    return lambda function: checkpoint()(lambda x: checkpoint_region()(function)(x))
+
+
+def frame_in_recorded():
+    return lambda function: checkpoint_region()(lambda x: checkpoint()(function)(x))
+
+
+FRAMES = [frame, nested_frame, selective, with_debug]
+RECORDED = [recorded, nested_recorded, recorded_with_policy, recorded_in_frame, frame_in_recorded]
+
+
+def plain():
+    return lambda function: function
+
+
+def gradient(region, function, *, around=contextlib.nullcontext, backward=contextlib.nullcontext):
+    torch.manual_seed(1)
+    x = leaf(3)
+    with around():
+        y = region()(function)(x)
+    with backward():
+        y.sum().backward()
+    return [y.detach(), x.grad]
+
+
+def assert_as_plain(region, function, **modes):
+    expected, found = gradient(plain, function, **modes), gradient(region, function, **modes)
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+# What they see
+
+
+ALL = [
+    *(functools.partial(kind, determinism_check=check) for kind in FRAMES for check in CHECKS),
+    *RECORDED,
+]
+
+
+@pytest.mark.parametrize("region", ALL, ids=range(len(ALL)))
+def test_a_mode_that_counts_sees_forward_once(region):
+    """Nothing of what compares values, and nothing of the recompute in a backward without it."""
+    expected, found = Counting(), Counting()
+    gradient(plain, three_operators, around=lambda: expected)
+    gradient(region, three_operators, around=lambda: found)
+    assert found.seen == expected.seen == [aten.mul.Tensor, aten.sin.default, aten.exp.default]
+
+
+@pytest.mark.parametrize("check", CHECKS[2:])
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_mode_that_counts_in_backward_sees_no_comparison(kind, check):
+    seen = []
+    for determinism_check in ("default", check):
+        counting = Counting()
+        gradient(lambda check=determinism_check: kind(determinism_check=check), three_operators, backward=lambda c=counting: c)
+        seen.append(counting.seen)
+    assert seen[0] == seen[1]
+    assert aten.mul.Tensor in seen[0]
+
+
+@pytest.mark.parametrize("check", CHECKS[2:])
+@pytest.mark.parametrize("kind", FRAMES)
+def test_a_mode_that_counts_around_both_sees_no_comparison(kind, check):
+    seen = []
+    for determinism_check in ("default", check):
+        with Counting() as counting:
+            gradient(lambda check=determinism_check: kind(determinism_check=check), three_operators)
+        seen.append(counting.seen)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("check", CHECKS[2:])
+@pytest.mark.parametrize("kind", [frame, selective])
+def test_a_function_mode_sees_no_comparison(kind, check):
+    seen = []
+    for determinism_check in ("default", check):
+        for around in (True, False):
+            counting = CountingFunctions()
+            gradient(
+                lambda check=determinism_check: kind(determinism_check=check),
+                three_operators,
+                around=lambda c=counting, around=around: c if around else contextlib.nullcontext(),
+                backward=lambda c=counting, around=around: contextlib.nullcontext() if around else c,
+            )
+            seen.append(counting.seen)
+    assert seen[:2] == seen[2:]
+
+
+def test_flops_are_counted_once():
+    """Of the products of forward, and of those of backward; the rerun's are backward's where that is counted too."""
+
+    def function(x):
+        return (x @ x).sin() @ x
+
+    x = leaf(4, 4)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as plain_counter:
+        function(x)
+    for region in (frame, functools.partial(frame, determinism_check="values"), recorded):
+        with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+            y = region()(function)(x)
+        y.sum().backward()
+        assert counter.get_total_flops() == plain_counter.get_total_flops()
+
+
+# One that changes results
+
+
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED])
+def test_a_mode_around_forward_that_changes_results_is_named(region):
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"dispatch mode Doubling.*inside the region") as caught:
+        gradient(region, three_operators, around=Doubling)
+    assert caught.value.grad_fn in ("SinBackward0", "ExpBackward0")  # the first saved, or the first that is asked for
+    assert caught.value.expected != caught.value.found
+
+
+@pytest.mark.parametrize("check", CHECKS[2:])
+def test_a_mode_that_changes_results_is_named_by_each_check(check):
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"dispatch mode Doubling.*inside the region"):
+        gradient(functools.partial(frame, determinism_check=check), three_operators, around=Doubling)
+
+
+def test_a_mode_that_changes_metadata_is_named():
+    class Halving(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            output = func(*args, **(kwargs or {}))
+            return output.float() if func is aten.mul.Tensor else output
+
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"dispatch mode .*Halving.*inside the region"):
+        gradient(frame, lambda x: (x * 3.0).sin(), around=Halving)
+
+
+def test_nothing_is_compared_where_nothing_is_to_be():
+    gradient(functools.partial(frame, determinism_check="none"), three_operators, around=Doubling)
+
+
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED])
+def test_a_mode_inside_the_region_that_changes_results(region):
+    def function(x):
+        with Doubling():
+            h = (x * 3.0).sin()
+        return (h * 2.0).exp().cos()
+
+    assert_as_plain(region, function)
+
+
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED])
+def test_a_mode_around_forward_and_backward_that_changes_results(region):
+    assert_as_plain(region, three_operators, around=Doubling, backward=Doubling)
+
+
+def test_results_that_a_policy_keeps_are_those_that_were_changed():
+    keeps = functools.partial(checkpoint, policy=[aten.mul.Tensor])
+    assert_as_plain(keeps, three_operators, around=Doubling)
+    assert_as_plain(lambda: checkpoint_region(policy=[aten.mul.Tensor]), three_operators, around=Doubling)
+
+
+@pytest.mark.parametrize("check", CHECKS[2:])
+def test_a_mode_around_backward_alone_that_changes_results_is_named_on_request(check):
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"dispatch mode Doubling, and forward did not"):
+        gradient(functools.partial(frame, determinism_check=check), three_operators, backward=Doubling)
+
+
+def test_other_causes_are_not_laid_at_the_door_of_a_mode_that_is_there_again():
+    scale = [3.0]
+
+    def function(x):
+        return (x * scale.pop()).sin()
+
+    scale[:] = [4.0, 3.0]
+    with pytest.raises(ckpt_hooks.DeterminismError) as caught:
+        gradient(frame, function, around=Counting, backward=Counting)
+    assert "dispatch mode" not in str(caught.value)
+
+
+# One that watches
+
+
+def writes(x):
+    h = x * 3.0
+    h.add_(1)
+    k = h.sin()
+    k.mul_(2)
+    return (h.exp() * k.cos()).tan()
+
+
+def writes_past_versions(x):
+    """What autograd saved is written to, and versions do not tell: plain autograd takes what was written, and so do regions."""
+    h = (x * 3.0).sin()
+    y = h.exp() * h.cos()
+    h.data.mul_(2)
+    return y * h
+
+
+def draws(x):
+    h = torch.nn.functional.dropout(x * 3.0, 0.5).sin()
+    return torch.rrelu(h, 0.1, 0.9, training=True).exp() * torch.nn.functional.dropout(h, 0.5).cos()
+
+
+def hands_out_views(x):
+    h = (x * 3.0).sin()
+    return h[1:].exp().sum() * h.t().cos() + h.unbind()[0].tan()
+
+
+@pytest.mark.parametrize("function", [three_operators, writes, draws, hands_out_views])
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED])
+def test_a_mode_that_watches_does_no_harm(region, function):
+    for around in (Counting, functools.partial(torch.utils.flop_counter.FlopCounterMode, display=False)):
+        assert_as_plain(region, function, around=around)
+        assert_as_plain(region, function, around=around, backward=around)
+        assert_as_plain(region, function, backward=around)
+
+
+@pytest.mark.parametrize("region", [recorded, nested_recorded, recorded_with_policy])
+def test_writes_past_versions_are_no_other_values(region):
+    assert_as_plain(region, writes_past_versions, around=Counting)
+
+
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED])
+def test_two_backwards_under_a_mode_that_watches(region):
+    def twice(region):
+        torch.manual_seed(1)
+        x = leaf(3)
+        with Counting():
+            y = region()(writes)(x)
+        (grad,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return [grad.detach(), x.grad]
+
+    assert [same(a, b) for a, b in zip(twice(region), twice(plain), strict=True)] == [True, True]
+
+
+# Torch's own modes
+
+
+@pytest.mark.parametrize("region", [*(functools.partial(frame, determinism_check=check) for check in CHECKS), *RECORDED])
+def test_nothing_is_compared_among_fake_tensors(region):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.randn(3, requires_grad=True)
+        region()(three_operators)(x).sum().backward()
+        assert x.grad.shape == (3,)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_nothing_is_compared_in_a_trace(check):
+    """A traced forward has the operators of the program, and no others."""
+
+    def program(region):
+        return make_fx(lambda x: region(three_operators)(x))(torch.randn(3, requires_grad=True))
+
+    found, expected = (
+        [node.target for node in program(region).graph.nodes if node.target not in (aten.detach.default, aten.alias.default)]
+        for region in (frame(determinism_check=check), plain())
+    )
+    assert found == expected
+
+
+def test_fake_tensors_outside_of_their_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.randn(3, requires_grad=True)
+    checkpoint(three_operators, x, determinism_check="values").sum().backward()
+    assert x.grad.shape == (3,)
