@@ -200,7 +200,7 @@ def _look_into_closure(function: types.FunctionType, roots: list[Root], depth: i
             if not _quiet.has(value):
                 roots.append(("the variable {!r}", name, value))
         elif tag in _CONTAINERS:
-            if len(value) <= _MOST_ENTRIES:
+            if type(value) is not tuple and len(value) <= _MOST_ENTRIES:  # a tuple cannot change, and may hold a graph
                 roots.append(("the variable {!r}", name, value))
         elif tag is Tag.OTHER:
             if isinstance(value, Module):

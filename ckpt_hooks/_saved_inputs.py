@@ -1,4 +1,4 @@
-"""Inputs saved as autograd saves tensors: by way of the saved-tensor hooks that are active, with their gradient edges (Rule 2)."""
+"""Inputs saved as autograd saves tensors, by way of the saved-tensor hooks that are active (Rule 2)."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class _Upstream:
 
     def is_content(self, value: Any) -> bool:
         """Whether a variable with this value has the content that was noted."""
-        return value is self._reference()
+        return value is not None and value is self._reference()
 
     def content(self) -> Any:
         """Returns a content that is as good as the one noted."""
