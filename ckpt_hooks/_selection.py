@@ -78,6 +78,7 @@ class Selection:
     __slots__ = (
         "_batch",
         "_hooks",
+        "_num_kept",
         "entries",
         "has_stopped",
         "last",
@@ -100,6 +101,7 @@ class Selection:
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
         self._batch: Batch | None = None
+        self._num_kept = 0  # those included that are forgotten by the time that forward ends, which is left to chance
         self._hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
 
     def attach(
@@ -172,6 +174,7 @@ class Selection:
         entry.aliases = aliases
         entry.stays = False
         self.entries[place] = entry
+        self._num_kept += 1
 
     def _keep_for_good(self, place: int, output: Any, draw: Draw | None, *, offload: bool) -> None:
         """Keeps the output of an operator that must not run again."""
@@ -220,7 +223,7 @@ class Selection:
         """
         self.sequence.complete = True
         if parent is not None and self.sequence.path is not None and self._hooks is not None and are_of_frame(self._hooks):
-            parent.note_inside(len(self.entries), self.sequence.path)
+            parent.note_inside(self._num_kept, self.sequence.path)
         if self.when_closed is not None:
             self.when_closed(self.sequence.operators)
         if early_stop and self.numbers is not _NO_NUMBERS:
