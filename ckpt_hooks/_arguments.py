@@ -32,7 +32,7 @@ from ._torch import (
 )
 from .errors import CheckpointError, MutationError
 
-__all__ = ["Arguments", "HandedOut", "Hooks"]
+__all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
@@ -43,7 +43,11 @@ Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
 
+#: Positional and keyword arguments, and those tensors that are other ones than in forward, by the ``id`` that these had.
+Restored = tuple[Sequence[Any], dict[str, Any], dict[int, torch.Tensor]]
+
 _NO_KWARGS: dict[str, Any] = {}
+_NO_STAND_INS: dict[int, torch.Tensor] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
 _NO_FLAGS: dict[int, bool] = {}
 _NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
@@ -88,6 +92,7 @@ class Arguments:
         "_flags",
         "_foreign",
         "_hooked",
+        "_ids",
         "_kept_facts",
         "_saved",
         "_storages",
@@ -110,6 +115,8 @@ class Arguments:
     _foreign: bool
     # Where hooks of saved tensors were active: the hooks that are registered on each tensor, of which a rerun gets another one.
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
+    # Of all tensors: the ``id`` that each had in forward; unset where no hooks were active.
+    _ids: Sequence[int]
     _kept_facts: list[_Facts]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
@@ -155,7 +162,7 @@ class Arguments:
                 inside[0].note_inside(len(tensors), inside[1])
             self._saved, self._tensors = save_all(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
-            self._facts = _facts_of_all(tensors)
+            self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
             self._foreign = hooks[1] not in (unpack, unpack_observed)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
@@ -203,9 +210,7 @@ class Arguments:
     def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
-    def restore(
-        self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False
-    ) -> tuple[Sequence[Any], dict[str, Any]]:
+    def restore(self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False) -> Restored:
         """Returns arguments to call with again: the saved tensors, in new containers.
 
         Args:
@@ -225,14 +230,15 @@ class Arguments:
         if self._flags:
             kept = self._with_flags()
         if self._saved is None and self._captured is None:
-            return kept, _NO_KWARGS
+            return kept, _NO_KWARGS, _NO_STAND_INS
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
+        stand_ins = _NO_STAND_INS
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
             tensors = self.live
         elif self._saved is not None:
-            tensors = []
+            tensors, stand_ins = [], {}
             for position, saved in enumerate(self._saved):
                 tensor = kept[position]
                 if isinstance(saved, int):
@@ -246,14 +252,16 @@ class Arguments:
                     tensor = refit(unpacked, self._strides.get(position), version)
                     is_theirs = tensor is unpacked and self._foreign
                     handed_out.append((position, tensor, tensor._version if is_theirs else None))
+                    stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
         if self._captured is None:
-            return tensors, _NO_KWARGS
+            return tensors, _NO_KWARGS, stand_ins
         built: dict[int, Any] = {}
         args, kwargs = self._captured
         return (
             [build(captured, tensors, built) for captured in args],
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
+            stand_ins,
         )
 
     def hooks(self) -> Hooks:

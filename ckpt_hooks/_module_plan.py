@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 
 from ._attributes import MACHINERY, PLAN, AttributeNotes, ModuleNote, note_module
 from ._noted_values import TensorNote
-from ._reach import Search
+from ._reach import Search, has_variables
 
 __all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
@@ -64,6 +64,7 @@ class ModulePlan:
 
     Attributes:
         epoch: What had been registered in modules, of any kind, when the module was last looked at.
+        functions: Those among attributes, and in objects that are attributes, that close over variables or name globals.
         is_lazy: Whether there are modules in it that make their parameters in their first forward.
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
@@ -82,6 +83,7 @@ class ModulePlan:
         "_used",
         "_written",
         "epoch",
+        "functions",
         "is_lazy",
         "lock",
         "notes",
@@ -103,20 +105,22 @@ class ModulePlan:
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
         self.lock: Any = threading.RLock() if before is None else before.lock
-        root.__dict__.setdefault(PLAN, self)  # which counts among the attributes that are noted
+        root.__dict__.setdefault(PLAN, None)  # which counts among the attributes that are noted
         self.notes = AttributeNotes([note for module in modules if (note := note_module(module)) is not None])
         self._look()
 
     def _look(self) -> None:
-        """Finds out where to look for tensors and generators in each forward."""
-        #: Attributes that are objects, or hold some, with tensors or generators in them.
-        self._searched = [
-            (note.module, name)
+        """Finds out where to look for tensors and generators in each forward, and which functions have variables."""
+        searches = [
+            (note.module, name, _search_in(vars(module).get(name)))
             for note in self.notes.notes
             if (module := note.module()) is not None
             for name in note.others
-            if _holds_something(vars(module).get(name))
         ]
+        #: Attributes that are objects, or hold some, with tensors or generators in them.
+        self._searched = [(module, name) for module, name, search in searches if search.tensors or search.generators]
+        functions = [function for *_, search in searches for function in search.functions]
+        self.functions = [weakref.ref(function) for function in functions if has_variables(function)]
         self.is_lazy = any(
             isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
         )
@@ -281,12 +285,11 @@ def _modules_within(value: Any) -> list[Module]:
     return search.modules
 
 
-def _holds_something(value: Any) -> bool:
-    if isinstance(value, (torch.Tensor, Module)):
-        return False
+def _search_in(value: Any) -> Search:
     search = Search()
-    search.look(value, _DEPTH + 1)
-    return bool(search.tensors or search.generators)
+    if not isinstance(value, (torch.Tensor, Module)):
+        search.look(value, _DEPTH + 1)
+    return search
 
 
 def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
@@ -308,10 +311,17 @@ def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
 def plan_of(module: Module) -> ModulePlan:
     """Returns the plan of a module with its attributes noted, a new one where it has changed."""
     plan: ModulePlan | None = module.__dict__.get(PLAN)
-    if plan is None or not plan.holds(module) or not plan.note():
-        _Epoch.watch()
-        plan = module.__dict__[PLAN] = ModulePlan(module, plan)
-    return plan
+    if plan is not None and plan.holds(module) and plan.note():
+        return plan
+    _Epoch.watch()
+    with _making:  # of threads that meet at a module, one makes the plan, since a plan has a lock
+        if module.__dict__.get(PLAN) is not plan:
+            return plan_of(module)
+        new = module.__dict__[PLAN] = ModulePlan(module, plan)
+        return new
+
+
+_making = threading.RLock()
 
 
 def idle_plan(function: Any) -> ModulePlan | None:

@@ -90,9 +90,9 @@ def _has_history(tensor: torch.Tensor) -> bool:
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a detached alias; None for parameters, which their module has, and where there can be none."""
+    """Returns a detached alias, a leaf that requires grad itself, and None where there can be no alias."""
     if is_kept_anyway(tensor):
-        return None
+        return tensor
     try:
         with PastFunctionModes():
             alias = counted_detach(tensor)
@@ -106,8 +106,8 @@ class TensorNote:
     """A tensor as it was.
 
     Attributes:
-        alias: A detached alias; None where one cannot be made.
-        has_history: Whether the tensor has a history. A rerun gets a copy of such a one, since it would add to the history.
+        alias: A detached alias, or the tensor itself if it is a leaf that requires grad; None where an alias cannot be made.
+        has_history: Whether the tensor has a history. Once it is gone, or written to, a rerun gets a copy.
         reference: Refers to the tensor weakly.
     """
 
@@ -150,7 +150,7 @@ class TensorNote:
             GoneError: If there is nothing to be had of it.
         """
         tensor, alias = self.reference(), self.alias
-        if tensor is not None and not self.has_history and tensor.requires_grad is self._requires_grad:
+        if tensor is not None and self.holds(tensor):
             return tensor
         if alias is None or is_freed(alias):
             raise GoneError

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "has_variables", "reach"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
@@ -176,6 +176,12 @@ def facts_of(function: types.FunctionType) -> _Facts:
         binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
         known = _known[id(code)] = code, (tuple(names), binds, package in ("torch", "ckpt_hooks"))
     return known[1]
+
+
+def has_variables(function: types.FunctionType) -> bool:
+    """Whether a function closes over variables or names global ones, unless it is one of torch or of this package."""
+    names, _, is_library = facts_of(function)
+    return not is_library and bool(names or function.__closure__)
 
 
 def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:

@@ -21,7 +21,7 @@ from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._ambient.rng import default_generators_lock
 from ._ambient.tracking import hold, let_go, shared_streams_lock
-from ._arguments import Arguments, HandedOut, Hooks
+from ._arguments import Arguments, HandedOut, Hooks, Restored
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._boundaries import NO_MARKS
 from ._comparing import compared
@@ -49,13 +49,11 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._variables import Loan, variables_of
+from ._variables import Loan, variables_in, variables_of
 from ._weights import WatchReads
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
-
-_Call = tuple[Sequence[Any], dict[str, Any]]  # arguments, by position and by name
 
 
 class FunctionFrame(ExplainingFrame):
@@ -141,10 +139,9 @@ class FunctionFrame(ExplainingFrame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._state, self._variables = state_of_idle(plan), None
+                self._state, self._variables = state_of_idle(plan), variables_in(plan) if plan.functions else None
             else:
                 reached = reach(function, objects)
-                self._variables = variables_of(function, reached)
                 if reached is not NOTHING:
                     self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
                     if self._state is None:
@@ -153,6 +150,7 @@ class FunctionFrame(ExplainingFrame):
                         self._keeps_all, self._plain = True, False  # this once
                         return self
                     generators = self._state.generators
+                self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._context = copy_context() or None
             crowded = is_crowded()
@@ -250,7 +248,7 @@ class FunctionFrame(ExplainingFrame):
         reentered, self.recomputing = self.recomputing, True
         grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
         handed_out: list[HandedOut] = []
-        call: _Call | None = None
+        call: Restored | None = None
         hooks: Hooks = ()
         try:
             transforms = suspend_transforms()
@@ -321,7 +319,7 @@ class FunctionFrame(ExplainingFrame):
             self._explain_leftovers(filling)
         return values
 
-    def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: _Call, *, borrows: bool) -> None:
+    def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
         """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
         ambient, state = self._ambient, self._state
         with ExitStack() as undone:
@@ -340,7 +338,7 @@ class FunctionFrame(ExplainingFrame):
             else:
                 self._call_rewound(state, filling, wanted, call)
 
-    def _call_rewound(self, state: ReachedState, filling: Filling, wanted: Collection[int] | None, call: _Call) -> None:
+    def _call_rewound(self, state: ReachedState, filling: Filling, wanted: Collection[int] | None, call: Restored) -> None:
         """Calls the function with the state that it reaches as forward found it."""
         rewound = Rewound(state, self._mutated)
         try:
@@ -352,38 +350,40 @@ class FunctionFrame(ExplainingFrame):
         self,
         filling: Filling,
         wanted: Collection[int] | None,
-        call: _Call,
+        call: Restored,
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
         parameters = self._state.parameters if self._state is not None and self.complete else None
-        if parameters is not None and not parameters.have_changed():
-            parameters = None
+        changed = parameters.changed() if parameters is not None and parameters.have_changed() else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
-        hook = filling.hook(wanted, exchanged)
-        leftovers = filling.leftovers
-        if parameters is not None or leftovers is not None or (self._selection is None and num_dispatch_modes()):
-            hook = filling.noting_versions(hook)
-        if leftovers is not None:
-            hook = leftovers.noting(hook, filling.values, filling.last)
-        loan = None if self._variables is None else Loan(self._variables)
-        push_saved_tensors_hooks(hook, hand_back)
+        loan = None if self._variables is None else Loan(self._variables, call[2])
         try:
-            if parameters is not None or leftovers is not None:
-                reads = nullcontext() if parameters is None else WatchReads(parameters.changed(), filling, self._mutated)
-                with reads, leftovers or nullcontext():
+            if loan is not None and self.complete:
+                changed += loan.changed()
+            hook = filling.hook(wanted, exchanged)
+            leftovers = filling.leftovers
+            if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
+                hook = filling.noting_versions(hook)
+            if leftovers is not None:
+                hook = leftovers.noting(hook, filling.values, filling.last)
+            push_saved_tensors_hooks(hook, hand_back)
+            try:
+                if changed or leftovers is not None:
+                    with WatchReads(changed, filling, self._mutated) if changed else nullcontext(), leftovers or nullcontext():
+                        self._call_in_context(call)
+                elif not in_context:
+                    self._function(*call[0], **call[1])
+                else:
                     self._call_in_context(call)
-            elif not in_context:
-                self._function(*call[0], **call[1])
-            else:
-                self._call_in_context(call)
+            finally:
+                pop_saved_tensors_hooks()
         finally:
-            pop_saved_tensors_hooks()
             if loan is not None:
                 loan.end()
 
-    def _call_in_context(self, call: _Call) -> None:
+    def _call_in_context(self, call: Restored) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-        (Context() if self._context is None else self._context.copy()).run(self._call, *call)
+        (Context() if self._context is None else self._context.copy()).run(self._call, *call[:2])
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -15,7 +15,7 @@ graph of every forward before.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
 from threading import Condition, Lock, get_ident
@@ -25,10 +25,12 @@ from typing import Any
 import torch
 
 from ._dispatch import unseen
+from ._module_plan import ModulePlan
 from ._reach import NOTHING, Reached, facts_of, has_names
 from ._refit import as_kind
+from ._torch import set_versions
 
-__all__ = ["Loan", "variables_of"]
+__all__ = ["Loan", "StandIns", "variables_in", "variables_of"]
 
 #: The content of a variable that is not assigned.
 _ABSENT = object()
@@ -40,22 +42,63 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return as_kind(tensor.detach(), type(tensor))
 
 
-class _Upstream:
-    """Stands for a tensor with a history: the tensor itself as long as it is there, then a leaf on the same memory."""
+class _Alias(torch.autograd.Function):
+    """An alias as an operator: its output requires grad, and is neither a leaf nor a view.
 
-    __slots__ = ("_alias", "_reference")
+    Frames keep leaves apart, so in a rerun a leaf in place of a tensor with a history would be one saved tensor less.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+@unseen
+def _with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    with torch.enable_grad():
+        alias: torch.Tensor = _Alias.apply(tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
+    if version > 0:
+        set_versions((alias,), (version,))
+    return alias
+
+
+#: Arguments of a rerun that are other tensors than those of forward, by the ``id`` that these had.
+StandIns = Mapping[int, torch.Tensor]
+_NO_STAND_INS: StandIns = {}
+
+
+class _Upstream:
+    """Stands for a tensor with a history: the tensor itself as long as it is there, then another one on the same memory.
+
+    Where the tensor was an argument too, and a rerun gets another one for it, the two are one in the rerun as well.
+    """
+
+    __slots__ = ("_alias", "_id", "_reference", "_version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._reference, self._alias = weakref.ref(tensor), _alias_of(tensor)
+        self._reference, self._alias, self._id = weakref.ref(tensor), _alias_of(tensor), id(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version
 
-    def is_content(self, value: Any) -> bool:
+    def _tensor(self, stand_ins: StandIns) -> torch.Tensor | None:
+        return stand_ins[self._id] if self._id in stand_ins else self._reference()
+
+    def is_content(self, value: Any, stand_ins: StandIns) -> bool:
         """Whether a variable with this value has the content that was noted."""
-        return value is not None and value is self._reference()
+        return value is not None and value is self._tensor(stand_ins)
 
-    def content(self) -> Any:
+    def content(self, stand_ins: StandIns) -> Any:
         """Returns a content that is as good as the one noted."""
-        tensor = self._reference()
-        return _alias_of(self._alias).requires_grad_() if tensor is None else tensor
+        tensor = self._tensor(stand_ins)
+        return _with_history(self._alias, self._version) if tensor is None else tensor
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns an alias of a tensor that is gone, and whose memory was written to since, and the version that it had."""
+        is_changed = self._reference() is None and self._version >= 0 and self._alias._version != self._version
+        return [(self._alias, self._version)] if is_changed else []
 
 
 class _Tuple:
@@ -66,13 +109,18 @@ class _Tuple:
     def __init__(self, entries: tuple[Any, ...]) -> None:
         self._entries = entries
 
-    def is_content(self, value: Any) -> bool:
+    def is_content(self, value: Any, stand_ins: StandIns) -> bool:
         """Whether a variable with this value has the content that was noted."""
-        return type(value) is tuple and len(value) == len(self._entries) and all(map(_is_content, self._entries, value))
+        is_alike = type(value) is tuple and len(value) == len(self._entries)
+        return is_alike and all(map(_is_content, self._entries, value, repeat(stand_ins)))
 
-    def content(self) -> Any:
+    def content(self, stand_ins: StandIns) -> Any:
         """Returns a content that is as good as the one noted."""
-        return tuple(map(_content, self._entries))
+        return tuple(map(_content, self._entries, repeat(stand_ins)))
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns those of tensors in it; see :meth:`_Upstream.changed`."""
+        return _changed(self._entries)
 
 
 def _noted(value: Any) -> Any:
@@ -88,13 +136,19 @@ def _noted(value: Any) -> Any:
     return value
 
 
-def _is_content(noted: Any, value: Any) -> bool:
-    return noted is value or (type(noted) in (_Upstream, _Tuple) and noted.is_content(value))
+def _is_content(noted: Any, value: Any, stand_ins: StandIns) -> bool:
+    return noted is value or (type(noted) in _STANDING and noted.is_content(value, stand_ins))
 
 
-def _content(noted: Any) -> Any:
-    return noted.content() if type(noted) in (_Upstream, _Tuple) else noted
+def _content(noted: Any, stand_ins: StandIns) -> Any:
+    return noted.content(stand_ins) if type(noted) in _STANDING else noted
 
+
+def _changed(contents: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
+    return [found for noted in contents if type(noted) in _STANDING for found in noted.changed()]
+
+
+_STANDING = (_Upstream, _Tuple)
 
 #: The variables of one function: cells; a namespace and names in it; what stands for the contents when forward began; and
 #: whether the function binds any.
@@ -105,7 +159,7 @@ _NO_CELLS: tuple[CellType, ...] = ()
 _PLAIN = frozenset({type(None), bool, int, float, str, type, ModuleType, FunctionType, BuiltinFunctionType, object})
 
 
-def variables_of(function: Any, reached: Reached) -> Sequence[_Entry] | None:
+def variables_of(function: Any, reached: Reached, plans: Sequence[ModulePlan] = ()) -> Sequence[_Entry] | None:
     """Notes the variables of functions, None if there are none.
 
     Functions of torch and of this package are left out: what they keep in variables (of a compiler, say) is theirs.
@@ -113,14 +167,22 @@ def variables_of(function: Any, reached: Reached) -> Sequence[_Entry] | None:
     Args:
         function: What a region calls.
         reached: What that reaches.
+        plans: Those of modules that it reaches.
     """
     if reached is not NOTHING:
         entries = [entry for one in reached.functions if (entry := _entry_of(one)) is not None]
+        for plan in plans:
+            entries += variables_in(plan)
         return entries or None
     if type(function) is not FunctionType or not (function.__closure__ or has_names(function)):
         return None
     only = _entry_of(function)
     return None if only is None else (only,)
+
+
+def variables_in(plan: ModulePlan) -> Sequence[_Entry]:
+    """Notes the variables of the functions that a module and its submodules hold."""
+    return [entry for one in plan.functions if (function := one()) is not None and (entry := _entry_of(function))]
 
 
 def _entry_of(function: FunctionType) -> _Entry | None:
@@ -182,14 +244,19 @@ class Loan:
     Of two reruns on different threads that share a variable, and want different contents of it, one waits for the other.
     """
 
-    __slots__ = ("_before", "_entries", "_lent", "_thread")
+    __slots__ = ("_before", "_entries", "_lent", "_stand_ins", "_thread")
 
-    def __init__(self, entries: Sequence[_Entry]) -> None:
-        """Waits until no other thread has the variables, and lends them."""
-        self._entries, self._thread = entries, get_ident()
+    def __init__(self, entries: Sequence[_Entry], stand_ins: StandIns = _NO_STAND_INS) -> None:
+        """Waits until no other thread has the variables, and lends them.
+
+        Args:
+            entries: The variables.
+            stand_ins: Arguments of the rerun that are other tensors than those of forward.
+        """
+        self._entries, self._stand_ins, self._thread = entries, stand_ins, get_ident()
         self._before: list[tuple[Any, ...]] | None = None
         with _lock:
-            if _running or not _are_as_noted(entries):
+            if _running or not _are_as_noted(entries, stand_ins):
                 self._lend()
             else:
                 self._lent = _NO_PLACES
@@ -207,13 +274,18 @@ class Loan:
             now = _read(*entry[:3])
             self._before.append(now)
             if self._lent:
-                notes = zip(entry[3], now, strict=True)
-                _write(entry, [value if _is_content(noted, value) else _content(noted) for noted, value in notes], now)
+                notes, stand_ins = zip(entry[3], now, strict=True), self._stand_ins
+                contents = [old if _is_content(noted, old, stand_ins) else _content(noted, stand_ins) for noted, old in notes]
+                _write(entry, contents, now)
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns aliases of tensors that are gone, and whose memory was written to since, and the versions that they had."""
+        return [] if self._before is None else [found for entry in self._entries for found in _changed(entry[3])]
 
     def _look(self) -> None:
         """Finds out which variables have another content than in forward."""
         found = [zip(_places(entry), entry[3], _read(*entry[:3]), strict=True) for entry in self._entries]
-        self._lent = frozenset(place for place, noted, value in chain(*found) if not _is_content(noted, value))
+        self._lent = frozenset(place for place, noted, value in chain(*found) if not _is_content(noted, value, self._stand_ins))
 
     def _is_in_conflict(self, other: Loan) -> bool:
         if other._thread == self._thread or not (self._lent or other._lent):
@@ -234,13 +306,13 @@ class Loan:
                 _turn.notify_all()
 
 
-def _are_as_noted(entries: Sequence[_Entry]) -> bool:
+def _are_as_noted(entries: Sequence[_Entry], stand_ins: StandIns) -> bool:
     """Whether variables have the contents that were noted, and the functions do not bind any."""
     for cells, namespace, names, noted, binds in entries:
         if binds:
             return False
         now = _read(cells, namespace, names)
-        if not (all(map(is_, noted, now)) or all(map(_is_content, noted, now))):
+        if not (all(map(is_, noted, now)) or all(map(_is_content, noted, now, repeat(stand_ins)))):
             return False
     return True
 

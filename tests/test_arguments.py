@@ -300,7 +300,8 @@ def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
 
 def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     arguments.live = None  # as at the end of forward
-    return arguments.restore(lambda: ("region",), [])
+    args, kwargs, _ = arguments.restore(lambda: ("region",), [])
+    return args, kwargs
 
 
 # Capturing and rebuilding
@@ -340,7 +341,7 @@ def test_until_forward_ends_arguments_are_those_at_hand() -> None:
     assert list(map(id, arguments.restore(lambda: (), [])[0])) == list(map(id, tensors))
     before = tensors[0].detach().clone()
     tensors[0].mul_(2)
-    args, _ = arguments.restore(lambda: (), [])
+    args, *_ = arguments.restore(lambda: (), [])
     assert torch.equal(args[0], before)
     assert all(one is not other for one, other in zip(args, tensors, strict=True))
 

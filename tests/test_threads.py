@@ -157,3 +157,24 @@ def test_backward_on_another_thread():
     torch.manual_seed(5)
     expected = grad(torch.nn.functional.dropout(x.sin(), 0.5).exp().sum(), x)[0]
     assert torch.equal(x.grad, expected)
+
+
+def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
+    """One makes the plan, which the others do not see before it is whole: of two plans, each would have a lock of its own."""
+    from ckpt_hooks import _module_plan
+
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    children_of, found, others = _module_plan._children_of, [], []
+
+    def meanwhile(modules):
+        if not others:
+            found.append(_module_plan.idle_plan(module))
+            others.append(threading.Thread(target=lambda: found.append(_module_plan.plan_of(module))))
+            others[0].start()
+            others[0].join(0.05)  # it waits for this one
+        return children_of(modules)
+
+    monkeypatch.setattr(_module_plan, "_children_of", meanwhile)
+    plan = _module_plan.plan_of(module)
+    others[0].join()
+    assert found == [None, plan]

@@ -322,7 +322,7 @@ class Tables:
         else:
             store.held.append(holder)
         if is_kept_anyway(tensor):
-            kept.version = tensor._version
+            kept.version = None if tensor.is_inference() else tensor._version
             kept.is_fickle = False
         else:
             kept.version = None

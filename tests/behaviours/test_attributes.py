@@ -342,6 +342,7 @@ CHANGES = {
     "other kind": lambda module: setattr(module, "number", [7.0]),
     "flag": lambda module: setattr(module, "flag", not module.flag),
     "tensor": lambda module: setattr(module, "scale", torch.zeros(3, dtype=torch.float64)),
+    "leaf that requires grad": lambda module: setattr(module, "weight", 0.5),
     "list entry": lambda module: module.entries.__setitem__(0, 9.0),
     "list appended": lambda module: module.entries.append(9.0),
     "list replaced": lambda module: setattr(module, "entries", [9.0]),
@@ -359,10 +360,12 @@ class Configured(nn.Module):
         super().__init__()
         self.number, self.flag, self.scale = 2.0, True, torch.full((3,), 0.5, dtype=torch.float64)
         self.entries, self.table, self.drop = [1.0, 2.0], {"a": {"b": 3.0}}, nn.Dropout(0.5)
+        self.weight = torch.full((3,), 1.5, dtype=torch.float64, requires_grad=True)
         self.register_buffer("mask", torch.ones(3, dtype=torch.float64))
 
     def forward(self, x):
         h = (x * self.number * self.scale * self.mask).sin() * sum(self.entries)
+        (h * self.weight).sin()  # whose graph is gone before backward, and the leaf with it
         return self.drop(h.cos() if self.flag else h.exp()) * self.table["a"]["b"]
 
 
@@ -385,6 +388,25 @@ def test_what_the_caller_changes_before_backward(form, change):
         return None
 
     assert_as_eager(skipping_errors, Run("ours", form))
+
+
+@runs(*FORMS)
+def test_a_gradient_inside_forward_by_what_an_attribute_was(run):
+    """A tensor with a history that an attribute holds is the same one in a rerun, if it is there and nobody wrote to it."""
+
+    class Sensitivity(Hidden):
+        def forward(self, x):
+            y = (x * self.h).exp()
+            return torch.autograd.grad(y.sum(), before, create_graph=True)[0].sin() * x
+
+    def program(run):
+        nonlocal before
+        module, x = Sensitivity(), leaf(2, 3)
+        module.h = before = x.cos()
+        return gradients(run(module, x), x)
+
+    before = None
+    assert_as_eager(program, run)
 
 
 def test_containers_keep_their_identity():

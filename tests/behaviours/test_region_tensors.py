@@ -346,6 +346,21 @@ def test_inference_tensors(run):
     assert_as_eager(program, run)
 
 
+@runs("region")
+def test_parameters_made_in_inference_mode(run):
+    """They have no version either, and cannot be saved; what does not save them may read them."""
+
+    def program(run):
+        with torch.inference_mode():
+            layer, scale = nn.Linear(4, 4), nn.Parameter(torch.full((4,), 2.0))
+        x = torch.randn(4, requires_grad=True)
+        with torch.inference_mode():
+            y = run(lambda x: layer(x.sin()), x)
+        return [y.clone(), *gradients(run(lambda x: (x.sin() + scale.detach()).exp().cos(), x), x)]
+
+    assert_as_eager(program, run)
+
+
 # Collectives
 
 DISTRIBUTED = """

@@ -114,8 +114,24 @@ def with_a_mask(run, ls, h):
 def with_a_residual(run, ls, h):
     """A value with a history, which is freed when its variable is bound to the next."""
     for layer in ls:
-        skip = h.exp() + 1
+        skip = (h.exp() + 1).mul_(2)
         h = run(lambda y: layer(y).sin() * skip, h)
+    return h
+
+
+def with_a_residual_read_by_a_recorded_region(run, ls, h):
+    """Which keeps leaves and hands all other tensors to the frame around it."""
+
+    def block(layer, skip):
+        def call(y):
+            with ckpt_hooks.checkpoint_region() if run.ours else contextlib.nullcontext():
+                return layer(y).sin() * skip
+
+        return call
+
+    for layer in ls:
+        skip = h.exp() + 1
+        h = run(lambda y: block(layer, skip)(y), h)
     return h
 
 
@@ -219,6 +235,20 @@ def by_a_method_with_a_closure(run, ls, h):
     return h
 
 
+def by_a_module_that_holds_a_function(run, ls, h):
+    class Held(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function, self.weight = function, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, y):
+            return self.function(y) * self.weight
+
+    for layer in ls:
+        h = run(Held(lambda y: layer(y)), h)
+    return h
+
+
 def by_a_generator(run, ls, h):
     for layer in ls:
         h = run(lambda y: sum(layer(row) for row in y.unbind())[None].expand(2, 3), h)
@@ -255,6 +285,7 @@ LOOPS = {
         with_a_state,
         with_a_mask,
         with_a_residual,
+        with_a_residual_read_by_a_recorded_region,
         by_a_helper,
         by_a_partial,
         by_a_function_handed_over,
@@ -263,6 +294,7 @@ LOOPS = {
         by_a_callable_object,
         by_a_method,
         by_a_method_with_a_closure,
+        by_a_module_that_holds_a_function,
         by_a_generator,
         with_a_region_inside,
         with_a_loop_inside,
@@ -348,6 +380,39 @@ def test_backward_inside_of_forward(run):
         return [*gradients(y, x), scale]
 
     assert_as_eager(program, run)
+
+
+@runs(*FORMS[:2])
+def test_a_gradient_inside_by_an_argument_that_is_closed_over_too(run):
+    """Hooks hand a rerun another tensor for the argument; then the variable is lent that one as well."""
+
+    def program(run):
+        x = leaf(2, 3)
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(),), lambda packed: packed[0]):
+            h = x.sin()
+
+            def block(u):
+                return torch.autograd.grad(h.exp().sum(), u, create_graph=True)[0].sin() * u
+
+            y = run(block, h)
+        return gradients(y, x)
+
+    assert_as_eager(program, run)
+
+
+def test_a_write_to_a_closed_over_tensor_that_is_gone_is_an_error():
+    """The memory is there still, in a view; plain autograd has saved what it needs."""
+    x = leaf(2, 3)
+
+    def forward():
+        h = x * 2
+        return ckpt_hooks.checkpoint(lambda: h.exp().tanh()), h[:1]
+
+    y, view = forward()
+    with torch.no_grad():
+        view.mul_(2)
+    with pytest.raises(ckpt_hooks.MutationError, match="at version 1; expected version 0"):
+        y.sum().backward()
 
 
 @runs(torch_fails=SILENT)

@@ -143,7 +143,7 @@ MODULES = {
         (2, "torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear({n}, 2))", "{f}({x})"),
     ],
     "random": [
-        (0, "torch.nn.Dropout(0.3)", "{f}({x})"),
+        (0, "torch.nn.Dropout(0.3)", "{f}({x}) * 1"),  # in evaluation it hands on its input, which may not be written to
         (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.Dropout(0.3), torch.nn.Tanh())", "{f}({x})"),
         (1, "torch.nn.Sequential(torch.nn.Linear({n}, 3), torch.nn.RReLU(), torch.nn.AlphaDropout(0.2))", "{f}({x})"),
         (
