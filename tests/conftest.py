@@ -37,7 +37,11 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def no_gc() -> Iterator[None]:
-    """Switches the garbage collector off: what dies in such a test dies by reference counting alone (Rule 9)."""
+    """Switches the garbage collector off: what dies in such a test dies by reference counting alone (Rule 9).
+
+    Tests whose threads draw random numbers at once need that too. ``torch.get_rng_state`` makes a Python object under a lock in
+    C++. If the collector runs there and lets another thread go on, and that one wants the lock, neither ever does.
+    """
     gc.collect()
     gc.disable()
     try:

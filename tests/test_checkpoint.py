@@ -1126,6 +1126,7 @@ def test_data_parallel(impl: Callable[..., Any]) -> None:
     assert torch.equal(model.block[0].weight.grad, expected)
 
 
+@pytest.mark.usefixtures("no_gc")
 def test_replicas_on_threads_share_a_module(impl: Callable[..., Any]) -> None:
     """Threads that run forward and backward over one module, as ``nn.DataParallel`` does, get what each would alone."""
     block = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))

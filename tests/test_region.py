@@ -330,6 +330,7 @@ def test_kernels_of_a_compiler_within_a_region():
 # Threads
 
 
+@pytest.mark.usefixtures("no_gc")
 def test_threads_have_regions_of_their_own():
     """Eight at once, each with nested regions, random numbers of a generator of its own, and one shared object."""
     region, found = checkpoint_region(), {}
@@ -351,6 +352,7 @@ def test_threads_have_regions_of_their_own():
     assert all(torch.equal(found[index, False], found[index, True]) for index in range(8))
 
 
+@pytest.mark.usefixtures("no_gc")
 def test_a_graph_made_on_one_thread_goes_backward_on_others():
     """At once, over the same frames, under ``retain_graph`` (Rule 11)."""
     x, found = leaf(20), [None] * 4

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
 from tests.measure import Calls, leaf
+
+pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 def in_threads(*targets):

@@ -558,6 +558,7 @@ def test_a_stream_that_the_rerun_moves_where_values_are_not_compared(check):
     Run("ours").having(determinism_check=check)(logs_sometimes, leaf(3)).sum().backward()
 
 
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("check", FINGERPRINTS)
 def test_numbers_that_another_thread_draws(check):
     """Whose they are cannot be told, so what they move is no error."""

@@ -471,6 +471,7 @@ def test_two_recomputes_at_once(run):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.usefixtures("no_gc")
 @pytest.mark.parametrize("seeded", ["before", "meanwhile"])
 @runs(torch_fails=SILENT)
 def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
@@ -510,6 +511,7 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
     assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
 
 
+@pytest.mark.usefixtures("no_gc")
 @runs(torch_fails=SILENT)
 def test_training_in_two_threads(run):
     """Two models with dropout, each bitwise as alone: forward under a lock, backward at the same time."""

@@ -766,6 +766,7 @@ def test_a_global_that_the_function_binds_and_never_reads(run):
 # Threads
 
 
+@pytest.mark.usefixtures("no_gc")
 def test_backwards_of_several_threads_that_share_a_variable():
     """Each finds its own content, from the beginning of its rerun to the end."""
     x, number, seen = leaf(3), 0, []
@@ -793,6 +794,7 @@ def test_backwards_of_several_threads_that_share_a_variable():
     assert number == 2
 
 
+@pytest.mark.usefixtures("no_gc")
 def test_threads_whose_variable_is_as_it_was_do_not_wait_for_each_other():
     x, number, met = leaf(3), 1, []
     both = threading.Barrier(2)
