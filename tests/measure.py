@@ -1,4 +1,4 @@
-"""Counting what runs and what is alive, for tests."""
+"""Counting what runs and what is alive, and functions that several tests share."""
 
 from __future__ import annotations
 
@@ -48,6 +48,20 @@ class Token:
 def leaf(*shape: int) -> torch.Tensor:
     """Returns a new leaf that requires grad."""
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+
+class SavesItsResult(torch.autograd.Function):
+    """The exponential function, which hands out what it saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * ctx.saved_tensors[0]
 
 
 class Frames(Observer):

@@ -15,23 +15,9 @@ from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import Token, leaf
+from tests.measure import SavesItsResult, Token, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc", "one_thread")
-
-
-class SavesItsResult(torch.autograd.Function):
-    """The exponential function."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0]
 
 
 class WritesToItsArgument(torch.autograd.Function):

@@ -13,7 +13,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, MutationError, offload
 from ckpt_hooks.offload import Batch, Transfers, offload_saved_tensors, transfers_for
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, SavesItsResult, leaf
 
 aten = torch.ops.aten
 
@@ -410,20 +410,6 @@ def test_a_kept_output_that_was_written_to():
         h, y = ckpt_hooks.checkpoint(policy=[aten.mm.default])(function)(x)
     h.detach().zero_()
     assert torch.equal(grad(y.sum(), x)[0], grad(function(x)[1].sum(), x)[0])
-
-
-class SavesItsResult(torch.autograd.Function):
-    """The exponential function."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.exp()
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx, g):
-        return g * ctx.saved_tensors[0]
 
 
 def in_place_on_a_view(x, w):
