@@ -82,11 +82,8 @@ class GoneError(Exception):
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
-    """Whether an operator that autograd has recorded made a tensor."""
-    try:
-        return tensor.requires_grad and not tensor.is_leaf
-    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
-        return True
+    """Whether an operator that autograd has recorded made a tensor; views that require grad are not asked."""
+    return tensor.requires_grad and not is_kept_anyway(tensor)
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -28,7 +28,7 @@ from ._dispatch import unseen
 from ._module_plan import ModulePlan
 from ._reach import NOTHING, Reached, facts_of, has_names
 from ._refit import as_kind
-from ._torch import set_versions
+from ._torch import is_kept_anyway, set_versions
 
 __all__ = ["Loan", "StandIns", "variables_in", "variables_of"]
 
@@ -127,7 +127,7 @@ def _noted(value: Any) -> Any:
     """Returns what stands for a content: itself, but for tensors with a history and tuples of these."""
     if isinstance(value, torch.Tensor):
         try:
-            return _Upstream(value) if value.requires_grad and not value.is_leaf else value
+            return _Upstream(value) if value.requires_grad and not is_kept_anyway(value) else value
         except RuntimeError:  # a view of many whose base was modified, which has lost its graph
             return value
     if type(value) is tuple:

@@ -400,6 +400,25 @@ def test_a_gradient_inside_by_an_argument_that_is_closed_over_too(run):
     assert_as_eager(program, run)
 
 
+@pytest.mark.parametrize("place", ["closure", "attributes"])
+@runs(*FORMS)
+def test_views_of_what_was_written_to_take_their_places_in_the_graph_when_they_are_used(run, place):
+    """A view whose base was written to gets a new node as soon as it is looked at; gradients are summed in the nodes' order."""
+
+    def program(run):
+        base = leaf(4).exp()
+        first, second = base[:2], base[1:3]
+        base.mul_(2)
+        holder = nn.Module()
+        holder.forward = lambda x: (holder.second * x).sum() + (holder.first * x).sum()
+        holder.first, holder.second = (first, second) if place == "attributes" else (None, None)
+        function = holder if place == "attributes" else lambda x: (second * x).sum() + (first * x).sum()
+        y = run(function, leaf(2))
+        return [y, second.grad_fn._sequence_nr() < first.grad_fn._sequence_nr()]
+
+    assert_as_eager(program, run)
+
+
 def test_a_write_to_a_closed_over_tensor_that_is_gone_is_an_error():
     """The memory is there still, in a view; plain autograd has saved what it needs."""
     x = leaf(2, 3)

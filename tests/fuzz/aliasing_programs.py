@@ -53,7 +53,8 @@ class Program:
     Attributes:
         seed: What it was made of.
         nodes: Its statements.
-        is_late: Whether what a region read or made is written to when the outermost one around has been left.
+        is_late: Whether what a region read or made is written to when the outermost one around has been left, or before that
+            but so that plain autograd does not notice.
         is_quiet: Whether something is written to through tensors with versions of their own.
     """
 
@@ -246,7 +247,8 @@ class _Generator:
         read = {storage for region in left for storage in region.touched & region.before & written}
         if late & self.quiet or (read and self.random.random() >= self.late_share):
             return False
-        self.made.is_late |= bool(late)
+        unseen = any(region.touched & written & self.quiet for region in self.closed)  # by plain autograd: ``.data`` before it
+        self.made.is_late |= bool(late) or unseen
         self.made.is_quiet |= bool(written & self.quiet)
         return True
 
