@@ -104,17 +104,21 @@ class Filling:
         self._without_grad: list[int] = []
         self.last = -1
         self.stopped = False
-        self._doubt: tuple[int, Callable[[], MutationError]] | None = None
+        self._doubt: tuple[int, Callable[[], MutationError]] | None = None  # how many wanted values are not to be trusted
         self._versions: list[int] | None = None
 
-    def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
-        """Tells that the rerun read what has changed since forward.
+    def distrust(self, error: Callable[[], MutationError]) -> None:
+        """Tells that the rerun is about to read what has changed since forward, which ends it: no value to come is right.
 
         Args:
-            trusted: How many tensors it had saved by then.
-            error: Returns the error for whoever asks for one of the others.
+            error: Returns the error for whoever asks for one of those values.
         """
-        self._doubt = trusted, error
+        trusted = len(self.values)
+        if trusted <= self.last:
+            self._doubt = self.last + 1 - trusted, error
+            self.last = trusted - 1
+            if self._early_stop:
+                self._stop()
 
     def hook(
         self,
@@ -225,18 +229,18 @@ class Filling:
         values, frame = self.values, self._frame
         if not self._early_stop and frame.complete and len(values) != len(frame.numbers):
             self._raise_miscounted()
+        num_doubtful, mutated = self._doubt or (0, None)
+        if mutated is not None and self._wanted is not None and len(self._wanted) == 1:
+            raise mutated()
         end = self.last + 1
         if len(values) != end:
             if len(values) < end:
                 self._raise_miscounted()
             del values[end:]
+            if num_doubtful:
+                self._without_grad = [index for index in self._without_grad if index < end]
         if marks or self.marks:
             self._compare_marks(marks)
-        if self._doubt is not None and self._doubt[0] < end:
-            trusted, mutated = self._doubt
-            if self._wanted is not None and len(self._wanted) == 1:
-                raise mutated()
-            values[trusted:] = [MISSING] * (end - trusted)  # and each is asked for by itself
         found = list(map(check.facts, values))
         expected = frame.facts if self._versions is None else list(map(_at_lower_version, frame.facts, self._versions))
         if found != (expected if len(expected) == len(found) else expected[: len(found)]):
@@ -245,7 +249,7 @@ class Filling:
             self._compare_grad()
         if check.fingerprint is not None and not is_without_values():
             self._compare_values(check.fingerprint)
-        return values.copy()
+        return values + [MISSING] * num_doubtful  # each of which is asked for by itself
 
     def _compare_marks(self, marks: Sequence[Mark]) -> None:
         found = first_difference(marks, self.marks, self.last)

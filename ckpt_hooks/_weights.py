@@ -8,8 +8,9 @@ begins, and compared when it is rerun; and with them those of other tensors that
 (Those that require none are put back for a rerun, see :mod:`ckpt_hooks._module_state`.)
 
 A region may reach parameters that it does not read, and those may well change in between: an optimizer that steps in the course
-of a backward has changed the layers behind. So a rerun that finds some changed goes on, watched. As soon as an operator reads
-one of them, what is saved from there on is not trusted: whoever asks for it gets an error.
+of a backward has changed the layers behind. So a rerun that finds some changed is watched. As soon as an operator is about to read
+one of them, the rerun ends: no value to come would be right, and whoever asks for one gets an error. (To go on may also never
+end, if the function has a backward in it that comes to the very node which waits for this rerun.)
 
 Functions that write to a parameter themselves write again in a rerun. One that is clamped, say, or filled before it is read is
 read as forward read it. What the rerun wrote is undone when it ends, the version included: another rerun, and whoever saved the
@@ -196,10 +197,8 @@ _OVERWRITES = frozenset(
 class Doubting(Protocol):
     """What collects the values of a rerun (:class:`ckpt_hooks._filling.Filling`)."""
 
-    values: list[torch.Tensor]
-
-    def distrust(self, trusted: int, error: Callable[[], MutationError]) -> None:
-        """Is told that values are not to be trusted from a number of them on."""
+    def distrust(self, error: Callable[[], MutationError]) -> None:
+        """Is told that no value to come is to be trusted; may end the rerun."""
 
 
 class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -215,7 +214,7 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             changed: The parameters, and the versions that they should have.
-            filling: Gets the values of the rerun, and is told from which on they are not to be trusted.
+            filling: Gets the values of the rerun, and is told when those to come are not to be trusted.
             error: Returns the error for a parameter and the version that it should have.
         """
         super().__init__()
@@ -243,7 +242,7 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 for watched, parameter, version in self._watched:
                     if not self._has_read and _overlap(watched, place):
                         self._has_read = True
-                        self._filling.distrust(len(self._filling.values), functools.partial(self._error, parameter, version))
+                        self._filling.distrust(functools.partial(self._error, parameter, version))
         if written:
             self._about_to_write(written)
         output = func(*args, **kwargs)

@@ -434,6 +434,25 @@ def test_a_write_to_a_closed_over_tensor_that_is_gone_is_an_error():
         y.sum().backward()
 
 
+def test_a_rerun_ends_where_it_reads_what_has_changed():
+    """No value to come is right. Here a backward inside would wait for a node of the graph that waits for this rerun."""
+    x, lines = leaf(3), []
+    h = x * 2
+
+    def block():
+        lines.append("began")
+        total = h.sum()
+        lines.append("went on")
+        (gradient,) = torch.autograd.grad(total, x, retain_graph=True)
+        torch.nn.functional.dropout(h, 0.5, training=True, inplace=True)
+        return gradient
+
+    ckpt_hooks.checkpoint(block)
+    with pytest.raises(ckpt_hooks.MutationError, match="the variable 'h'"):
+        h.sum().backward()
+    assert lines.count("went on") == 1
+
+
 @runs(torch_fails=SILENT)
 def test_curried_functions_inside(run):
     def program(run):
