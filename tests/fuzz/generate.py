@@ -67,6 +67,7 @@ class _Generator(Stateful):
         after = self.aftermath()
         if self.has("step_in_backward"):
             leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines()]
+            leaves = [name for name in leaves if name[0] == "v"]
             self.setup.append(Line(f"step_in_backward([{', '.join(leaves)}])"))
         steps = 2 if self.has("endings") and self.chance(0.3 if self.has_state else 0.15) else 1
         changes = self.late_changes(0.6)

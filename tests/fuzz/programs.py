@@ -386,7 +386,7 @@ class Program:
     def source(self) -> str:
         setup = [line for node in self.setup for line in node.render()]
         bound = [name for node in self.setup for name in node.defines()]
-        leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines()]
+        leaves = [name for node in self.setup if "requires_grad" in node.text for name in node.defines() if name[0] == "v"]
         looks = []
         for name in bound:
             if name.startswith("v"):
