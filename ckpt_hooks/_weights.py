@@ -8,9 +8,9 @@ begins, and compared when it is rerun; and with them those of other tensors that
 (Those that require none are put back for a rerun, see :mod:`ckpt_hooks._module_state`.)
 
 A region may reach parameters that it does not read, and those may well change in between: an optimizer that steps in the course
-of a backward has changed the layers behind. So a rerun that finds some changed is watched. As soon as an operator is about to read
-one of them, the rerun ends: no value to come would be right, and whoever asks for one gets an error. (To go on may also never
-end, if the function has a backward in it that comes to the very node which waits for this rerun.)
+of a backward has changed the layers behind. So a rerun that finds some changed is watched. As soon as an operator is about to
+read one of them, the rerun ends: no value to come would be right, and whoever asks for one gets an error. (To go on may also
+never end, if the function has a backward in it that comes to the very node which waits for this rerun.)
 
 Functions that write to a parameter themselves write again in a rerun. One that is clamped, say, or filled before it is read is
 read as forward read it. What the rerun wrote is undone when it ends, the version included: another rerun, and whoever saved the
