@@ -1,4 +1,4 @@
-"""What comparing values costs, and regions that draw or have buffers: each against the same step with the defaults."""
+"""What comparing values costs, reruns that return, and regions that draw or have buffers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,20 @@ def test_determinism_check(benchmark: BenchmarkFixture, note: Callable[[str], No
         benchmark.extra_info["ratio_to_default"] = ratio
         note(f"determinism_check={check!r}, block of width 256: {ratio:.3f} of the default")
     benchmark(step)
+
+
+@pytest.mark.benchmark(group="early_stop=False")
+@pytest.mark.parametrize("name", ["chain of 10 ops", "block of width 32"])
+def test_running_to_the_end(benchmark: BenchmarkFixture, note: Callable[[str], None], name: str) -> None:
+    """A step of small operators whose reruns return, against one whose reruns are stopped by an exception."""
+    program = build(name)
+    steps = {early_stop: program.step_in(partial(ckpt_hooks.checkpoint, early_stop=early_stop)) for early_stop in (True, False)}
+    if not benchmark.disabled:
+        seconds = interleave({str(early_stop): step for early_stop, step in steps.items()}, seconds=8.0)
+        ratio = seconds["False"] / seconds["True"]
+        benchmark.extra_info["ratio_to_default"] = ratio
+        note(f"early_stop=False, {name}: {ratio:.3f} of the default")
+    benchmark(steps[False])
 
 
 def _batch_norms() -> tuple[nn.Module, torch.Tensor]:
