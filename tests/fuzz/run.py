@@ -30,8 +30,8 @@ class Difference:
         seed: Makes the program.
         kind: ``"output"``, ``"gradient"``, ``"stream"`` and so on, ``"raised"``, or ``"no error"``. The latter is ``"lenient"``
             where plain autograd complains of a write to a saved tensor and the gradients are those that were before the write,
-            and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not; ``"kept"`` is
-            one of a write to what the policy of a recorded region had kept;
+            and ``"silent"`` where they are not. ``"strict"`` is a complaint of a write that plain autograd has not; ``"kept"``
+            is one of a write to what the policy of a recorded region had kept;
             ``"clear error"`` is any other error of the package's own;
             ``"unnoticed"`` is what plain autograd makes of a write to a saved tensor that no version tells of, as where batch
             normalisation updates what it read in evaluation: the other run may have the gradients from before the write.
@@ -53,9 +53,9 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
 
     To go on with the values from before a write is no fault, where plain autograd complains, or has not noticed. To complain
     where plain autograd does not is none where programs write to what regions were given: a rerun needs more than plain
-    autograd does. Nor is it one to complain of writes to what a policy keeps as it is, to overlook a write to what a region read
-    from outside and nothing saved, nor what torch does otherwise under any dispatch mode, nor to complain of operators that a
-    policy met in forward only.
+    autograd does. Nor is it one to complain of writes to what a policy keeps as it is, to overlook a write to what a region
+    read from outside and nothing saved, nor what torch does otherwise under any dispatch mode, nor to complain of operators
+    that a policy met in forward only.
     """
     limits = {
         "kept": features,
