@@ -49,7 +49,7 @@ from ._torch import (
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._variables import Loan, variables_in, variables_of
+from ._variables import Loan, lend, take_back, variables_in, variables_of
 from ._weights import WatchReads
 from .errors import DeterminismError, MutationError
 
@@ -133,16 +133,17 @@ class FunctionFrame(ExplainingFrame):
             if self._options.check.fingerprint is not None or (paused is not None and len(paused) != num_dispatch_modes()):
                 self._options, self._compared = compared(self._options)
             function, options = self._function, self._options
-            self._objects = notes_of(function, self._arguments.objects)
             generators: Sequence[torch.Generator] = ()
             # In the usual case it is a module that was looked at before, or a function of tensors.
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
                 self._state, self._variables = state_of_idle(plan), variables_in(plan) if plan.functions else None
+                self._objects = notes_of(function, objects)
             else:
                 reached = reach(function, objects)
                 if reached is not NOTHING:
+                    self._objects = notes_of(function, objects)
                     self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
                     if self._state is None:
                         if self._contexts is not None:
@@ -356,10 +357,10 @@ class FunctionFrame(ExplainingFrame):
         parameters = self._state.parameters if self._state is not None and self.complete else None
         changed = parameters.changed() if parameters is not None and parameters.have_changed() else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
-        loan = None if self._variables is None else Loan(self._variables, call[2])
+        lent = None if self._variables is None else lend(self._variables, call[2])
         try:
-            if loan is not None and self.complete:
-                changed += loan.changed()
+            if type(lent) is Loan and self.complete:
+                changed += lent.changed()
             hook = filling.hook(wanted, exchanged)
             leftovers = filling.leftovers
             if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
@@ -378,8 +379,8 @@ class FunctionFrame(ExplainingFrame):
             finally:
                 pop_saved_tensors_hooks()
         finally:
-            if loan is not None:
-                loan.end()
+            if lent is not None:
+                take_back(lent)
 
     def _call_in_context(self, call: Restored) -> None:
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.

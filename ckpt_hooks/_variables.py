@@ -30,7 +30,7 @@ from ._reach import NOTHING, Reached, facts_of, has_names
 from ._refit import as_kind
 from ._torch import is_kept_anyway, set_versions
 
-__all__ = ["Loan", "StandIns", "variables_in", "variables_of"]
+__all__ = ["Loan", "StandIns", "lend", "take_back", "variables_in", "variables_of"]
 
 #: The content of a variable that is not assigned.
 _ABSENT = object()
@@ -238,72 +238,98 @@ def _places(entry: _Entry) -> list[Any]:
     return [*map(id, cells), *((id(namespace), name) for name in names)]
 
 
+#: What a rerun that is under way uses: its thread, its variables, and the places of those that are lent to it.
+_Use = tuple[int, Sequence[_Entry], "frozenset[Any]"]
+_NO_PLACES: frozenset[Any] = frozenset()
+
+
 class Loan:
-    """Variables that a rerun finds as forward found them.
+    """Variables of which a rerun finds some bound to something else than they are now, or that it may bind itself.
 
     Of two reruns on different threads that share a variable, and want different contents of it, one waits for the other.
     """
 
-    __slots__ = ("_before", "_entries", "_lent", "_stand_ins", "_thread")
+    __slots__ = ("_before", "_entries", "_lent", "_stand_ins", "_use")
 
-    def __init__(self, entries: Sequence[_Entry], stand_ins: StandIns = _NO_STAND_INS) -> None:
-        """Waits until no other thread has the variables, and lends them.
-
-        Args:
-            entries: The variables.
-            stand_ins: Arguments of the rerun that are other tensors than those of forward.
-        """
-        self._entries, self._stand_ins, self._thread = entries, stand_ins, get_ident()
-        self._before: list[tuple[Any, ...]] | None = None
+    def __init__(self, entries: Sequence[_Entry], stand_ins: StandIns) -> None:
+        """Waits until no other thread has the variables, and lends them."""
+        global _num_loans
+        self._entries, self._stand_ins = entries, stand_ins
         with _lock:
-            if _running or not _are_as_noted(entries, stand_ins):
-                self._lend()
-            else:
-                self._lent = _NO_PLACES
-            _running.append(self)
-
-    def _lend(self) -> None:
-        self._look()
-        while any(map(self._is_in_conflict, _running)):
+            _num_loans += 1
+            self._use = self._look()
             _waiting.append(self)
-            _turn.wait()
+            while any(map(self._is_in_conflict, list(_uses.values()))):
+                _turn.wait()
+                self._use = self._look()
             _waiting.remove(self)
-            self._look()
-        self._before = []
-        for entry in self._entries:
-            now = _read(*entry[:3])
-            self._before.append(now)
-            if self._lent:
-                notes, stand_ins = zip(entry[3], now, strict=True), self._stand_ins
-                contents = [old if _is_content(noted, old, stand_ins) else _content(noted, stand_ins) for noted, old in notes]
-                _write(entry, contents, now)
+            _uses[id(self._use)] = self._use
+            self._before = []
+            for entry in entries:
+                now = _read(*entry[:3])
+                self._before.append(now)
+                if self._use[2]:
+                    notes = zip(entry[3], now, strict=True)
+                    contents = [
+                        old if _is_content(noted, old, stand_ins) else _content(noted, stand_ins) for noted, old in notes
+                    ]
+                    _write(entry, contents, now)
+
+    def _look(self) -> _Use:
+        """Finds out which variables have another content than in forward."""
+        found = [zip(_places(entry), entry[3], _read(*entry[:3]), strict=True) for entry in self._entries]
+        lent = [place for place, noted, value in chain(*found) if not _is_content(noted, value, self._stand_ins)]
+        return get_ident(), self._entries, frozenset(lent)
+
+    def _is_in_conflict(self, other: _Use) -> bool:
+        thread, entries, lent = self._use
+        if other[0] == thread or not (lent or other[2]):
+            return False
+        return not (lent.isdisjoint(_all_places(other[1])) and other[2].isdisjoint(_all_places(entries)))
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns aliases of tensors that are gone, and whose memory was written to since, and the versions that they had."""
-        return [] if self._before is None else [found for entry in self._entries for found in _changed(entry[3])]
-
-    def _look(self) -> None:
-        """Finds out which variables have another content than in forward."""
-        found = [zip(_places(entry), entry[3], _read(*entry[:3]), strict=True) for entry in self._entries]
-        self._lent = frozenset(place for place, noted, value in chain(*found) if not _is_content(noted, value, self._stand_ins))
-
-    def _is_in_conflict(self, other: Loan) -> bool:
-        if other._thread == self._thread or not (self._lent or other._lent):
-            return False
-        return not (self._lent.isdisjoint(other._places()) and other._lent.isdisjoint(self._places()))
-
-    def _places(self) -> list[Any]:
-        return [place for entry in self._entries for place in _places(entry)]
+        return [found for entry in self._entries for found in _changed(entry[3])]
 
     def end(self) -> None:
         """Has the variables be what they were before."""
+        global _num_loans
         with _lock:
-            if self._before is not None:
-                for entry, before in zip(reversed(self._entries), reversed(self._before), strict=True):
-                    _write(entry, before, _read(*entry[:3]))
-            _running.remove(self)
+            for entry, before in zip(reversed(self._entries), reversed(self._before), strict=True):
+                _write(entry, before, _read(*entry[:3]))
+            del _uses[id(self._use)]
+            _num_loans -= 1
             if _waiting:
                 _turn.notify_all()
+
+
+def lend(entries: Sequence[_Entry], stand_ins: StandIns = _NO_STAND_INS) -> Loan | _Use:
+    """Has a rerun find variables as its forward found them, until :func:`take_back` is called with what this returns.
+
+    A rerun whose variables are as they were, and that binds none, takes no lock. It says that it uses them, and only then
+    looks whether there are loans; a loan is counted first, and looks for such uses then. So at least one sees the other.
+
+    Args:
+        entries: The variables.
+        stand_ins: Arguments of the rerun that are other tensors than those of forward.
+    """
+    use = get_ident(), entries, _NO_PLACES
+    _uses[id(use)] = use
+    if not _num_loans and _are_as_noted(entries, stand_ins):
+        return use
+    del _uses[id(use)]
+    return Loan(entries, stand_ins)
+
+
+def take_back(lent: Loan | _Use) -> None:
+    """Ends what :func:`lend` began."""
+    if type(lent) is Loan:
+        lent.end()
+        return
+    del _uses[id(lent)]
+    if _waiting:
+        with _lock:
+            _turn.notify_all()
 
 
 def _are_as_noted(entries: Sequence[_Entry], stand_ins: StandIns) -> bool:
@@ -317,10 +343,13 @@ def _are_as_noted(entries: Sequence[_Entry], stand_ins: StandIns) -> bool:
     return True
 
 
-_NO_PLACES: frozenset[Any] = frozenset()
+def _all_places(entries: Sequence[_Entry]) -> list[Any]:
+    return [place for entry in entries for place in _places(entry)]
 
-#: Of all threads.
-_running: list[Loan] = []
+
+# Of all threads.
+_uses: dict[int, _Use] = {}
+_num_loans = 0
 _waiting: list[Loan] = []
 _lock = Lock()
 _turn = Condition(_lock)
