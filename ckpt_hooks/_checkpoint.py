@@ -133,7 +133,8 @@ def checkpoint(
             ``"none"`` compares nothing. Under a dispatch mode of the user's, which may change results and is not entered
             again, ``"default"`` is ``"values"``.
         debug: Whether an error in a recompute lists the operators of both runs. Slow.
-        early_stop: Whether a recompute ends as soon as everything that is needed is there.
+        early_stop: Whether a recompute ends, by an exception, as soon as everything that is needed is there. False takes 5 to
+            10% off a step of operators on small tensors, and costs the region's last operators on large ones.
         respect_saved_tensors_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the
             region (``save_on_cpu`` and the like), as its inputs do in any case. None is yes.
         preserve_rng_state: Whether a recompute draws the random numbers that forward drew. If not, it draws new ones; the
