@@ -39,7 +39,8 @@ from ._runtime.frame import Frame
 from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
-from ._runtime.stack import Presence, is_crowded, stack
+from ._runtime.stack import stack
+from ._runtime.threads import is_concurrent
 from ._torch import (
     num_dispatch_modes,
     pop_saved_tensors_hooks,
@@ -154,13 +155,13 @@ class FunctionFrame(ExplainingFrame):
                 self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._context = copy_context() or None
-            crowded = is_crowded()
+            concurrent = is_concurrent(self.thread)
             left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()
             if self._selection is not None:
                 hooks = top_saved_tensors_hooks(False)
                 self._selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
             self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
-            if crowded and options.preserve_rng_state:
+            if concurrent and options.preserve_rng_state:
                 self._draws = RecordDraws()
                 self._draws.__enter__()
         finally:
@@ -242,7 +243,7 @@ class FunctionFrame(ExplainingFrame):
 
     def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
-        borrows = self._draws is None and not Presence.count and default_generators_lock.acquire(False)
+        borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self

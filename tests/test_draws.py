@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 
 import pytest
@@ -10,9 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint
-from ckpt_hooks._ambient.draws import RecordDraws, ReplayDraws
-from ckpt_hooks._runtime.stack import Presence
+from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks._ambient.draws import RecordDraws, ReplayDraws, num_draw_modes
+from ckpt_hooks._runtime.threads import RECENT
 from tests.measure import CountOps
 
 RANDOM = {
@@ -86,13 +87,114 @@ def in_a_thread(function):
     return results[0]
 
 
-def test_threads_count_from_their_first_forward_until_they_end():
-    assert Presence.count == 0
-    x = leaf(3)
-    assert in_a_thread(lambda: (checkpoint(torch.exp, x), Presence.count)[1]) == 1
-    assert Presence.count == 0
-    y = checkpoint(lambda x: x.sin().exp(), x)
-    assert in_a_thread(lambda: (y.sum().backward(), Presence.count)[1]) == 0
+def draws_are_noted():
+    """Whether a region that this thread runs now would note its draws one by one."""
+    found = []
+    checkpoint(lambda x: found.append(num_draw_modes()) or x.sin(), leaf(2))
+    return found == [1]
+
+
+class Worker:
+    """A thread that runs one function after the other."""
+
+    def __init__(self):
+        self.tasks, self.results = queue.Queue(), queue.Queue()
+        self.thread = threading.Thread(target=self._work)
+        self.thread.start()
+
+    def _work(self):
+        while (task := self.tasks.get()) is not None:
+            self.results.put(task())
+            del task
+
+    def start(self, task):
+        self.tasks.put(task)
+
+    def run(self, task):
+        self.start(task)
+        return self.results.get(timeout=60)
+
+    def stop(self):
+        self.tasks.put(None)
+        self.thread.join()
+
+
+@pytest.fixture
+def worker():
+    """A worker, in a program whose threads have run no region for long."""
+    pass_by(RECENT)
+    worker = Worker()
+    yield worker
+    worker.stop()
+
+
+def pass_by(count):
+    for _ in range(count):
+        checkpoint(torch.sin, leaf(2))
+
+
+def test_a_thread_alone_notes_no_draws(worker):
+    def many():
+        pass_by(RECENT)  # the main thread ran some
+        return [draws_are_noted() for _ in range(3)]
+
+    assert worker.run(many) == [False] * 3
+
+
+def test_an_idle_thread_stops_counting(worker):
+    worker.run(lambda: pass_by(1))
+    assert draws_are_noted()
+    pass_by(RECENT - 1)
+    assert not draws_are_noted()
+    worker.run(lambda: pass_by(1))
+    assert draws_are_noted()
+
+
+def test_a_thread_that_has_ended_does_not_count(worker):
+    worker.run(lambda: pass_by(1))
+    worker.stop()
+    assert not draws_are_noted()
+
+
+@pytest.mark.parametrize("region", [checkpoint, lambda function, x: checkpoint_region()(function)(x)])
+def test_a_thread_counts_as_long_as_its_graph_is_alive(worker, region):
+    ys = []
+    worker.run(lambda: ys.append(region(lambda x: x.sin().exp(), leaf(2))))
+    pass_by(RECENT)
+    assert draws_are_noted()
+    ys.pop().sum().backward()
+    assert not draws_are_noted()
+
+
+@pytest.mark.parametrize("region", [checkpoint, lambda function, x: checkpoint_region()(function)(x)])
+def test_a_thread_counts_as_long_as_it_is_in_a_region(worker, region):
+    inside, leave = threading.Event(), threading.Event()
+
+    def function(x):
+        inside.set()
+        leave.wait(60)
+        return x.sin()
+
+    worker.start(lambda: region(function, leaf(2)) is not None)
+    assert inside.wait(60)
+    pass_by(RECENT)
+    assert draws_are_noted()
+    leave.set()
+    assert worker.results.get(timeout=60)
+    assert not draws_are_noted()
+
+
+def test_a_thread_that_runs_backward_for_another_one_does_not_count(worker):
+    found = []
+
+    def function(x):
+        return checkpoint(lambda x: found.append(num_draw_modes()) or x.sin().exp(), x).exp()
+
+    y = checkpoint(function, leaf(2))
+    worker.run(lambda: y.sum().backward())
+    assert set(found) == {0}
+    assert len(found) > 1
+    assert not draws_are_noted()
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

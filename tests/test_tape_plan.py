@@ -12,6 +12,7 @@ import ckpt_hooks
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._tape.facts import KNOWN, facts_of
 from ckpt_hooks._tape.plan import plan_for, work_for
+from ckpt_hooks._runtime.threads import this_thread
 from ckpt_hooks._tape.recorder import Recorder
 from ckpt_hooks._tape.replay import Replay, bring_back
 from tests.measure import CountOps
@@ -127,7 +128,7 @@ def test_facts_are_found_out_once():
 
 def recording(**options):
     """Returns a tape for a block of operators alone: no frame, no autograd."""
-    return Recorder(None, **{"respect_hooks": True, "is_in_frame": False, **options})
+    return Recorder(this_thread(), None, **{"respect_hooks": True, "is_in_frame": False, **options})
 
 
 def numbers(values):

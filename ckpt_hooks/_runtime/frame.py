@@ -26,6 +26,7 @@ from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
 from .passes import MISSING, NO_PASSES, Ending, Pass, Scope, drop_at_end, graph_task_scope
+from .threads import this_thread
 
 __all__ = ["FIRST", "Frame", "Handle", "Kept", "Mark", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
 
@@ -135,6 +136,7 @@ class Frame(abc.ABC):
         recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         observer: Who watches this frame, or None.
         release: Has the pack hook let go of the frame; set as long as forward runs.
+        thread: The thread that runs the outermost region around it.
     """
 
     __slots__ = (
@@ -151,6 +153,7 @@ class Frame(abc.ABC):
         "path",
         "recomputing",
         "release",
+        "thread",
         "without_grad",
     )
 
@@ -164,7 +167,12 @@ class Frame(abc.ABC):
         self.passes = NO_PASSES
         self._endings = _NO_ENDINGS
         self.parent = parent
-        self.path: RegionPath = (name, None if parent is None else parent.path)
+        if parent is None:
+            self.thread = this_thread()
+            self.path: RegionPath = (name, None)
+        else:
+            self.thread = parent.thread
+            self.path = (name, parent.path)
         self.complete = False
         self.recomputing = False
         self.observer = observer

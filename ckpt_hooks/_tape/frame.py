@@ -17,7 +17,7 @@ from ckpt_hooks._runtime.groups import group_scope
 from ckpt_hooks._runtime.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._runtime.passes import MISSING, graph_task_scope
 from ckpt_hooks._runtime.settings import current_settings
-from ckpt_hooks._runtime.stack import is_crowded, stack
+from ckpt_hooks._runtime.stack import stack
 from ckpt_hooks._torch import (
     counted_detach,
     graph_exec_group,
@@ -96,11 +96,13 @@ class RecordedFrame(Frame):
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
         if outer is None or tape is None:
-            is_crowded()
             watch_fused_steps()
             users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
             tape = self.tape = Recorder(
-                top_saved_tensors_hooks(False), respect_hooks=self._respect_hooks, is_in_frame=self.parent is not None
+                self.thread,
+                top_saved_tensors_hooks(False),
+                respect_hooks=self._respect_hooks,
+                is_in_frame=self.parent is not None,
             )
             tape.users_modes = users
             tape.__enter__()

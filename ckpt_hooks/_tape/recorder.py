@@ -18,7 +18,7 @@ from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._runtime.stack import Presence
+from ckpt_hooks._runtime.threads import RegionThread, is_concurrent
 from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
@@ -53,10 +53,11 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         users_modes: Names of the dispatch modes of the user's that are active around the outermost region.
     """
 
-    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
+    def __init__(self, thread: RegionThread, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
         """Starts a tape; see :class:`Tables`."""
         Tables.__init__(self, hooks, respect_hooks=respect_hooks, is_in_frame=is_in_frame)
         PausableDispatchMode.__init__(self)
+        self._thread = thread
         self.deciding: Deciding | None = None
         self.users_modes: Sequence[str] = ()
         self._task = graph_task_id()
@@ -264,7 +265,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operator, and notes in ``op`` what it draws."""
         if not facts.is_random:
             return facts.call(*args, **kwargs)
-        out, op.draw = draw_noting(func, args, kwargs, shared=Presence.count > 0)
+        out, op.draw = draw_noting(func, args, kwargs, shared=is_concurrent(self._thread))
         return out
 
     def decide(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:

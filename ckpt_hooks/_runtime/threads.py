@@ -1,0 +1,84 @@
+"""Which threads run regions, and whether two of them do at once.
+
+Torch's default generators belong to the process, so a recompute may set them back only where no other thread counts on them.
+Threads are concurrent while two of them have a region open, its graph alive, or ran one of the last :data:`RECENT` regions.
+The last clause is for threads that train side by side: between two steps such a thread has no graph, and its next draw may
+come while another thread's forward is under way.
+"""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from sys import getrefcount
+
+__all__ = ["RECENT", "RegionThread", "is_concurrent", "this_thread"]
+
+#: A thread that has neither a region nor a graph stops counting after this many regions of other threads.
+RECENT = 256
+
+_next_region = count().__next__
+
+
+class RegionThread:
+    """A thread that runs regions. Each of its frames holds it, so that its holders tell whether it has any.
+
+    Attributes:
+        latest: The number of the latest region that it ran while another thread was there.
+    """
+
+    __slots__ = ("latest",)
+
+    def __init__(self) -> None:
+        self.latest = _next_region()
+
+
+_threads: list[RegionThread] = []  # its methods run to their end before another thread goes on
+
+
+class _Seat:
+    """Held by a thread alone, and gone when the thread is."""
+
+    __slots__ = ("thread",)
+
+    def __init__(self) -> None:
+        self.thread = RegionThread()
+        _threads.append(self.thread)
+
+    def __del__(self) -> None:
+        _threads.remove(self.thread)
+
+
+class _Local(threading.local):
+    seat: _Seat | None = None
+
+
+_local = _Local()
+
+# What ``getrefcount`` tells of a thread that has no frame: held by a tuple, by the list and by its seat.
+_AT_REST = next(map(getrefcount, (RegionThread(),))) + 2
+
+
+def this_thread() -> RegionThread:
+    """Returns the present thread, for a frame that is no other frame's child to hold."""
+    seat = _local.seat
+    if seat is None:
+        seat = _local.seat = _Seat()
+    return seat.thread
+
+
+def is_concurrent(own: RegionThread) -> bool:
+    """Whether threads besides one run regions.
+
+    Args:
+        own: The thread that is about to run a region, or that ran the forward of one that is to be recomputed. A thread of
+            autograd's engine that runs backward for it does not count: the one that it works for waits.
+    """
+    if len(_threads) == 1 and _threads[0] is own:
+        return False
+    threads = tuple(_threads)
+    own.latest = now = _next_region()
+    for thread, holders in zip(threads, list(map(getrefcount, threads)), strict=True):  # counted before zip holds them
+        if thread is not own and (holders > _AT_REST or now - thread.latest < RECENT):
+            return True
+    return False
