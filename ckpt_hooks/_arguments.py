@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ._containers import Capture, Container, TensorAt, build
+from ._fused_steps import num_fused_steps, stepped_since
 from ._refit import as_kind, refit
 from ._runtime.frame import Frame, RegionPath
 from ._runtime.hooks import are_of_frame, unpack, unpack_observed
@@ -30,6 +31,7 @@ from ._torch import (
     storage_of,
     top_saved_tensors_hooks,
 )
+from ._words import describe_versions
 from .errors import CheckpointError, MutationError
 
 __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
@@ -95,6 +97,7 @@ class Arguments:
         "_ids",
         "_kept_facts",
         "_saved",
+        "_steps",
         "_storages",
         "_strides",
         "_tensors",
@@ -120,6 +123,8 @@ class Arguments:
     _kept_facts: list[_Facts]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
+    # How many steps of fused optimizers there were.
+    _steps: int
     _tensors: Sequence[torch.Tensor | None]
     # Where hooks were active: which storage each is in, which foreign hooks may hand on as it is.
     _storages: tuple[int | None, ...]
@@ -167,6 +172,7 @@ class Arguments:
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
+        self._steps = num_fused_steps()
         self._flags, self._hooked = _NO_FLAGS, _NO_HOOKS
 
     def close(self) -> None:
@@ -227,6 +233,8 @@ class Arguments:
                 self._note_flags(now)
             if now != self._kept_facts:
                 self._raise_changed(region())
+        if self._steps != num_fused_steps():
+            self._look_for_steps(region)
         if self._flags:
             kept = self._with_flags()
         if self._saved is None and self._captured is None:
@@ -316,11 +324,16 @@ class Arguments:
                 region=region,
             )
 
+    def _look_for_steps(self, region: Callable[[], tuple[str, ...]]) -> None:
+        for position, tensor in enumerate(self._tensors):
+            if tensor is not None and stepped_since(tensor, self._steps):
+                self._raise_modified(position, tensor, region())
+
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
         raise MutationError(
             f"{self._where(position, tensor, region)} has been modified by an inplace operation since the region's forward "
-            f"began: it is at version {tensor._version}; expected version {expected} instead. Backward reruns the region and "
+            f"began: {describe_versions(tensor._version, expected)}. Backward reruns the region and "
             "needs the values that forward saw. Modify a clone, or use the out-of-place form of the operation.",
             region=region,
             tensor=self._path_at(position),

@@ -10,7 +10,7 @@ import torch
 from ._reach import reach
 from ._runtime.frame import FIRST, Frame, RegionPath
 from ._torch import current_node, storage_of
-from ._words import describe_tensor
+from ._words import describe_tensor, describe_versions
 from .errors import CheckpointError, DeterminismError, MutationError
 
 __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "uninitialized"]
@@ -27,7 +27,7 @@ def mutation_error(name: str, tensor: torch.Tensor, expected: int, region: tuple
     """
     return MutationError(
         f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, has been modified by an "
-        f"inplace operation since forward: it is at version {tensor._version}; expected version {expected} instead. Backward "
+        f"inplace operation since forward: {describe_versions(tensor._version, expected)}. Backward "
         "reruns the region and needs the values that forward saw: modify the tensor after backward (is an optimizer's step "
         "too early?), or let forward use a clone.",
         region=region,

@@ -32,6 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ._dispatch import PausableDispatchMode, count_writes
+from ._fused_steps import num_fused_steps, stepped_since
 from ._module_plan import ModulePlan
 from ._operators import Kind, facts_of, written_by
 from ._refit import PLAIN, copy_of, fill_all
@@ -81,10 +82,11 @@ class Noted:
     may be that of a region before, and so on.
     """
 
-    __slots__ = ("_held", "_versions", "_weak")
+    __slots__ = ("_held", "_steps", "_versions", "_weak")
 
     def __init__(self, references: References) -> None:
         """Notes the versions that they have now."""
+        self._steps = num_fused_steps()
         modules, others = references
         self._held: Sequence[torch.Tensor] = _parameters_of(modules)
         self._weak: Sequence[weakref.ref[torch.Tensor]] = ()
@@ -107,14 +109,18 @@ class Noted:
 
     def have_changed(self) -> bool:
         """Whether any was written to since."""
-        return self._read() != self._versions and bool(self.changed())  # one that is gone has no version
+        if self._read() == self._versions and self._steps == num_fused_steps():
+            return False
+        return bool(self.changed())  # one that is gone has no version, and steps may be those of others
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns those that were written to since, and the versions that they should have."""
         return [
             (tensor, version)
             for tensor, version in zip(self._tensors(), self._versions, strict=True)
-            if version >= 0 and tensor is not None and _version_or_none(tensor) != version
+            if version >= 0
+            and tensor is not None
+            and (_version_or_none(tensor) != version or stepped_since(tensor, self._steps))
         ]
 
     def leave_out(self, parameters: frozenset[int]) -> None:

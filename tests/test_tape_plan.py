@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 import ckpt_hooks
 from ckpt_hooks._operators import Kind
+from ckpt_hooks._runtime.threads import this_thread
 from ckpt_hooks._tape.facts import KNOWN, facts_of
 from ckpt_hooks._tape.plan import plan_for, work_for
-from ckpt_hooks._runtime.threads import this_thread
 from ckpt_hooks._tape.recorder import Recorder
 from ckpt_hooks._tape.replay import Replay, bring_back
 from tests.measure import CountOps

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from ckpt_hooks._dispatch import unseen
+from ckpt_hooks._fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._refit import is_plain, stand_in_for
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
 from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view, storage_address, storage_of, version_witness
-from ckpt_hooks._words import describe_kind
+from ckpt_hooks._words import describe_kind, describe_versions
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
@@ -75,10 +76,11 @@ class Kept:
         is_fickle: Whether it is likely to be written to after the region, as what the region wrote to itself.
         by_policy: Whether a policy said so.
         is_packed: Whether somebody's hooks have it, who may have to do a lot to bring it back.
+        steps: How many steps of fused optimizers there were when the outermost region ended; unset before.
     """
 
     is_packed = False
-    __slots__ = ("by_policy", "is_fickle", "path", "reason", "tensor", "version")
+    __slots__ = ("by_policy", "is_fickle", "path", "reason", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None
     version: int | None
@@ -86,6 +88,7 @@ class Kept:
     path: RegionPath
     is_fickle: bool
     by_policy: bool
+    steps: int
 
     def describe(self) -> str:
         """Returns what it is, in words; nothing for parameters and the like, which are there in any case."""
@@ -110,7 +113,7 @@ class Kept:
         if self.is_fickle:
             self.copy({})
             return self
-        self.version = tensor._version
+        self.version, self.steps = tensor._version, num_fused_steps()
         if is_kept_anyway(tensor):
             return self
         if hooks is not None:
@@ -130,7 +133,9 @@ class Kept:
         """
         tensor = self.tensor
         assert tensor is not None
-        if self.version is not None and tensor._version != self.version:
+        if self.version is not None and (
+            tensor._version != self.version or (self.steps != num_fused_steps() and stepped_since(tensor, self.steps))
+        ):
             raise self._modified(tensor)
         if is_freed(tensor):
             region = format_path(self.path)
@@ -146,7 +151,7 @@ class Kept:
         region, version = format_path(self.path), self.version or 0
         return MutationError(
             f"a {describe_kind(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by "
-            f"an inplace operation: it is at version {tensor._version}; expected version {version} instead. A replay of the "
+            f"an inplace operation: {describe_versions(tensor._version, version)}. A replay of the "
             "region needs the values that it saw: modify a clone, or have what was computed from the tensor kept, by a policy "
             "or by leaving it out of the region.",
             region=region,

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._fused_steps import num_fused_steps
 from ckpt_hooks._refit import PLAIN, is_plain
 from ckpt_hooks._runtime.frame import RegionPath
 from ckpt_hooks._torch import counted_detach, is_kept_anyway, storage_address, storage_of
@@ -323,6 +324,7 @@ class Tables:
             store.held.append(holder)
         if is_kept_anyway(tensor):
             kept.version = None if tensor.is_inference() else tensor._version
+            kept.steps = num_fused_steps()
             kept.is_fickle = False
         else:
             kept.version = None
