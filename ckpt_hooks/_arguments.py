@@ -283,18 +283,19 @@ class Arguments:
                 found.append((found_again, found_again.copy()))
         return found
 
-    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], first: int) -> None:
+    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], registered: Sequence[int]) -> None:
         """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
 
         Args:
             before: What :meth:`hooks` returned before the rerun.
             handed_out: What :meth:`restore` has added to.
-            first: The number of the first hook that the rerun may have registered.
+            registered: The numbers of the hooks that the rerun has registered.
         """
         for tensor in (*self._tensors, *(tensor for _, tensor, _ in handed_out)):
             hooks = None if tensor is None else tensor._backward_hooks
-            for number in [number for number in hooks or () if number >= first]:
-                del hooks[number]  # type: ignore[union-attr]
+            if hooks:
+                for number in registered:
+                    hooks.pop(number, None)
         for hooks, others in before:
             if any(number not in hooks for number in others):
                 merged = {**others, **hooks}

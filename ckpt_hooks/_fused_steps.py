@@ -2,8 +2,8 @@
 
 Every optimizer of torch writes to its parameters in place, and their version counters count that; ``fused=True`` leaves them as
 they are. So a parameter that a recompute reads again would be taken for the one that forward saw although a step came in
-between. From the first region on such steps are counted here. Torch's own counters stay as they are: plain autograd, which takes
-no notice of such a step, goes on as it does without regions.
+between. From the first region on such steps are counted here. Torch's own counters stay as they are: plain autograd, which
+takes no notice of such a step, goes on as it does without regions.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ._torch import storage_of
 __all__ = ["num_fused_steps", "stepped_since", "watch_fused_steps"]
 
 _count = 0
-# The number of the latest step that wrote to a parameter, by the address of its object and by that of its storage. What takes an
-# address over from a parameter that is gone comes after its last step, so that nobody asks for that one.
+# The number of the latest step that wrote to a parameter, by the address of its object and by that of its storage. A tensor that
+# takes over the address of a dead parameter is younger than that step, and is not asked about it.
 _latest: dict[int | None, int] = {}
 
 

@@ -15,7 +15,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from . import _ambient
 from ._ambient.draws import RecordDraws
@@ -36,6 +35,7 @@ from ._reach import NOTHING, reach
 from ._reached_objects import notes_of
 from ._reached_state import ReachedState, Rewound, state_of, state_of_idle
 from ._runtime.frame import Frame
+from ._runtime.hook_numbers import hooks_since, next_hook
 from ._runtime.hooks import close_frame, hand_back, open_frame
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
@@ -248,7 +248,7 @@ class FunctionFrame(ExplainingFrame):
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
-        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
+        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, next_hook()
         handed_out: list[HandedOut] = []
         call: Restored | None = None
         hooks: Hooks = ()
@@ -305,8 +305,8 @@ class FunctionFrame(ExplainingFrame):
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
-            if hooks or RemovableHandle.next_id != first_hook:
-                self._arguments.put_hooks_back(hooks, handed_out, first_hook)
+            if (registered := hooks_since(first_hook)) or hooks:
+                self._arguments.put_hooks_back(hooks, handed_out, registered)
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:
