@@ -18,6 +18,7 @@ from ._fused_steps import watch_fused_steps
 from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
 from ._rerun import FunctionFrame
+from ._runtime.interrupts import bring_back, mark_thread
 from ._runtime.settings import current_settings, override
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._transforms import run_plainly
@@ -209,7 +210,23 @@ def _run(
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
         result = run_plainly(function, args, kwargs, context_fn)
     else:
-        watch_fused_steps()
+        result = _run_as_region(function, args, kwargs, options, context_fn, debug)
+    if type(result) in UNRUN:
+        refuse_unrun(function, result)
+    return result
+
+
+def _run_as_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    context_fn: Callable[[], ContextPair],
+    debug: bool,
+) -> Any:
+    watch_fused_steps()
+    mark = mark_thread()
+    try:
         contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
         settings = current_settings()
         if debug if settings.debug is None else settings.debug:
@@ -220,10 +237,10 @@ def _run(
         else:
             frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
         with frame:
-            result = function(*args, **kwargs)
-    if type(result) in UNRUN:
-        refuse_unrun(function, result)
-    return result
+            return function(*args, **kwargs)
+    except BaseException as error:
+        bring_back(mark, error)
+        raise
 
 
 class CheckpointedFunction(Generic[P, R]):

@@ -29,7 +29,9 @@ __all__ = [
     "QuietDispatchMode",
     "count_writes",
     "is_compiled_code_running",
+    "is_quiet",
     "is_without_values",
+    "leave_modes",
     "only_quiet_modes",
     "past_modes",
     "pause_modes",
@@ -54,6 +56,9 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def abandoned(self) -> None:
+        """Is told that it was taken off its thread without being left."""
 
 
 class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
@@ -137,6 +142,23 @@ def is_compiled_code_running() -> bool:
         if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return True
     return False
+
+
+def is_quiet(mode: Any) -> bool:
+    """Whether a dispatch mode is the package's own."""
+    return isinstance(mode, QuietDispatchMode)
+
+
+def leave_modes(count: int) -> None:
+    """Takes the innermost dispatch modes off this thread, all but some.
+
+    Args:
+        count: How many stay.
+    """
+    while num_dispatch_modes() > count:
+        mode = pop_dispatch_mode(None)
+        if isinstance(mode, QuietDispatchMode):
+            mode.abandoned()
 
 
 _NO_MODES: Sequence[PausableDispatchMode] = ()

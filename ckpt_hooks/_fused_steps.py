@@ -19,8 +19,8 @@ from ._torch import storage_of
 __all__ = ["num_fused_steps", "stepped_since", "watch_fused_steps"]
 
 _count = 0
-# The number of the latest step that wrote to a parameter, by the address of its object and by that of its storage. A tensor that
-# takes over the address of a dead parameter is younger than that step, and is not asked about it.
+# The number of the latest step that wrote to a parameter, by the address of its object and by that of its storage. A tensor
+# that takes over the address of a dead parameter is younger than that step, and is not asked about it.
 _latest: dict[int | None, int] = {}
 
 

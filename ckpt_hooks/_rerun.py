@@ -9,8 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
-from contextvars import Context, copy_context
+from contextlib import nullcontext
+from contextvars import copy_context
 from types import FunctionType
 from typing import Any
 
@@ -19,45 +19,42 @@ import torch
 from . import _ambient
 from ._ambient.draws import RecordDraws
 from ._ambient.rng import default_generators_lock
-from ._ambient.tracking import hold, let_go, shared_streams_lock
 from ._arguments import Arguments, HandedOut, Hooks, Restored
-from ._blame import blame, mutation_error, name_of, uninitialized
+from ._blame import blame, uninitialized
 from ._boundaries import NO_MARKS
+from ._calling import CallingFrame
 from ._comparing import compared
-from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
+from ._contexts import ContextPair, both, selection_of, suppressed_error
 from ._dispatch import PassOn, pause_modes, resume_modes
-from ._failures import ExplainingFrame
 from ._filling import Filling, StopRecompute
 from ._leftovers import leftovers_of
 from ._module_plan import idle_plan
 from ._options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from ._reach import NOTHING, reach
 from ._reached_objects import notes_of
-from ._reached_state import ReachedState, Rewound, state_of, state_of_idle
+from ._reached_state import ReachedState, state_of, state_of_idle
 from ._runtime.frame import Frame
 from ._runtime.hook_numbers import hooks_since, next_hook
-from ._runtime.hooks import close_frame, hand_back, open_frame
+from ._runtime.hooks import close_frame, open_frame
+from ._runtime.interrupts import bring_back, mark_thread
 from ._runtime.passes import is_last_backward
 from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import stack
 from ._runtime.threads import is_concurrent
 from ._torch import (
     num_dispatch_modes,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     resume_transforms,
     set_grad_enabled,
     suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ._variables import Loan, lend, take_back, variables_in, variables_of
-from ._weights import WatchReads
+from ._variables import variables_in, variables_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
 
 
-class FunctionFrame(ExplainingFrame):
+class FunctionFrame(CallingFrame):
     """A region whose forward is one call of a function; a context manager around that call.
 
     The call itself is the caller's, with the same function and arguments that the frame was given: hooks that run before and
@@ -72,19 +69,11 @@ class FunctionFrame(ExplainingFrame):
     """
 
     __slots__ = (
-        "_ambient",
         "_compared",
-        "_context",
-        "_contexts",
-        "_draws",
         "_finish",
-        "_function",
         "_keeps_all",
         "_options",
         "_plain",
-        "_selection",
-        "_state",
-        "_variables",
     )
 
     def __init__(
@@ -231,12 +220,16 @@ class FunctionFrame(ExplainingFrame):
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        mark = mark_thread()
         outer, self._filling = self._filling, filling
         try:
             filling.leftovers = None if self._objects is None else leftovers_of(self._objects)
             if self._options.check.fingerprint is None:
                 return self._recompute(filling, wanted)
             return self._compared.recompute(lambda: self._recompute(filling, wanted), self._region())
+        except BaseException as error:
+            bring_back(mark, error)
+            raise
         finally:
             self._filling = outer
             filling.let_go()
@@ -264,18 +257,10 @@ class FunctionFrame(ExplainingFrame):
             if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
                 self._call_with_more(filling, wanted, call, borrows=borrows)
             elif state is None:
-                undo = _ambient.enter(self._ambient)
-                try:
-                    self._call_under(filling, wanted, call)
-                finally:
-                    _ambient.leave(undo)
+                self._call_in_ambient(filling, wanted, call)
             else:
                 with state.plans[0].lock:
-                    undo = _ambient.enter(self._ambient)
-                    try:
-                        self._call_rewound(state, filling, wanted, call)
-                    finally:
-                        _ambient.leave(undo)
+                    self._call_in_ambient(filling, wanted, call)
         except StopRecompute:
             pass
         except (DeterminismError, MutationError) as error:
@@ -294,13 +279,13 @@ class FunctionFrame(ExplainingFrame):
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
+            if borrows:
+                default_generators_lock.release()
             if paused:
                 resume_modes(paused)
             if self._selection is not None:
                 self._selection.settle()
             set_grad_enabled(grad_enabled)
-            if borrows:
-                default_generators_lock.release()
             self.recomputing = reentered
             stack.innermost = outer
             if transforms is not None:
@@ -320,79 +305,3 @@ class FunctionFrame(ExplainingFrame):
         if filling.leftovers is not None:
             self._explain_leftovers(filling)
         return values
-
-    def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
-        """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
-        ambient, state = self._ambient, self._state
-        with ExitStack() as undone:
-            # Locks last of all that is waited for: what restores arguments takes locks of other frames.
-            if ambient.has_streams:
-                undone.enter_context(shared_streams_lock)
-            for plan in () if state is None else sorted(state.plans, key=id):
-                undone.enter_context(plan.lock)
-            undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
-            if ambient.has_streams:
-                undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
-            if not borrows:
-                undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
-            if state is None:
-                self._call_under(filling, wanted, call)
-            else:
-                self._call_rewound(state, filling, wanted, call)
-
-    def _call_rewound(self, state: ReachedState, filling: Filling, wanted: Collection[int] | None, call: Restored) -> None:
-        """Calls the function with the state that it reaches as forward found it."""
-        rewound = Rewound(state, self._mutated)
-        try:
-            self._call_under(filling, wanted, call, rewound.put_back())
-        finally:
-            rewound.restore()
-
-    def _call_under(
-        self,
-        filling: Filling,
-        wanted: Collection[int] | None,
-        call: Restored,
-        exchanged: frozenset[int | None] = frozenset(),
-    ) -> None:
-        parameters = self._state.parameters if self._state is not None and self.complete else None
-        changed = parameters.changed() if parameters is not None and parameters.have_changed() else []
-        in_context = self._context is not None or self._contexts is not None or copy_context()
-        lent = None if self._variables is None else lend(self._variables, call[2])
-        try:
-            if type(lent) is Loan and self.complete:
-                changed += lent.changed()
-            hook = filling.hook(wanted, exchanged)
-            leftovers = filling.leftovers
-            if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
-                hook = filling.noting_versions(hook)
-            if leftovers is not None:
-                hook = leftovers.noting(hook, filling.values, filling.last)
-            push_saved_tensors_hooks(hook, hand_back)
-            try:
-                if changed or leftovers is not None:
-                    with WatchReads(changed, filling, self._mutated) if changed else nullcontext(), leftovers or nullcontext():
-                        self._call_in_context(call)
-                elif not in_context:
-                    self._function(*call[0], **call[1])
-                else:
-                    self._call_in_context(call)
-            finally:
-                pop_saved_tensors_hooks()
-        finally:
-            if lent is not None:
-                take_back(lent)
-
-    def _call_in_context(self, call: Restored) -> None:
-        # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-        (Context() if self._context is None else self._context.copy()).run(self._call, *call[:2])
-
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self._contexts is None:
-            self._function(*args, **kwargs)
-        else:
-            with reusable(self._contexts[1]):
-                self._function(*args, **kwargs)
-
-    def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
-        return mutation_error(name_of(tensor, self._function), tensor, version, self._region())

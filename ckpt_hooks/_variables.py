@@ -241,6 +241,7 @@ def _places(entry: _Entry) -> list[Any]:
 #: What a rerun that is under way uses: its thread, its variables, and the places of those that are lent to it.
 _Use = tuple[int, Sequence[_Entry], "frozenset[Any]"]
 _NO_PLACES: frozenset[Any] = frozenset()
+_NO_USE: _Use = (0, (), _NO_PLACES)
 
 
 class Loan:
@@ -249,14 +250,22 @@ class Loan:
     Of two reruns on different threads that share a variable, and want different contents of it, one waits for the other.
     """
 
-    __slots__ = ("_before", "_entries", "_lent", "_stand_ins", "_use")
+    __slots__ = ("_before", "_entries", "_stand_ins", "_use")
 
     def __init__(self, entries: Sequence[_Entry], stand_ins: StandIns) -> None:
         """Waits until no other thread has the variables, and lends them."""
-        global _num_loans
         self._entries, self._stand_ins = entries, stand_ins
+        self._before: list[Sequence[Any]] = []
+        self._use = _NO_USE
+        try:
+            self._lend()
+        except BaseException:
+            self.end()
+            raise
+
+    def _lend(self) -> None:
         with _lock:
-            _num_loans += 1
+            _loans.add(id(self))
             self._use = self._look()
             _waiting.append(self)
             while any(map(self._is_in_conflict, list(_uses.values()))):
@@ -264,14 +273,14 @@ class Loan:
                 self._use = self._look()
             _waiting.remove(self)
             _uses[id(self._use)] = self._use
-            self._before = []
-            for entry in entries:
+            for entry in self._entries:
                 now = _read(*entry[:3])
                 self._before.append(now)
                 if self._use[2]:
                     notes = zip(entry[3], now, strict=True)
                     contents = [
-                        old if _is_content(noted, old, stand_ins) else _content(noted, stand_ins) for noted, old in notes
+                        old if _is_content(noted, old, self._stand_ins) else _content(noted, self._stand_ins)
+                        for noted, old in notes
                     ]
                     _write(entry, contents, now)
 
@@ -293,12 +302,13 @@ class Loan:
 
     def end(self) -> None:
         """Has the variables be what they were before."""
-        global _num_loans
         with _lock:
-            for entry, before in zip(reversed(self._entries), reversed(self._before), strict=True):
+            for entry, before in reversed(list(zip(self._entries, self._before, strict=False))):  # some, where __init__ failed
                 _write(entry, before, _read(*entry[:3]))
-            del _uses[id(self._use)]
-            _num_loans -= 1
+            _uses.pop(id(self._use), None)
+            _loans.discard(id(self))
+            if self in _waiting:  # an exception ended the wait
+                _waiting.remove(self)
             if _waiting:
                 _turn.notify_all()
 
@@ -315,7 +325,7 @@ def lend(entries: Sequence[_Entry], stand_ins: StandIns = _NO_STAND_INS) -> Loan
     """
     use = get_ident(), entries, _NO_PLACES
     _uses[id(use)] = use
-    if not _num_loans and _are_as_noted(entries, stand_ins):
+    if not _loans and _are_as_noted(entries, stand_ins):
         return use
     del _uses[id(use)]
     return Loan(entries, stand_ins)
@@ -326,7 +336,7 @@ def take_back(lent: Loan | _Use) -> None:
     if type(lent) is Loan:
         lent.end()
         return
-    del _uses[id(lent)]
+    _uses.pop(id(lent), None)
     if _waiting:
         with _lock:
             _turn.notify_all()
@@ -349,7 +359,7 @@ def _all_places(entries: Sequence[_Entry]) -> list[Any]:
 
 # Of all threads.
 _uses: dict[int, _Use] = {}
-_num_loans = 0
+_loans: set[int] = set()
 _waiting: list[Loan] = []
 _lock = Lock()
 _turn = Condition(_lock)

@@ -6,13 +6,15 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import ParamSpec, Self
 
 from ._callables import UNRUN, check_runs, refuse_unrun
 from ._policy import Policy, policy_from
+from ._runtime.interrupts import ThreadMark, bring_back, mark_thread
 from ._runtime.stack import stack
 from ._tape.frame import RecordedFrame
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
@@ -36,14 +38,90 @@ class KeptTensor(NamedTuple):
     reason: str
 
 
+class _Entry(weakref.ref[Any]):
+    """One entry into a region, and a weak reference to the object that a ``with`` statement is to leave it by.
+
+    That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
+
+    Attributes:
+        frame: What the region does; None where it runs plainly, and when it has been left.
+        mark: How the thread was before.
+        region: The region, until it is entered.
+        thread: The thread that entered it.
+    """
+
+    __slots__ = ("frame", "mark", "region", "thread")
+
+    frame: RecordedFrame | None
+    mark: ThreadMark
+    region: checkpoint_region | None
+    thread: int
+
+
 class _Entered(threading.local):
-    """The regions of a thread that were entered and not left yet; None for those that run plainly."""
+    """The regions of a thread that were entered and not left yet, and the one that is about to be entered."""
 
     def __init__(self) -> None:
-        self.frames: list[RecordedFrame | None] = []
+        self.open: list[_Entry] = []
+        self.next: _Entry | None = None
 
 
 _entered = _Entered()
+
+
+def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+    entry, opened = entries.pop(), _entered.open
+    if entry.region is not None:  # it is left by hand
+        entry = opened[-1]
+    try:
+        if entry.frame is not None:
+            entry.frame.__exit__(kind, error, traceback)
+            entry.frame = None
+    except BaseException as another:
+        _abandon(entry, another)
+        raise
+    if error is not None:
+        bring_back(entry.mark, error)
+    opened.remove(entry)
+
+
+def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
+    """Leaves a region that is not left as it should, and those within it, if it is still open."""
+    opened = _entered.open
+    position = next((position for position, other in enumerate(opened) if other is entry), None)
+    if position is None or entry.thread != get_ident():
+        return
+    bring_back(entry.mark, error)
+    for other in opened[position:]:
+        other.frame = None
+    del opened[position:]
+
+
+def _leave_by_hand(
+    region: checkpoint_region, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
+) -> None:
+    """Is ``__exit__`` as a function: for an ``ExitStack``, and for Dynamo, which looks for one."""
+    if not torch.compiler.is_dynamo_compiling():
+        region.__exit__(kind, error, traceback)
+
+
+class _Leave(functools.partial[None]):
+    __func__ = staticmethod(_leave_by_hand)
+
+
+class _Exit:
+    """The ``__exit__`` of regions: a new object for each entry."""
+
+    def __get__(self, region: checkpoint_region | None, owner: type) -> Callable[..., None]:
+        if region is None:
+            return _leave_by_hand
+        entries: list[_Entry] = []
+        leave = _Leave(_leave, entries)
+        entry = _Entry(leave, _abandon)
+        entry.region, entry.frame, entry.thread = region, None, get_ident()
+        entries.append(entry)
+        _entered.next = entry
+        return leave
 
 
 class checkpoint_region:  # noqa: N801 -- used like a function
@@ -109,23 +187,31 @@ class checkpoint_region:  # noqa: N801 -- used like a function
     def __enter__(self) -> Self:
         if torch.compiler.is_dynamo_compiling():
             return self
-        frame = None
-        if torch.is_grad_enabled():
-            if is_any_transform_active():
-                warn_of_transform(stacklevel=3)
-            elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-                frame = RecordedFrame(self._name, self._policy, respect_hooks=self._respect_hooks)
-                frame.__enter__()
-                self._latest = weakref.ref(frame)
-        _entered.frames.append(frame)
+        entry, _entered.next = _entered.next, None
+        if entry is None or entry.region is not self or entry() is None:
+            entry = _Entry(self)  # entered by hand
+            entry.frame, entry.thread = None, get_ident()
+        entry.region, entry.mark = None, mark_thread()
+        _entered.open.append(entry)
+        try:
+            if torch.is_grad_enabled():
+                if is_any_transform_active():
+                    warn_of_transform(stacklevel=3)
+                elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
+                    entry.frame = RecordedFrame(self._name, self._policy, respect_hooks=self._respect_hooks)
+                    entry.frame.__enter__()
+                    self._latest = weakref.ref(entry.frame)
+        except BaseException as error:
+            _abandon(entry, error)
+            raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            return
-        frame = _entered.frames.pop()
-        if frame is not None:
-            frame.__exit__(kind, error, traceback)
+    if TYPE_CHECKING:
+
+        def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None: ...
+
+    else:
+        __exit__ = _Exit()
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """Returns a function whose calls are regions.

@@ -136,8 +136,12 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
                 if image == (HEAD.raw, TAIL.raw):
                     return captured, image, switches
                 state = read_cpu()
-                write_cpu(captured)
-                return state, None, switches
+                try:
+                    write_cpu(captured)
+                    return state, None, switches
+                except BaseException:  # Ctrl-C
+                    write_cpu(state)
+                    raise
         except RuntimeError:
             pass
     undo: list[Any] = [None, None, None, None]
@@ -163,7 +167,8 @@ def leave(undo: Undo) -> None:
         if not switches.guard.check():
             switches.write()
         return
-    for value, leave_one in zip(reversed(undo), _LEAVE, strict=True):
+    for position, leave_one in zip((3, 2, 1, 0), _LEAVE, strict=True):
+        value, undo[position] = undo[position], None  # each is undone once, though an exception may have this called again
         if value is not None:
             leave_one(value)
 

@@ -95,13 +95,17 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode that passes on what does not draw."""
 
     def __enter__(self) -> _Draws:
-        _handlers.active.append(self)
         super().__enter__()  # type: ignore[no-untyped-call]
+        _handlers.active.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
+        self.abandoned()
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
-        _handlers.active.remove(self)
+
+    def abandoned(self) -> None:
+        if self in _handlers.active:
+            _handlers.active.remove(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
