@@ -13,6 +13,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient.draws import RecordDraws, ReplayDraws, num_draw_modes
+from ckpt_hooks._runtime import threads
 from ckpt_hooks._runtime.threads import RECENT
 from tests.measure import CountOps
 
@@ -121,8 +122,8 @@ class Worker:
 
 @pytest.fixture
 def worker():
-    """A worker, in a program whose threads have run no region for long."""
-    pass_by(RECENT)
+    """A worker, in a program whose main thread begins anew: a graph that another test has left counts no more."""
+    threads._local.seat = None
     worker = Worker()
     yield worker
     worker.stop()

@@ -9,6 +9,7 @@ come while another thread's forward is under way.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from itertools import count
 from sys import getrefcount
 
@@ -24,7 +25,7 @@ class RegionThread:
     """A thread that runs regions. Each of its frames holds it, so that its holders tell whether it has any.
 
     Attributes:
-        latest: The number of the latest region that it ran while another thread was there.
+        latest: The number of the latest region that it ran, or recomputed, while another thread was there.
     """
 
     __slots__ = ("latest",)
@@ -45,8 +46,8 @@ class _Seat:
         self.thread = RegionThread()
         _threads.append(self.thread)
 
-    def __del__(self) -> None:
-        _threads.remove(self.thread)
+    def __del__(self, remove: Callable[[RegionThread], None] = _threads.remove) -> None:  # bound: at exit names are gone
+        remove(self.thread)
 
 
 class _Local(threading.local):
@@ -77,7 +78,9 @@ def is_concurrent(own: RegionThread) -> bool:
     if len(_threads) == 1 and _threads[0] is own:
         return False
     threads = tuple(_threads)
-    own.latest = now = _next_region()
+    now, seat = _next_region(), _local.seat
+    if seat is not None and seat.thread is own:
+        own.latest = now
     for thread, holders in zip(threads, list(map(getrefcount, threads)), strict=True):  # counted before zip holds them
         if thread is not own and (holders > _AT_REST or now - thread.latest < RECENT):
             return True
