@@ -21,13 +21,13 @@ import torch
 
 from ._containers import Capture, Container, TensorAt, build
 from ._fused_steps import num_fused_steps, stepped_since
+from ._origins import Origins, has_history
 from ._refit import as_kind, refit
 from ._runtime.frame import Frame, RegionPath
 from ._runtime.hooks import are_of_frame, unpack, unpack_observed
 from ._saved_inputs import save_all
 from ._torch import (
     SavedTensor,
-    counted_detach,
     storage_of,
     top_saved_tensors_hooks,
 )
@@ -96,6 +96,7 @@ class Arguments:
         "_hooked",
         "_ids",
         "_kept_facts",
+        "_origins",
         "_saved",
         "_steps",
         "_storages",
@@ -123,6 +124,8 @@ class Arguments:
     _kept_facts: list[_Facts]
     # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
+    # Of those tensors that aliases are kept of, if any.
+    _origins: Origins | None
     # How many steps of fused optimizers there were.
     _steps: int
     _tensors: Sequence[torch.Tensor | None]
@@ -173,7 +176,7 @@ class Arguments:
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
         self._steps = num_fused_steps()
-        self._flags, self._hooked = _NO_FLAGS, _NO_HOOKS
+        self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, None
 
     def close(self) -> None:
         """Ends forward: what is done to a tensor from now on, the function has not done."""
@@ -183,14 +186,15 @@ class Arguments:
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             self._note_flags(now)
-            self._let_go_of_history(now)
-
-    def _let_go_of_history(self, now: Sequence[_Facts]) -> None:
-        """Keeps an alias of each tensor that the function wrote to: with its history, the region would own itself (Rule 9)."""
-        self._tensors = [
-            tensor if tensor is None or before[0] == found[0] or tensor.is_leaf else counted_detach(tensor)
-            for tensor, before, found in zip(self._tensors, self._kept_facts, now, strict=True)
-        ]
+        for position, tensor in enumerate(self._tensors):
+            if tensor is None or not now[position][1]:
+                continue
+            # What the function has written to cannot be brought back, and needs no stand-in.
+            if has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
+                if self._origins is None:
+                    self._origins, self._tensors = Origins(), list(self._tensors)
+                self._tensors[position] = self._origins.let_go(position, tensor)
+                self._kept_facts[position] = self._kept_facts[position][0], False
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes which tensors require grad, or no grad any more, since the function has called ``requires_grad_``, say."""
@@ -237,10 +241,12 @@ class Arguments:
             self._look_for_steps(region)
         if self._flags:
             kept = self._with_flags()
-        if self._saved is None and self._captured is None:
-            return kept, _NO_KWARGS, _NO_STAND_INS
-        tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         stand_ins = _NO_STAND_INS
+        if self._origins is not None:
+            kept, stand_ins = self._origins.put_into(kept)
+        if self._saved is None and self._captured is None:
+            return kept, _NO_KWARGS, stand_ins  # type: ignore[return-value]
+        tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
@@ -272,13 +278,18 @@ class Arguments:
             stand_ins,
         )
 
+    def _present(self) -> list[torch.Tensor]:
+        """Returns the tensors of forward that are there, in no order."""
+        origins = [] if self._origins is None else self._origins.present()
+        return origins + [tensor for tensor in self._tensors if tensor is not None]
+
     def hooks(self) -> Hooks:
         """Returns the hooks that are registered on the tensors which a rerun is about to get."""
         found: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        for tensor in self._tensors:
-            if tensor is not None and (hooks := tensor._backward_hooks):
+        for tensor in self._present():
+            if hooks := tensor._backward_hooks:
                 found.append((hooks, hooks.copy()))
-        for reference in self._hooked:
+        for reference in (*self._hooked, *(() if self._origins is None else self._origins.hooked)):
             if found_again := reference():
                 found.append((found_again, found_again.copy()))
         return found
@@ -291,9 +302,8 @@ class Arguments:
             handed_out: What :meth:`restore` has added to.
             registered: The numbers of the hooks that the rerun has registered.
         """
-        for tensor in (*self._tensors, *(tensor for _, tensor, _ in handed_out)):
-            hooks = None if tensor is None else tensor._backward_hooks
-            if hooks:
+        for tensor in (*self._present(), *(tensor for _, tensor, _ in handed_out)):
+            if hooks := tensor._backward_hooks:
                 for number in registered:
                     hooks.pop(number, None)
         for hooks, others in before:
@@ -351,6 +361,8 @@ class Arguments:
         for position, other in enumerate(self._tensors):
             if other is value:
                 return self._path_at(position)
+        if self._origins is not None and (place := self._origins.position_of(value)) is not None:
+            return self._path_at(place)
         if self._captured is None or not any(value is other for other in self.objects):
             return None
         return self._find(lambda captured: captured is value)

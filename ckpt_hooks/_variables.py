@@ -27,8 +27,8 @@ import torch
 from ._dispatch import unseen
 from ._module_plan import ModulePlan
 from ._reach import NOTHING, Reached, facts_of, has_names
-from ._refit import as_kind
-from ._torch import is_kept_anyway, set_versions
+from ._refit import alias_with_history, as_kind
+from ._torch import is_kept_anyway
 
 __all__ = ["Loan", "StandIns", "lend", "take_back", "variables_in", "variables_of"]
 
@@ -42,28 +42,7 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
     return as_kind(tensor.detach(), type(tensor))
 
 
-class _Alias(torch.autograd.Function):
-    """An alias as an operator: its output requires grad, and is neither a leaf nor a view.
-
-    Frames keep leaves apart, so in a rerun a leaf in place of a tensor with a history would be one saved tensor less.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.data
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-@unseen
-def _with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    with torch.enable_grad():
-        alias: torch.Tensor = _Alias.apply(tensor.detach().requires_grad_())  # type: ignore[no-untyped-call]
-    if version > 0:
-        set_versions((alias,), (version,))
-    return alias
+_with_history = unseen(alias_with_history)
 
 
 #: Arguments of a rerun that are other tensors than those of forward, by the ``id`` that these had.
