@@ -186,15 +186,18 @@ class Arguments:
         now = _facts_of_all(self._tensors)
         if now != self._kept_facts:
             self._note_flags(now)
-        for position, tensor in enumerate(self._tensors):
+        held = list(self._tensors)
+        for position, tensor in enumerate(held):
             if tensor is None or not now[position][1]:
                 continue
             # What the function has written to cannot be brought back, and needs no stand-in.
             if has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 if self._origins is None:
-                    self._origins, self._tensors = Origins(), list(self._tensors)
-                self._tensors[position] = self._origins.let_go(position, tensor)
+                    self._origins = Origins()
+                held[position] = self._origins.let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
+        if self._origins is not None:
+            self._tensors = held
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes which tensors require grad, or no grad any more, since the function has called ``requires_grad_``, say."""
@@ -245,7 +248,7 @@ class Arguments:
         if self._origins is not None:
             kept, stand_ins = self._origins.put_into(kept)
         if self._saved is None and self._captured is None:
-            return kept, _NO_KWARGS, stand_ins  # type: ignore[return-value]
+            return kept, _NO_KWARGS, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.

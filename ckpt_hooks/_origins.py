@@ -60,7 +60,7 @@ class Origins:
         return [tensor for reference, *_ in self._tensors.values() if (tensor := reference()) is not None]
 
     def put_into(self, held: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-        """Returns tensors with the originals, or stand-ins, in place of aliases; and stand-ins by the ``id`` of the original."""
+        """Returns tensors with originals or stand-ins in place of aliases, and the stand-ins by the ``id`` of the original."""
         tensors = list(held)
         stand_ins: dict[int, torch.Tensor] = {}
         for position, (reference, number, alias) in self._tensors.items():
