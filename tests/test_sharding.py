@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -133,3 +135,47 @@ def test_a_fingerprint_waits_for_a_collective(one_rank, fingerprint):
     assert torch.equal(found, fingerprint(torch.arange(3.0)))
     assert not reduced.completed  # the program waits by itself, where it would have
     assert torch.equal(reduced + 1, torch.arange(1.0, 4.0))
+
+
+def rank_of_two(rank, path, results):
+    """Trains a model split by tensor parallelism over two processes, whose collectives take a while, with values compared."""
+    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.set_num_threads(1)
+    store = torch.distributed.FileStore(path, 2)
+    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        for check in ("values", "sampled_values"):
+            torch.manual_seed(0)
+            block = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
+            block = parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)})
+            x = torch.randn(500, 64)
+
+            def reduced(x):
+                return (x * all_reduce(x.detach() * (rank + 1), "sum", mesh.get_group())).sin()
+
+            found = []
+            for region in (lambda f: f, checkpoint(determinism_check=check), nested_with(check)):
+                y = x.clone().requires_grad_()
+                for _ in range(3):
+                    region(lambda y: reduced(block(y).to_local().exp()))(y).sum().backward()
+                found.append([y.grad, *(p.grad.to_local() for p in block.parameters())])
+                block.zero_grad()
+            assert [torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True)] == [True] * 10
+        results.put(rank)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def nested_with(check):
+    return lambda f: checkpoint(determinism_check=check)(lambda x: checkpoint(determinism_check=check)(f)(x) * 1)
+
+
+def test_values_of_collectives_of_two_processes(tmp_path):
+    """No process sees memory that the others have not filled yet, which would end one of them and leave the other waiting."""
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.SimpleQueue()
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"), results), nprocs=2)
+    assert sorted(results.get() for _ in range(2)) == [0, 1]
