@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 
 import pytest
@@ -139,7 +140,7 @@ def test_a_fingerprint_waits_for_a_collective(one_rank, fingerprint):
 
 def rank_of_two(rank, path, results):
     """Trains a model split by tensor parallelism over two processes, whose collectives take a while, with values compared."""
-    from torch.distributed._functional_collectives import all_reduce
+    from torch.distributed._functional_collectives import all_gather_tensor_autograd
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.set_num_threads(1)
@@ -153,14 +154,22 @@ def rank_of_two(rank, path, results):
             block = parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)})
             x = torch.randn(500, 64)
 
-            def reduced(x):
-                return (x * all_reduce(x.detach() * (rank + 1), "sum", mesh.get_group())).sin()
+            calls = 0
+
+            def gathered(x):
+                nonlocal calls
+                calls += 1
+                # When autograd saves the parts, one process has not got them yet in every other call, and both have in the others.
+                time.sleep(0.1 * rank if calls % 2 else 0)
+                parts = all_gather_tensor_autograd(x * (rank + 1), 0, mesh.get_group())
+                time.sleep(0 if calls % 2 else 0.1)
+                return parts.sin()
 
             found = []
             for region in (lambda f: f, checkpoint(determinism_check=check), nested_with(check)):
                 y = x.clone().requires_grad_()
-                for _ in range(3):
-                    region(lambda y: reduced(block(y).to_local().exp()))(y).sum().backward()
+                for calls in (0, 1):
+                    region(lambda y: gathered(block(y).to_local().exp()))(y).sum().backward()
                 found.append([y.grad, *(p.grad.to_local() for p in block.parameters())])
                 block.zero_grad()
             assert [torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True)] == [True] * 10
