@@ -25,8 +25,8 @@ from ._arguments import Arguments, HandedOut, Hooks, Restored
 from ._blame import blame, mutation_error, name_of, uninitialized
 from ._boundaries import NO_MARKS
 from ._comparing import compared
-from ._contexts import ContextPair, both, reusable, selection_of, suppressed_error
-from ._dispatch import PassOn, pause_modes, resume_modes
+from ._contexts import ContextPair, reusable, selection_of, suppressed_error, under_modes
+from ._dispatch import pause_modes, resume_modes
 from ._failures import ExplainingFrame
 from ._filling import Filling, StopRecompute
 from ._leftovers import leftovers_of
@@ -166,9 +166,8 @@ class FunctionFrame(ExplainingFrame):
         finally:
             if paused:
                 resume_modes(paused)
-        if paused is not None and self._selection is None:  # a rerun has to take the ways that operators take under a mode
-            under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
-            self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
+        if paused is not None:
+            self._contexts = under_modes(self._contexts)
         self._plain = (
             (plan is not None or self._state is None)
             and self._finish is None

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.utils._python_dispatch
 
 Hook = Callable[[Any], Any]
 
@@ -60,6 +61,11 @@ pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
 FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
 
+# The fake mode that is active on this thread, or None: it has a place of its own. 2.11 to 2.15.
+active_fake_mode: Callable[[], Any] = lambda: torch._C._get_dispatch_mode(  # noqa: E731
+    torch._C._TorchDispatchModeKey.FAKE
+)
+
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
 storage_address: Callable[[torch.Tensor], int] = _c._storage_address
@@ -93,6 +99,9 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_COUNTING, excluded)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function without a word to dispatch modes; a subclass's own handler is asked by way of the same keys."""
     if _is_excluded(_PYTHON):
@@ -104,6 +113,22 @@ def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
     finally:
         _exclude(_PYTHON, False)
         _exclude(_SNAPSHOT, False)
+
+
+def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function without a word to dispatch modes, those included by which torch traces.
+
+    A fake tensor makes others under its own mode, whether that is active or not. 2.11 to 2.15.
+
+    Args:
+        tensor: What the function works on: a plain tensor, with others of that kind, or one of another class.
+        function: The function.
+        *args: Its arguments.
+    """
+    if type(tensor) in _PLAIN:
+        return _past_modes(function, *args)
+    with torch.utils._python_dispatch._disable_current_modes():
+        return function(*args)
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
@@ -177,9 +202,6 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
     To ask a view whether it is a leaf may give it a new place in the graph, where its base was written to, or raise.
     """
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:
