@@ -28,7 +28,7 @@ import torch
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._noted_values import Complain, GoneError, PutBack, TensorNote
-from ._refit import copy_of, fill_all, is_dense, is_plain, same_layout
+from ._refit import copy_of, data_of, fill_all, is_dense, is_plain, same_layout
 from ._state_copies import has_storage, is_same, known_copy, take_copy
 from ._torch import FAKE, storage_of
 
@@ -268,7 +268,7 @@ class State:
             elif copy is not None:
                 undo.others.append((tensor, tensor._version, copy))
         for tensor, _, _ in stale:
-            undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
+            undo.exchanged.append((tensor, tensor._version, copy_of(tensor), data_of(tensor)))
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
 
 

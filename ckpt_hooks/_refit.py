@@ -24,6 +24,7 @@ __all__ = [
     "copies_of",
     "copy_of",
     "copy_with_history",
+    "data_of",
     "fill_all",
     "is_dense",
     "is_plain",
@@ -68,6 +69,12 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
         copy: torch.Tensor = _Copy.apply(tensor, strides)  # type: ignore[no-untyped-call]
     set_versions((copy,), (version,))
     return copy
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor.data``, without a word to dispatch modes: one that traces would return a fake tensor."""
+    data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data") if num_dispatch_modes() else tensor.data
+    return data
 
 
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:

@@ -145,7 +145,7 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor.detach()`` without a word to dispatch modes: 0.6 us, where a mode that does nothing makes it 1.9."""
-    if type(tensor) is not torch.Tensor or _is_excluded(_PYTHON):
+    if (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter) or _is_excluded(_PYTHON):
         return tensor.detach()
     _exclude(_PYTHON, True)  # as in ``_past_modes``, written out: 0.2 us less
     _exclude(_SNAPSHOT, True)
