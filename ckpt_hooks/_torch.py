@@ -42,6 +42,11 @@ OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
+# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both one storage of
+# outputs as ``storage``. A pair is recognised to be carried out by the package's own. 2.11 to 2.15.
+SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
+SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
+
 # Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
 # TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15. 2.11 to 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
