@@ -296,7 +296,7 @@ def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Calla
         others = own_contexts(call_context_fn(context_fn))
         if selection_of(others[0]) is not None:
             raise TypeError(
-                "checkpoint got policy and a context_fn that returns the contexts of another policy, and a region has one. Pass "
+                "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
                 "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
             )
         return both(create_selective_checkpoint_contexts(policy), others)

@@ -104,7 +104,9 @@ class _Parameter(_Entry):
         tensor, copy = self._noted.reference(), self.copy
         written = tensor is None or self.slot[0].get(self.slot[1]) is not tensor
         if tensor is not None and copy is not None and not written and self.is_in_place():
-            written = tensor._version != self.before or (tensor.device.type == "cpu" and not (type(tensor) is FAKE or same_bytes(tensor, copy)))
+            written = tensor._version != self.before or (
+                tensor.device.type == "cpu" and not (type(tensor) is FAKE or same_bytes(tensor, copy))
+            )
         if written and self._note is not None:
             self._note()
         return written
@@ -158,7 +160,11 @@ class StateUndo:
         """Takes copies of the parameters that a rerun may initialise once more."""
         modules = {id(module): module for plan in plans for reference in plan.parameters[0] if (module := reference())}
         found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
-        trained = [parameter for parameter in found.values() if parameter.requires_grad and is_plain(parameter) and _is_copied(parameter.detach())]
+        trained = [
+            parameter
+            for parameter in found.values()
+            if parameter.requires_grad and is_plain(parameter) and _is_copied(parameter.detach())
+        ]
         self.trained = [(parameter, parameter._version, copy_of(parameter)) for parameter in trained]
         self.complain = complain
 

@@ -42,8 +42,8 @@ OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
-# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both one storage of
-# outputs as ``storage``. A pair is recognised to be carried out by the package's own. 2.11 to 2.15.
+# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have one
+# ``storage``. A pair is recognised, for the package's own modes to carry it out. 2.11 to 2.15.
 SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
 SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
 
@@ -161,9 +161,9 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_SNAPSHOT, False)
 
 
-# What a sparse tensor is made of, summed up or not, and a nested one that is none of the jagged kind: all of its numbers, and the
-# sizes of its parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one
-# one by one. 2.11 to 2.15.
+# What a sparse tensor is made of, summed up or not, and a nested one of the strided kind: all of its numbers, and the sizes of its
+# parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one one by one.
+# 2.11 to 2.15.
 sparse_parts: Callable[[torch.Tensor], list[Any]] = lambda tensor: [tensor._indices(), tensor._values()]  # noqa: E731
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),

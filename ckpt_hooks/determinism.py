@@ -65,7 +65,7 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 def _parts_of(tensor: torch.Tensor) -> list[Any]:
     """Returns tensors and numbers that a tensor of another class or layout is made of: all that it says of itself."""
     if tensor.layout is torch.jagged:  # its other attributes are filled in as somebody asks for them
-        return [tensor.values(), tensor.offsets(), tensor.lengths()]
+        return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
     if is_traceable_wrapper_subclass(tensor):
         return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
     if tensor.is_nested:
@@ -96,7 +96,7 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     if isinstance(tensor, FAKE) or tensor.is_meta:
         return None
     if hasattr(tensor, "trigger_wait"):
-        return [fingerprint(wait_for_collective(tensor.elem))]
+        return [fingerprint(wait_for_collective(tensor.elem))]  # type: ignore[attr-defined]
     parts = _parts_of(tensor.detach())
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 

@@ -351,6 +351,8 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     Raises:
         TypeError: If one of them is no context manager; or is of a selective pair, and the other one is not its counterpart.
     """
+    forward: Any
+    recompute: Any
     forward, recompute = contexts
     if type(forward) is _Record and type(recompute) is _Recompute and forward.selection is recompute.selection:
         return contexts

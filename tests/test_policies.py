@@ -301,7 +301,10 @@ PAIRS = {
         (lambda: (nullcontext(), PAIRS["ours"]()[1]), "returned a nullcontext and a selective context for recomputes"),
         (lambda: PAIRS["ours"]()[::-1], "returned a selective context for recomputes and a selective context for forward"),
         (lambda: (PAIRS["ours"]()[0], PAIRS["ours"]()[1]), "of two calls"),
-        (lambda: (within(PAIRS["ours"]()[0]), PAIRS["ours"]()[1]), "returned a _GeneratorContextManager and a selective context"),
+        (
+            lambda: (within(PAIRS["ours"]()[0]), PAIRS["ours"]()[1]),
+            "returned a _GeneratorContextManager and a selective context",
+        ),
         (lambda: (PAIRS["ours"]()[0], within(PAIRS["ours"]()[1])), "and a _GeneratorContextManager"),
         (lambda: tuple(map(within, PAIRS["ours"]())), "within another context"),
         (lambda: (PAIRS["torch's"]()[0], nullcontext()), "returned torch's selective context for forward and a nullcontext"),

@@ -354,7 +354,7 @@ class Tables:
         self.number = op.number = self.number + 1
         op.facts, op.present, op.draw, op.around, op.is_plain = facts_of(_EMPTY_STRIDED), (), None, self.around, True
         if type(tensor) is FAKE:
-            op.facts = op.facts.under(tensor.fake_mode)
+            op.facts = op.facts.under(tensor.fake_mode)  # type: ignore[attr-defined]
         op.args = [tuple(tensor.shape), tensor.stride()]
         op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
         store = new_store(address, op.number)
