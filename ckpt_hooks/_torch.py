@@ -162,8 +162,8 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 # What a sparse tensor is made of, summed up or not, and a nested one of the strided kind: all of its numbers, and the sizes of
-# its parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one one by one.
-# 2.11 to 2.15.
+# its parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one one by
+# one. 2.11 to 2.15.
 sparse_parts: Callable[[torch.Tensor], list[Any]] = lambda tensor: [tensor._indices(), tensor._values()]  # noqa: E731
 nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
     tensor.contiguous().values(),
