@@ -13,7 +13,7 @@ from ._torch import current_node, storage_of
 from ._words import describe_tensor, describe_versions
 from .errors import CheckpointError, DeterminismError, MutationError
 
-__all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "uninitialized"]
+__all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "node_of", "uninitialized"]
 
 
 def mutation_error(name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...]) -> MutationError:
@@ -104,8 +104,8 @@ def _packed_by(node: Any) -> Iterator[Any]:
                     continue
 
 
-def grad_fn_of(frame: Frame, index: int) -> str | None:
-    """Returns the name of the autograd node that saved a tensor, None where that is not to be found out.
+def node_of(frame: Frame, index: int) -> Any:
+    """Returns the autograd node that saved a tensor; None where it is not below the node that runs on this thread.
 
     Args:
         frame: The region that a recompute of runs, on the thread of the backward that asked for it.
@@ -114,9 +114,14 @@ def grad_fn_of(frame: Frame, index: int) -> str | None:
     for node in _nodes():
         for packed in _packed_by(node):
             if type(packed) is tuple and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
-                name: str = node.name()
-                return name
+                return node
     return None
+
+
+def grad_fn_of(frame: Frame, index: int) -> str | None:
+    """Returns the name of the autograd node that saved a tensor; see :func:`node_of`."""
+    node = node_of(frame, index)
+    return None if node is None else str(node.name())
 
 
 def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[torch.Tensor], str | None]) -> str:

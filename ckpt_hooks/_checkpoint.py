@@ -13,7 +13,7 @@ import torch
 from typing_extensions import ParamSpec
 
 from ._callables import UNRUN, check_runs, check_swallowed, refuse_unrun
-from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ._contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
 from ._fused_steps import watch_fused_steps
 from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
@@ -24,7 +24,7 @@ from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_
 from ._transforms import run_plainly
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
-from .selective import create_selective_checkpoint_contexts
+from .selective import create_selective_checkpoint_contexts, own_contexts
 
 __all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
 
@@ -227,7 +227,7 @@ def _run_as_region(
     watch_fused_steps()
     mark = mark_thread()
     try:
-        contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
+        contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
         settings = current_settings()
         if debug if settings.debug is None else settings.debug:
             logs = OperatorLogs()
@@ -308,7 +308,17 @@ def _curried(
 def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Callable[[], ContextPair]:
     if context_fn is noop_context_fn:
         return functools.partial(create_selective_checkpoint_contexts, policy)
-    return lambda: both(create_selective_checkpoint_contexts(policy), call_context_fn(context_fn))
+
+    def contexts() -> ContextPair:
+        others = own_contexts(call_context_fn(context_fn))
+        if selection_of(others[0]) is not None:
+            raise TypeError(
+                "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
+                "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
+            )
+        return both(create_selective_checkpoint_contexts(policy), others)
+
+    return contexts
 
 
 def checkpoint_sequential(

@@ -12,6 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ._dispatch import PassOn
+from ._torch import active_fake_mode
 from .errors import DeterminismError
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "reusable",
     "selection_of",
     "suppressed_error",
+    "under_modes",
     "without_selection",
 ]
 
@@ -61,6 +64,22 @@ def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any
 def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
     """Returns two pairs as one."""
     return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
+
+
+def under_modes(contexts: ContextPair | None) -> ContextPair | None:
+    """Returns the contexts of a region around which dispatch modes are active.
+
+    A rerun has to take the ways that operators take under a mode, which those of a selective policy see to by themselves. What
+    is made of nothing under a fake mode is a fake tensor, so that one is entered again. There is nothing that it could count.
+
+    Args:
+        contexts: Those of the region, if it has any.
+    """
+    if contexts is None or selection_of(contexts[0]) is None:
+        under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
+        contexts = under_mode if contexts is None else both(under_mode, contexts)
+    fake = active_fake_mode()
+    return contexts if fake is None else both((nullcontext(), fake), contexts)
 
 
 class _Both(AbstractContextManager[None]):

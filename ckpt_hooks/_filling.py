@@ -24,12 +24,12 @@ from typing import Any
 
 import torch
 
-from ._blame import grad_fn_of, mutation_error, name_of
+from ._blame import mutation_error, name_of, node_of
 from ._boundaries import NO_MARKS, first_difference
 from ._dispatch import is_without_values, only_quiet_modes, past_modes, unseen
 from ._leftovers import Leftovers
 from ._refit import stand_in_for
-from ._runtime.fingerprints import saves_unfilled_memory
+from ._runtime.fingerprints import leaves_memory_unfilled
 from ._runtime.frame import Frame, Mark, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
@@ -316,8 +316,8 @@ class Filling:
         return index, found
 
     def _is_unfilled(self, index: int) -> bool:
-        """Whether a tensor is memory that an operator saves and does not fill to the end, with whatever was there before."""
-        return index in self._without_grad and saves_unfilled_memory(grad_fn_of(self._frame, index))
+        """Whether a tensor is memory that an operator saves and never fills, and which no result of that operator told of."""
+        return index in self._without_grad and leaves_memory_unfilled(node_of(self._frame, index))
 
     def _compare_grad(self) -> None:
         expected = [index for index in self._frame.without_grad if index < len(self.values)]

@@ -28,9 +28,9 @@ import torch
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._noted_values import Complain, GoneError, PutBack, TensorNote
-from ._refit import copy_of, fill_all, is_plain, same_layout
+from ._refit import copy_of, data_of, fill_all, is_dense, is_plain, same_layout
 from ._state_copies import has_storage, is_same, known_copy, take_copy
-from ._torch import storage_of
+from ._torch import FAKE, storage_of
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
@@ -44,12 +44,12 @@ _NO_PARAMETERS: frozenset[int] = frozenset()
 
 def _is_copied(tensor: torch.Tensor) -> bool:
     """Whether a tensor's content can be taken, compared and put back."""
-    return is_plain(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
+    return is_dense(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:
     """Whether a tensor is of another class or kind, and tells whether it was written to."""
-    return not (is_plain(tensor) or tensor.requires_grad or tensor.is_meta or tensor.is_inference())
+    return not (is_dense(tensor) or tensor.requires_grad or tensor.is_meta or tensor.is_inference())
 
 
 class _Entry:
@@ -104,7 +104,9 @@ class _Parameter(_Entry):
         tensor, copy = self._noted.reference(), self.copy
         written = tensor is None or self.slot[0].get(self.slot[1]) is not tensor
         if tensor is not None and copy is not None and not written and self.is_in_place():
-            written = tensor._version != self.before or (tensor.device.type == "cpu" and not same_bytes(tensor, copy))
+            written = tensor._version != self.before or (
+                tensor.device.type == "cpu" and not (type(tensor) is FAKE or same_bytes(tensor, copy))
+            )
         if written and self._note is not None:
             self._note()
         return written
@@ -158,7 +160,11 @@ class StateUndo:
         """Takes copies of the parameters that a rerun may initialise once more."""
         modules = {id(module): module for plan in plans for reference in plan.parameters[0] if (module := reference())}
         found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
-        trained = [parameter for parameter in found.values() if parameter.requires_grad and _is_copied(parameter.detach())]
+        trained = [
+            parameter
+            for parameter in found.values()
+            if parameter.requires_grad and is_plain(parameter) and _is_copied(parameter.detach())
+        ]
         self.trained = [(parameter, parameter._version, copy_of(parameter)) for parameter in trained]
         self.complain = complain
 
@@ -268,7 +274,7 @@ class State:
             elif copy is not None:
                 undo.others.append((tensor, tensor._version, copy))
         for tensor, _, _ in stale:
-            undo.exchanged.append((tensor, tensor._version, copy_of(tensor), tensor.data))
+            undo.exchanged.append((tensor, tensor._version, copy_of(tensor), data_of(tensor)))
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
 
 

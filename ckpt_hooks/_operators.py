@@ -177,12 +177,14 @@ def facts_of(operator: Any) -> Facts:
 
 
 def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the arguments of a call that an operator writes to, as its schema says; all where it does not say."""
-    if facts_of(operator)[1] is not Kind.WRITES:
+    """Returns the arguments of a call that an operator writes to, as is known of it; all where nothing is."""
+    kind, schema = facts_of(operator)[1], getattr(operator, "_schema", None)
+    library, _, name = ("", "", "") if schema is None else schema.name.partition("::")
+    unsaid = WRITES_UNSAID.get(name, ()) if library == "aten" else ()
+    if kind is not Kind.WRITES and not unsaid:
         return [args, kwargs]
-    arguments = operator._schema.arguments
     return [
         args[index] if index < len(args) else kwargs.get(argument.name)
-        for index, argument in enumerate(arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
+        for index, argument in enumerate(operator._schema.arguments)
+        if argument.name in unsaid or (argument.alias_info is not None and argument.alias_info.is_write)
     ]

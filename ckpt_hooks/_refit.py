@@ -15,16 +15,19 @@ from typing import Any
 
 import torch
 
-from ._torch import set_grad_enabled, set_versions, storage_of
+from ._torch import FAKE, num_dispatch_modes, past_all_modes, set_grad_enabled, set_versions, storage_of
 
 __all__ = [
     "PLAIN",
+    "PLAIN_OR_FAKE",
     "alias_with_history",
     "as_kind",
     "copies_of",
     "copy_of",
     "copy_with_history",
+    "data_of",
     "fill_all",
+    "is_dense",
     "is_plain",
     "refit",
     "same_layout",
@@ -34,10 +37,18 @@ __all__ = [
 #: Types of tensors that are what they seem.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
+#: The same, and tensors with everything but values.
+PLAIN_OR_FAKE = PLAIN | {FAKE}
+
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, or would be if there were values in its memory."""
+    return type(tensor) in PLAIN_OR_FAKE and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
@@ -61,11 +72,27 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
     return copy
 
 
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor.data``, without a word to dispatch modes: one that traces would return a fake tensor."""
+    data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data") if num_dispatch_modes() else tensor.data
+    return data
+
+
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel."""
+    """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel.
+
+    Dispatch modes do not see it made. One that reuses what operators returned would take it for an operator of the region.
+    """
+    if num_dispatch_modes():
+        copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
+        return copy
+    return _copy_of(tensor, strides)
+
+
+def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
     if torch.is_inference_mode_enabled():  # a copy made there would have no version
         with torch.inference_mode(False):
-            return copy_of(tensor, strides)
+            return _copy_of(tensor, strides)
     if strides is None and tensor.is_contiguous():
         return (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
     strides = tensor.stride() if strides is None else strides
@@ -164,6 +191,18 @@ def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
 
 
+def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | None) -> None:
+    fits = same_layout(tensor, content)
+    if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
+        tensor.data, fits = layout, True
+    if not fits:
+        tensor.data = copy_of(content)  # an observer gave it another shape
+    elif 0 in tensor.stride():
+        _stored(tensor).copy_(_stored(content))
+    else:
+        tensor.copy_(content)
+
+
 def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
     """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
     grad_enabled = torch.is_grad_enabled()
@@ -172,16 +211,10 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
     versions: list[int] = []
     try:
         for tensor, version, content, layout in tensors:
-            fits = same_layout(tensor, content)
-            if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
-                tensor.data, fits = layout, True
-            if fits:
-                if 0 in tensor.stride():
-                    _stored(tensor).copy_(_stored(content))
-                else:
-                    tensor.copy_(content)
+            if num_dispatch_modes():
+                past_all_modes(tensor, _fill, tensor, content, layout)
             else:
-                tensor.data = copy_of(content)  # an observer gave it another shape
+                _fill(tensor, content, layout)
             filled.append(tensor)
             versions.append(version)
     finally:

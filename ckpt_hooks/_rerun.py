@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
-from contextlib import nullcontext
 from contextvars import copy_context
 from types import FunctionType
 from typing import Any
@@ -24,8 +23,8 @@ from ._blame import blame, uninitialized
 from ._boundaries import NO_MARKS
 from ._calling import CallingFrame
 from ._comparing import compared
-from ._contexts import ContextPair, both, selection_of, suppressed_error
-from ._dispatch import PassOn, pause_modes, resume_modes
+from ._contexts import ContextPair, selection_of, suppressed_error, under_modes
+from ._dispatch import pause_modes, resume_modes
 from ._filling import Filling, StopRecompute
 from ._leftovers import leftovers_of
 from ._module_plan import idle_plan
@@ -156,9 +155,8 @@ class FunctionFrame(CallingFrame):
         finally:
             if paused:
                 resume_modes(paused)
-        if paused is not None and self._selection is None:  # a rerun has to take the ways that operators take under a mode
-            under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
-            self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
+        if paused is not None:
+            self._contexts = under_modes(self._contexts)
         self._plain = (
             (plan is not None or self._state is None)
             and self._finish is None

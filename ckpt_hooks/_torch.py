@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
+import torch.utils._python_dispatch
 
 Hook = Callable[[Any], Any]
 
@@ -41,6 +42,11 @@ OVERLOAD: Any = torch._ops.OpOverload
 OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
 OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
+# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have one
+# ``storage``. A pair is recognised, for the package's own modes to carry it out. 2.11 to 2.15.
+SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
+SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
+
 # Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
 # TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15. 2.11 to 2.15.
 has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
@@ -59,6 +65,11 @@ pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
 # such a trace, in which there is nothing. 2.11 to 2.15.
 is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
 FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
+
+# The fake mode that is active on this thread, or None: it has a place of its own. 2.11 to 2.15.
+active_fake_mode: Callable[[], Any] = lambda: torch._C._get_dispatch_mode(  # noqa: E731
+    torch._C._TorchDispatchModeKey.FAKE
+)
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
@@ -93,6 +104,9 @@ def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_COUNTING, excluded)
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function without a word to dispatch modes; a subclass's own handler is asked by way of the same keys."""
     if _is_excluded(_PYTHON):
@@ -104,6 +118,22 @@ def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
     finally:
         _exclude(_PYTHON, False)
         _exclude(_SNAPSHOT, False)
+
+
+def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function without a word to dispatch modes, those included by which torch traces.
+
+    A fake tensor makes others under its own mode, whether that is active or not. 2.11 to 2.15.
+
+    Args:
+        tensor: What the function works on: a plain tensor, with others of that kind, or one of another class.
+        function: The function.
+        *args: Its arguments.
+    """
+    if type(tensor) in _PLAIN:
+        return _past_modes(function, *args)
+    with torch.utils._python_dispatch._disable_current_modes():
+        return function(*args)
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,7 +150,7 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor.detach()`` without a word to dispatch modes: 0.6 us, where a mode that does nothing makes it 1.9."""
-    if type(tensor) is not torch.Tensor or _is_excluded(_PYTHON):
+    if (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter) or _is_excluded(_PYTHON):
         return tensor.detach()
     _exclude(_PYTHON, True)  # as in ``_past_modes``, written out: 0.2 us less
     _exclude(_SNAPSHOT, True)
@@ -130,6 +160,15 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
         _exclude(_PYTHON, False)
         _exclude(_SNAPSHOT, False)
 
+
+# What a sparse tensor is made of, summed up or not, and a nested one of the strided kind: all of its numbers, and the sizes of
+# its parts. What is public raises for a sparse tensor whose indices repeat, and goes through the parts of a nested one one by
+# one. 2.11 to 2.15.
+sparse_parts: Callable[[torch.Tensor], list[Any]] = lambda tensor: [tensor._indices(), tensor._values()]  # noqa: E731
+nested_parts: Callable[[Any], list[Any]] = lambda tensor: [  # noqa: E731
+    tensor.contiguous().values(),
+    tensor._nested_tensor_size().tolist(),
+]
 
 # Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. 2.11 to 2.15.
 wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
@@ -168,9 +207,6 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
     To ask a view whether it is a leaf may give it a new place in the graph, where its base was written to, or raise.
     """
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

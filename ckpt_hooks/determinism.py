@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ._torch import FAKE, wait_for_collective
+from ._torch import FAKE, nested_parts, sparse_parts, wait_for_collective
 
 __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 
@@ -44,25 +44,61 @@ _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor, in one dimension."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+    if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor.view(torch.uint8)
 
 
 def _has_bits(tensor: torch.Tensor) -> bool:
-    if isinstance(tensor, FAKE):
-        return False
-    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_meta and not tensor.is_quantized
+    """Whether a tensor is nothing but numbers in memory."""
+    return not (
+        tensor.layout is not torch.strided
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.is_meta
+        or isinstance(tensor, FAKE)
+        or is_traceable_wrapper_subclass(tensor)
+    )
 
 
-def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> list[Any]:
-    """Returns the fingerprints of the tensors that one of another class is made of: the local shard of a DTensor, say.
+def _parts_of(tensor: torch.Tensor) -> list[Any]:
+    """Returns tensors and numbers that a tensor of another class or layout is made of: all that it says of itself."""
+    if tensor.layout is torch.jagged:  # its other attributes are filled in as somebody asks for them
+        return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.is_nested:
+        return nested_parts(tensor)
+    if tensor.is_quantized:
+        if tensor.qscheme() in _PER_TENSOR:
+            return [tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()]
+        return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
+    if tensor.layout is torch.sparse_coo:
+        return sparse_parts(tensor)
+    if tensor.layout in _BY_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _BY_COLUMNS:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor.to_dense()]
 
-    What a collective returned is waited for first. The program is left to wait for it by itself, as if nobody had.
+
+_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
+_PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
+
+
+def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+    """Returns the fingerprints of the tensors that one of another class or layout is made of; None where it has no values.
+
+    Those are the local shard of a DTensor, say, or indices and values of a sparse tensor. What a collective returned is waited
+    for first. The program is left to wait for it by itself, as if nobody had.
     """
+    if isinstance(tensor, FAKE) or tensor.is_meta:
+        return None
     if hasattr(tensor, "trigger_wait"):
         return [fingerprint(wait_for_collective(tensor.elem))]  # type: ignore[attr-defined]
-    names: list[str] = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
-    parts = [getattr(tensor, name) for name in names]
-    return [fingerprint(part) for part in parts if isinstance(part, torch.Tensor)]
+    parts = _parts_of(tensor.detach())
+    return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 
 
 #: Integers by how many bytes they have.
@@ -93,9 +129,9 @@ def hash_of(tensor: torch.Tensor) -> Any:
     So it is the same however the tensor is laid out, and reads several times as much in a second as ``torch.hash_tensor``,
     which takes the exclusive or of values: an even number of ones is the same to that as an even number of zeros.
     """
-    if is_traceable_wrapper_subclass(tensor):
+    if not _has_bits(tensor):
         return _of_parts(hash_of, tensor)
-    if not _has_bits(tensor) or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return None
     integers = _integers(tensor)
     last = integers.select(-1, -1) if integers.dim() else integers
@@ -109,12 +145,16 @@ _SAMPLES = 64
 
 def sample_of(tensor: torch.Tensor) -> Any:
     """Returns some values of a tensor, on its device: those at the same places each time, spread over all dimensions."""
-    if is_traceable_wrapper_subclass(tensor):
+    if not _has_bits(tensor):
         return _of_parts(sample_of, tensor)
-    if not _has_bits(tensor) or tensor.numel() == 0:
+    if tensor.numel() == 0:
         return None
     sizes, strides, offset = _sampled(tuple(tensor.shape), tensor.stride())
-    return torch.as_strided(tensor.detach(), sizes, strides, tensor.storage_offset() + offset).clone()
+    samples = torch.as_strided(tensor.detach(), sizes, strides, tensor.storage_offset() + offset)
+    try:
+        return samples.clone()
+    except NotImplementedError:  # for dtypes of which torch knows no more than how many bits they have
+        return samples.view(torch.uint8).clone()
 
 
 @functools.lru_cache(maxsize=1024)

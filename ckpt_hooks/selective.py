@@ -19,16 +19,27 @@ from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import Self
 
 from ._ambient.draws import num_draw_modes, watch_draw
+from ._contexts import ContextPair
 from ._dispatch import PausableDispatchMode, count_writes
 from ._filling import StopRecompute
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from, warn_of_unseen
+from ._runtime.frame import format_path
+from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
+from ._runtime.stack import stack
 from ._selection import Selection
-from ._torch import graph_task_id, is_kept_anyway, num_function_modes
+from ._torch import (
+    SELECTIVE_FORWARD,
+    SELECTIVE_RECOMPUTE,
+    graph_task_id,
+    is_kept_anyway,
+    num_function_modes,
+    top_saved_tensors_hooks,
+)
 from .errors import DeterminismError
 
-__all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
+__all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts", "own_contexts"]
 
 # What the mode of forward does with an operator.
 _PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
@@ -101,6 +112,8 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             selection.when_closed = functools.partial(warn_of_unseen, policy)  # not this mode: that would be a cycle
 
     def __enter__(self) -> Self:
+        if self.selection.sequence.path is None:
+            _refuse_hidden()
         self._saved = self.selection.numbers
         return super().__enter__()
 
@@ -307,3 +320,68 @@ def create_selective_checkpoint_contexts(
         )
     selection = Selection()
     return _Record(selection, policy), _Recompute(selection)
+
+
+def _refuse_hidden() -> None:
+    """Raises if a region is about to run under a selective context that it does not know of.
+
+    Outside of regions it is of use too: to torch's own checkpoint, whose hooks are innermost then.
+    """
+    frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
+    if frame is not None and hooks is not None and are_of_frame(hooks):
+        raise TypeError(
+            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
+            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
+            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )
+
+
+_SELECTIVE = (_Record, _Recompute, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
+
+
+def own_contexts(contexts: ContextPair) -> ContextPair:
+    """Returns the contexts of a region, with the package's own in place of a pair of torch's selective ones.
+
+    Torch's reuse outputs by how often an operator ran before. They know nothing of buffers put back, of random streams or of a
+    second backward.
+
+    Args:
+        contexts: What a ``context_fn`` returned.
+
+    Raises:
+        TypeError: If one of them is no context manager; or is of a selective pair, and the other one is not its counterpart.
+    """
+    forward: Any
+    recompute: Any
+    forward, recompute = contexts
+    if type(forward) is _Record and type(recompute) is _Recompute and forward.selection is recompute.selection:
+        return contexts
+    if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
+        return create_selective_checkpoint_contexts(forward.policy_fn)
+    for context in contexts:
+        if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):
+            raise TypeError(
+                "context_fn should return two context managers, one for forward and one for recomputes, but one of them is "
+                f"{context!r} of type {type(context).__name__}. Where there is nothing to do, return contextlib.nullcontext()."
+            )
+    if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
+        raise TypeError(
+            "context_fn should return both contexts of one call of create_selective_checkpoint_contexts, the one for forward "
+            f"first, but returned {_in_words(forward)} and {_in_words(recompute)}"
+            f"{', of two calls' if _are_of_two_calls(forward, recompute) else ''}. Return what that call returns. For "
+            "other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )
+    return contexts
+
+
+def _are_of_two_calls(forward: Any, recompute: Any) -> bool:
+    return (type(forward), type(recompute)) in ((_Record, _Recompute), (SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE))
+
+
+def _in_words(context: Any) -> str:
+    """Returns what a context is."""
+    kind = type(context)
+    if kind not in _SELECTIVE:
+        return f"a {kind.__name__}"
+    whose = "a " if kind in (_Record, _Recompute) else "torch's "
+    return f"{whose}selective context for {'forward' if kind in (_Record, SELECTIVE_FORWARD) else 'recomputes'}"

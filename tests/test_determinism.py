@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nested
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpt_hooks.determinism import hash_of, sample_of
+from ckpt_hooks.determinism import first_difference, hash_of, sample_of
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int16,
-    torch.uint16,
-    torch.uint8,
-    torch.bool,
-]
+#: Every dtype there is, but for those of quantised tensors, which say more than numbers.
+DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+DTYPES = [dtype for dtype in DTYPES if not str(dtype).startswith(("torch.qint", "torch.quint"))]
+SHAPES = [(), (1,), (5,), (1, 1), (4, 1), (1, 4), (3, 5), (2, 3, 1), (1, 2, 2), (2, 1, 3), (2, 3, 4)]
 
 
 def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -28,41 +22,162 @@ def numbers(dtype: torch.dtype, *shape: int) -> torch.Tensor:
     return torch.arange(count).mul(37).remainder(101).reshape(shape).to(torch.float32).to(dtype)
 
 
-def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
-    wide = torch.empty((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), dtype=tensor.dtype)
-    return wide[..., 1 : 1 + tensor.shape[-1]].copy_(tensor)
+def dense(shape: tuple[int, ...]) -> list[int]:
+    return list(torch.empty(shape).stride())
 
 
-def other_way_round(tensor: torch.Tensor) -> torch.Tensor:
-    dimensions = tuple(reversed(range(tensor.dim())))
-    return tensor.permute(dimensions).contiguous().permute(dimensions)
+#: Strides of a tensor of some shape, and how far from the beginning of its memory it starts.
+LAYOUTS = {
+    "dense": lambda shape: (dense(shape), 0),
+    "somewhere within": lambda shape: (dense(shape), 3),
+    "other way round": lambda shape: (list(reversed(dense(tuple(reversed(shape))))), 0),
+    "every other number": lambda shape: ([2 * stride for stride in dense(shape)], 1),
+    "rows apart": lambda shape: (dense((*shape[:-1], shape[-1] + 2)) if shape else [], 1),
+    "odd strides of dimensions of one": lambda shape: (
+        [7 if size == 1 else stride for size, stride in zip(shape, dense(shape), strict=True)],
+        0,
+    ),
+    "no strides of dimensions of one": lambda shape: (
+        [0 if size == 1 else stride for size, stride in zip(shape, dense(shape), strict=True)],
+        0,
+    ),
+    "first dimension expanded": lambda shape: ([0, *dense(shape)[1:]] if shape else [], 0),
+    "last dimension expanded": lambda shape: ([*dense(shape)[:-1], 0] if shape else [], 0),
+    "one number": lambda shape: ([0] * len(shape), 0),
+}
 
 
-@pytest.mark.parametrize("last", [16, 8, 6, 3, 1])
+def laid_out(bits: torch.Tensor, dtype: torch.dtype, strides: list[int], offset: int) -> torch.Tensor:
+    """Returns a tensor that has some bytes, the last dimension of which is the bytes of one number, laid out in some way."""
+    *shape, width = bits.shape
+    end = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    memory = torch.full((end * width,), 1, dtype=torch.uint8)
+    place = memory.as_strided(bits.shape, [*(stride * width for stride in strides), 1], offset * width)
+    for dimension, stride in enumerate(strides):
+        if stride == 0:
+            place, bits = place.narrow(dimension, 0, 1), bits.narrow(dimension, 0, 1)
+    place.copy_(bits)
+    return torch.empty(0, dtype=dtype).set_(memory.untyped_storage(), offset, shape, strides)
+
+
+def bits_of(dtype: torch.dtype, shape: tuple[int, ...], strides: list[int]) -> torch.Tensor:
+    """Returns different bytes for each number, which are the same along dimensions of stride 0."""
+    width = torch.empty(0, dtype=dtype).element_size()
+    count = torch.Size(shape).numel() * width
+    bits = torch.arange(count).mul(37).remainder(101).to(torch.uint8).reshape(*shape, width)
+    if dtype is torch.bool:
+        bits %= 2
+    for dimension, stride in enumerate(strides):
+        if stride == 0:
+            bits = bits.narrow(dimension, 0, 1).expand(*shape, width)
+    return bits.contiguous()
+
+
+def are_equal(one, other):
+    return first_difference([one], [other]) is None
+
+
+@pytest.mark.filterwarnings("ignore:B?Complex")
+@pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_hash_does_not_depend_on_the_layout(dtype, last):
-    """A recompute may find a value in memory that is laid out otherwise; it is the same value."""
-    tensor = numbers(dtype, 3, 5, last)
-    expected = hash_of(tensor)
-    assert expected.dtype is torch.int64
-    assert expected.shape == ()
-    assert hash_of(other_way_round(tensor)) == expected
-    assert hash_of(with_gaps(tensor)) == expected
+def test_values_of_any_kind(dtype, layout):
+    """The same numbers are the same wherever they lie, and to change one of them is seen, where all are looked at.
+
+    A recompute may find a value in memory that is laid out otherwise; it is the same value.
+    """
+    for shape in SHAPES:
+        strides, offset = LAYOUTS[layout](shape)
+        bits = bits_of(dtype, shape, strides)
+        tensor, plain = laid_out(bits, dtype, strides, offset), laid_out(bits, dtype, dense(shape), 0)
+        assert tensor.shape == plain.shape == torch.Size(shape)
+        for fingerprint in (hash_of, sample_of):
+            found = fingerprint(tensor)
+            assert are_equal(found, fingerprint(plain))
+            assert are_equal(found, fingerprint(tensor))
+            rows = bits.flatten(0, -2) if shape else bits.unsqueeze(0)
+            for place in range(len(rows)) if layout == "dense" else {0, len(rows) // 2, len(rows) - 1}:
+                other = rows.clone()
+                other[place, place % other.shape[1]] ^= 1
+                assert not are_equal(found, fingerprint(laid_out(other.reshape(bits.shape), dtype, dense(shape), 0)))
 
 
-@pytest.mark.parametrize("make", [hash_of, sample_of])
-@pytest.mark.parametrize("last", [16, 3, 1])
+@pytest.mark.filterwarnings("ignore:B?Complex")
+@pytest.mark.parametrize("fingerprint", [hash_of, sample_of])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_each_value_counts(dtype, last, make):
-    """So few that all are among the samples."""
-    tensor = numbers(dtype, 2, last)
-    before = make(tensor)
-    for place in range(tensor.numel()):
-        other = tensor.clone()
-        bits = other.view(torch.uint8).view(-1)
-        bits[place * tensor.element_size()] ^= 1
-        found = make(other)
-        assert not torch.equal(found.reshape(-1).view(torch.uint8), before.reshape(-1).view(torch.uint8))
+def test_tensors_without_values(dtype, fingerprint):
+    for shape in [(0,), (3, 0), (0, 3), (2, 0, 1)]:
+        assert fingerprint(torch.empty(shape, dtype=dtype)) is None
+        assert fingerprint(torch.empty(shape, dtype=dtype).mT if len(shape) > 1 else torch.empty(shape, dtype=dtype)) is None
+    assert fingerprint(torch.empty(3, 4, dtype=dtype, device="meta")) is None
+    assert fingerprint(torch.empty(3, 0, dtype=dtype, device="meta")) is None
+
+
+def pairs():
+    """Returns functions of one number that make tensors which are more than numbers in memory."""
+
+    def dense_of(number):
+        tensor = torch.zeros(4, 6)
+        tensor[0, 1], tensor[2, 3] = 2.0, number
+        return tensor
+
+    def by_channel(number):
+        scales, zeros = torch.tensor([0.1, 0.2, 0.1 * number, 0.3]), torch.tensor([0, 1, 0, 2])
+        return torch.quantize_per_channel(dense_of(3.0), scales, zeros, 0, torch.qint8)
+
+    nested = torch.nested.nested_tensor
+    complex_of = dense_of(3.0).to(torch.complex64)
+    return {
+        "coo": lambda number: dense_of(number).to_sparse(),
+        "coo, not summed up": lambda number: torch.sparse_coo_tensor([[0, 0, 2], [1, 1, 3]], [1.0, 1.0, number], (4, 6)),
+        "coo, hybrid": lambda number: dense_of(number).to_sparse(1),
+        "coo, other places": lambda number: torch.sparse_coo_tensor([[0, int(number)], [1, 3]], [2.0, 3.0], (9, 6)),
+        "csr": lambda number: dense_of(number).to_sparse_csr(),
+        "csc": lambda number: dense_of(number).to_sparse_csc(),
+        "bsr": lambda number: dense_of(number).to_sparse_bsr((2, 2)),
+        "bsc": lambda number: dense_of(number).to_sparse_bsc((2, 2)),
+        "mkldnn": lambda number: dense_of(number).to_mkldnn(),
+        "nested": lambda number: nested([torch.ones(2), torch.full((3,), number)]),
+        "nested, other sizes": lambda number: nested([torch.ones(8 - int(number)), torch.ones(int(number))]),
+        "nested, transposed": lambda number: nested([torch.ones(2, 4), torch.full((3, 4), number)]).transpose(1, 2),
+        "jagged": lambda number: nested([torch.ones(2), torch.full((3,), number)], layout=torch.jagged),
+        "quantised": lambda number: torch.quantize_per_tensor(dense_of(number), 0.1, 3, torch.quint8),
+        "quantised, other scale": lambda number: torch.quantize_per_tensor(dense_of(3.0), number, 3, torch.qint32),
+        "quantised by channel": by_channel,
+        "conjugate": lambda number: (complex_of + 1j * number).conj(),
+        "conjugate, 0-dimensional": lambda number: torch.tensor(1 + number * 1j).conj(),
+        "conjugate, half": lambda number: (complex_of + 1j * number).to(torch.complex32).conj(),
+        "negative": lambda number: (complex_of + 1j * number).conj().imag,
+        "negative and conjugate": lambda number: torch._neg_view((complex_of + 1j * number).conj()),
+        "parameter": lambda number: torch.nn.Parameter(dense_of(number)),
+        "buffer": lambda number: torch.nn.Buffer(dense_of(number)),
+        "two tensors": lambda number: TwoTensor(torch.ones(2), torch.full((2,), number)),
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("fingerprint", [hash_of, sample_of])
+@pytest.mark.parametrize("kind", list(pairs()))
+def test_values_of_what_is_more_than_numbers_in_memory(kind, fingerprint):
+    make = pairs()[kind]
+    found = fingerprint(make(3.0))
+    assert are_equal(found, fingerprint(make(3.0)))
+    assert not are_equal(found, fingerprint(make(5.0)))
+
+
+def test_what_a_jagged_tensor_finds_out_later_is_no_value():
+    """It notes the lengths of its shortest and longest row when somebody asks."""
+    tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    before = hash_of(tensor)
+    tensor._get_max_seqlen()
+    tensor._get_min_seqlen()
+    assert are_equal(hash_of(tensor), before)
+
+
+def test_fake_tensors_have_no_values():
+    with FakeTensorMode() as mode:
+        fake = torch.randn(3)
+    assert hash_of(fake) is None
+    assert sample_of(mode.from_tensor(torch.ones(2))) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.bool], ids=str)

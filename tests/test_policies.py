@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.utils.checkpoint
+from torch import nn
 from torch.autograd import grad
 
 import ckpt_hooks
@@ -199,6 +204,127 @@ def test_our_contexts_serve_torchs_checkpoint():
             (found,) = grad(y.sum(), x, retain_graph=retain_graph)
         assert ops.counts["mm"] == 1
         assert torch.equal(found, grad((x @ w).sin().cos().sum(), x)[0])
+
+
+def test_our_contexts_serve_torchs_checkpoint_in_a_region():
+    """Which is another's region, that they are not of."""
+    x, w = leaf(3, 3), leaf(3, 3)
+    contexts = functools.partial(ckpt_hooks.create_selective_checkpoint_contexts, [aten.mm.default])
+
+    def function(x):
+        torchs = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False, context_fn=contexts)
+        return torchs(lambda x: (x @ w).sin().cos(), x) * 1
+
+    y = ckpt_hooks.checkpoint(function, x)
+    (found,) = grad(y.sum(), x)
+    assert torch.equal(found, grad(function(x).sum(), x)[0])
+
+
+SAVES_PRODUCTS = {
+    "list": [aten.addmm.default],
+    "function": lambda ctx, op, *args, **kwargs: (
+        torch.utils.checkpoint.CheckpointPolicy.MUST_SAVE
+        if op is aten.addmm.default
+        else torch.utils.checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+    ),
+    "function of booleans": lambda ctx, op, *args, **kwargs: op is aten.addmm.default,
+    "policy": p.dots_saveable,
+}
+
+
+@contextlib.contextmanager
+def within(context):
+    with context:
+        yield
+
+
+@pytest.mark.parametrize("form", ["plain", "nested", "in a region", "debug", "of its own", "wrapped"])
+@pytest.mark.parametrize("policy", list(SAVES_PRODUCTS))
+def test_torchs_contexts_serve_our_checkpoint(policy, form):
+    """With buffers that are put back for a recompute, random numbers, and several backwards."""
+    make = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, SAVES_PRODUCTS[policy])
+    options = {"context_fn": make, "debug": form == "debug"}
+    if form == "of its own":
+        options["context_fn"] = lambda: make()
+    if form == "wrapped":
+        options["context_fn"] = lambda: tuple(map(within, make()))
+    counts = []
+
+    def program(ours):
+        torch.manual_seed(0)
+        block = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.3), nn.GELU(), nn.Linear(6, 4))
+        x, found = torch.randn(3, 4, requires_grad=True), []
+        region = ckpt_hooks.checkpoint(**options)(block) if ours else block
+        for _ in range(2):
+            if ours and form == "nested":
+                y = ckpt_hooks.checkpoint(lambda x: region(x) * 1, x)
+            elif ours and form == "in a region":
+                with ckpt_hooks.checkpoint_region():
+                    y = region(x) * 1
+            else:
+                y = region(x) * 1
+            for retain_graph in (True, False) if form != "wrapped" else (False,):
+                with CountOps() as ops:
+                    found += grad(y.sin().sum(), (x, *block.parameters()), retain_graph=retain_graph)
+                counts.append(ops.counts["addmm"] if ours else None)
+            found += [buffer.clone() for buffer in block.buffers()]
+            found.append(torch.get_rng_state())
+        return found
+
+    options.pop("debug") if not options["debug"] else None
+    with warnings.catch_warnings():
+        if form == "wrapped":  # torch's own have a word on hooks
+            warnings.simplefilter("ignore")
+        found, expected = program(True), program(False)
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+    if form not in ("nested", "in a region"):
+        assert {count for count in counts if count is not None} == {0}
+
+
+@pytest.mark.parametrize("whose", ["ours", "torch's"])
+def test_a_policy_and_contexts_of_another_one(whose):
+    region = ckpt_hooks.checkpoint(policy=[aten.sin.default], context_fn=PAIRS[whose])(torch.sin)
+    with pytest.raises(TypeError, match="save_from_both_policies"):
+        region(leaf(2))
+
+
+PAIRS = {
+    "ours": functools.partial(ckpt_hooks.create_selective_checkpoint_contexts, [aten.addmm.default]),
+    "torch's": functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default]),
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: (PAIRS["ours"]()[0], nullcontext()), "returned a selective context for forward and a nullcontext"),
+        (lambda: (nullcontext(), PAIRS["ours"]()[1]), "returned a nullcontext and a selective context for recomputes"),
+        (lambda: PAIRS["ours"]()[::-1], "returned a selective context for recomputes and a selective context for forward"),
+        (lambda: (PAIRS["ours"]()[0], PAIRS["ours"]()[1]), "of two calls"),
+        (
+            lambda: (within(PAIRS["ours"]()[0]), PAIRS["ours"]()[1]),
+            "returned a _GeneratorContextManager and a selective context",
+        ),
+        (lambda: (PAIRS["ours"]()[0], within(PAIRS["ours"]()[1])), "and a _GeneratorContextManager"),
+        (lambda: tuple(map(within, PAIRS["ours"]())), "within another context"),
+        (lambda: (PAIRS["torch's"]()[0], nullcontext()), "returned torch's selective context for forward and a nullcontext"),
+        (lambda: (PAIRS["torch's"]()[0], PAIRS["torch's"]()[1]), "of two calls"),
+        (lambda: (PAIRS["ours"]()[0], PAIRS["torch's"]()[1]), "and torch's selective context for recomputes"),
+        (lambda: (PAIRS["torch's"]()[0], PAIRS["ours"]()[1]), "and a selective context for recomputes"),
+        (lambda: (1, nullcontext()), "one of them is 1 of type int"),
+        (lambda: (nullcontext(), None), "one of them is None"),
+        (lambda: (nullcontext, nullcontext), "of type ABCMeta"),
+    ],
+)
+@pytest.mark.parametrize("policy", [None, [aten.sin.default]])
+def test_contexts_that_are_no_pair(make, words, policy):
+    """The error comes before the region runs, and leaves nothing behind."""
+    calls = []
+    region = ckpt_hooks.checkpoint(context_fn=make, policy=policy)(lambda x: calls.append(x) or (x @ x).sin())
+    with pytest.raises(TypeError, match=words):
+        region(leaf(2, 2))
+    assert not calls
+    assert torch._C._len_torch_dispatch_stack() == 0
 
 
 @pytest.mark.parametrize(

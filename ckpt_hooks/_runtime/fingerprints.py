@@ -13,25 +13,32 @@ import torch
 from ckpt_hooks._dispatch import past_modes
 from ckpt_hooks._torch import sequence_number, storage_of
 
-__all__ = ["Fingerprints", "saves_unfilled_memory"]
+__all__ = ["Fingerprints", "leaves_memory_unfilled"]
 
-#: Nodes of operators that save memory without filling all of it: oneDNN's workspace, the paths of shorter sequences.
-_UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward"})
+#: Nodes of operators that save memory without filling all of it: oneDNN's workspace, the paths of shorter sequences, and the
+#: noise of a leaky rectifier that is not in training.
+_UNFILLED = frozenset({"MkldnnRnnLayerBackward", "CtcLossBackward", "RreluWithNoiseBackward"})
 
 
-def saves_unfilled_memory(grad_fn: str | None) -> bool:
-    """Whether a node of some name has among its saved tensors memory with whatever was there before."""
-    return (grad_fn or "").rstrip("0123456789") in _UNFILLED
+def leaves_memory_unfilled(node: Any) -> bool:
+    """Whether a node has among its saved tensors memory with whatever was there before."""
+    return node is not None and node.name().rstrip("0123456789") in _UNFILLED and not getattr(node, "_saved_training", False)
+
+
+def _node_at_work(tensor: torch.Tensor) -> Any:
+    """Returns the node that saves a tensor, where that is a result of it; else None."""
+    node = None if tensor._is_view() else tensor.grad_fn  # to ask a view for its node may make another one
+    return None if node is None or node._sequence_nr() != sequence_number() - 1 else node
 
 
 class Fingerprints:
     """Fingerprints of what forward saves, each taken as soon as the value is complete.
 
     An operator may save what it fills only then (see :mod:`ckpt_hooks._filling`), so a tensor that requires no grad waits until
-    another operator saves, or forward ends.
+    another operator saves, or forward ends. Some operators never fill all that they save: of such memory none is taken.
     """
 
-    __slots__ = ("_fingerprint", "_left_out", "_sequence", "_waiting", "taken")
+    __slots__ = ("_fingerprint", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
 
     def __init__(self, fingerprint: Callable[[torch.Tensor], Any], left_out: Collection[int | None]) -> None:
         """Prepares to take fingerprints.
@@ -43,7 +50,7 @@ class Fingerprints:
         self._fingerprint = fingerprint
         self._left_out = left_out
         self._waiting: list[tuple[int, torch.Tensor, int]] = []
-        self._sequence = -1
+        self._sequence = self._unfilled = -1
         self.taken: list[Any] = []
 
     def note(self, tensor: torch.Tensor, *, kept: bool = False) -> None:
@@ -58,6 +65,8 @@ class Fingerprints:
         if self._left_out and storage_of(tensor) in self._left_out:
             self.taken.append(None)
         elif kept or tensor.requires_grad:
+            if leaves_memory_unfilled(_node_at_work(tensor)):
+                self._unfilled = sequence_number()
             self.taken.append(None if kept else past_modes(self._fingerprint, tensor))
         else:
             self._sequence = sequence_number()
@@ -65,9 +74,9 @@ class Fingerprints:
             self.taken.append(None)
 
     def finish(self) -> None:
-        """Takes those that wait, but for tensors that were modified meanwhile."""
+        """Takes those that wait, but for tensors that were modified meanwhile, or that are never filled."""
         for index, tensor, version in self._waiting:
-            if tensor._version == version:
+            if tensor._version == version and self._sequence != self._unfilled:
                 self.taken[index] = past_modes(self._fingerprint, tensor)
         self._waiting.clear()
 

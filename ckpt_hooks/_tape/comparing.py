@@ -12,7 +12,7 @@ import torch
 
 from ckpt_hooks._comparing import modes_in_words
 from ckpt_hooks._dispatch import is_without_values, past_modes, users_modes
-from ckpt_hooks._runtime.fingerprints import Fingerprints, saves_unfilled_memory
+from ckpt_hooks._runtime.fingerprints import Fingerprints, leaves_memory_unfilled
 from ckpt_hooks._runtime.frame import format_path
 from ckpt_hooks._torch import current_node
 from ckpt_hooks._words import describe, describe_tensor
@@ -45,13 +45,14 @@ class ComparedValues:
         modes: Names of the modes around the outermost region.
     """
 
-    __slots__ = ("_fingerprints", "_numbers", "_taken", "modes")
+    __slots__ = ("_fingerprints", "_numbers", "_taken", "_without_grad", "modes")
 
     def __init__(self, modes: Sequence[str]) -> None:
         self.modes = modes
         self._fingerprints = Fingerprints(_fingerprint, ())
         self._taken = self._fingerprints.taken
-        self._numbers: list[int] = []  # of values, negative where the tensor required no grad
+        self._numbers: list[int] = []  # of values
+        self._without_grad: set[int] = set()
 
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Returns a pack hook that takes fingerprints of the tensors for which there are handles.
@@ -59,12 +60,14 @@ class ComparedValues:
         Args:
             pack: The pack hook of the frame.
         """
-        fingerprints, numbers = self._fingerprints, self._numbers
+        fingerprints, numbers, without_grad = self._fingerprints, self._numbers, self._without_grad
 
         def pack_compared(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
             if type(packed) is not list:
-                numbers.append(packed.value.number if tensor.requires_grad else -packed.value.number)
+                if not tensor.requires_grad:
+                    without_grad.add(len(numbers))
+                numbers.append(packed.value.number)
                 fingerprints.note(tensor)
             return packed
 
@@ -83,8 +86,8 @@ class ComparedValues:
         Raises:
             DeterminismError: If it is another value.
         """
-        index, value, number = pin.index, pin.value, self._numbers[pin.index]
-        if value.saved is not None or value.number != abs(number) or is_without_values():
+        index, value = pin.index, pin.value
+        if value.saved is not None or value.number != self._numbers[index] or is_without_values():
             return
         expected = self._taken[index]
         if expected is None:
@@ -94,9 +97,9 @@ class ComparedValues:
             if past_modes(first_difference, [expected], [found]) is None:
                 return
         node = current_node()
-        grad_fn = None if node is None else node.name()
-        if number < 0 and saves_unfilled_memory(grad_fn):
+        if leaves_memory_unfilled(node) and index in self._without_grad:
             return
+        grad_fn = None if node is None else node.name()
         region = format_path(pin.frame.path)
         saved_by = "" if node is None else f" It was saved by {grad_fn}."
         raise DeterminismError(

@@ -5,7 +5,9 @@ A schema says most of it. What schemas leave out or get wrong is in the lists of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -201,6 +203,17 @@ class OpFacts:
             or self.is_inplace_view
             or (self.looks_at_switches and not aten)
         )
+
+    def under(self, mode: Any) -> OpFacts:
+        """Returns the same of an operator that runs under a dispatch mode: one that makes fake tensors of nothing."""
+        facts = copy.copy(self)
+        facts.call, facts.short_cut = functools.partial(_call_under, mode, self.call), None
+        return facts
+
+
+def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return call(*args, **kwargs)
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:

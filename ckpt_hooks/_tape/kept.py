@@ -11,12 +11,21 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._dispatch import unseen
 from ckpt_hooks._fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._refit import is_plain, stand_in_for
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
-from ckpt_hooks._torch import counted_detach, is_freed, is_kept_anyway, neg_view, storage_address, storage_of, version_witness
+from ckpt_hooks._torch import (
+    counted_detach,
+    is_freed,
+    is_kept_anyway,
+    neg_view,
+    num_dispatch_modes,
+    past_all_modes,
+    storage_address,
+    storage_of,
+    version_witness,
+)
 from ckpt_hooks._words import describe_kind, describe_versions
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
@@ -39,18 +48,21 @@ Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
-@unseen
 def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
-    """Returns a copy of a tensor, with the same strides.
+    """Returns a copy of a tensor, with the same strides. Dispatch modes do not see it made.
 
     Args:
         tensor: The tensor.
         clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
             that share memory do so in the copy as well.
     """
+    copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones) if num_dispatch_modes() else _copy_in(tensor, clones)
+    return copy
+
+
+def _copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
     if not is_plain(tensor):
-        copy: torch.Tensor = tensor.detach().clone()
-        return copy
+        return tensor.detach().clone()
     address = storage_address(tensor)
     found = clones.get(address)
     if found is None:

@@ -20,6 +20,7 @@ from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._runtime.threads import RegionThread, is_concurrent
 from ckpt_hooks._torch import (
+    FAKE,
     counted_detach,
     graph_task_id,
     is_kept_anyway,
@@ -34,7 +35,7 @@ from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
 from .tables import Tables
-from .values import Op, Store, Unsettled, Value, cut, flatten
+from .values import Op, Store, Unsettled, Value, cut, flatten, new_store, new_value
 
 __all__ = ["Recorder"]
 
@@ -189,6 +190,8 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         out = facts.call(*args, **kwargs)
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):
             if type(tensor) is not _Tensor:
+                if type(tensor) is FAKE:
+                    self._save_fake(tensor)
                 continue
             try:
                 address = storage_address(tensor)
@@ -225,6 +228,14 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             if self.is_in_frame:
                 self._held_for_frame.append(value)
         return out
+
+    def _save_fake(self, tensor: torch.Tensor) -> None:
+        self.number += 1
+        address = storage_address(tensor)
+        store = self.stores[address] = new_store(address, self.number)
+        value = new_value(self.number, store, store)
+        self.register(tensor, value)
+        self.keep(value, tensor, SAVE, _BY_POLICY)
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Runs and records an operator of any kind."""

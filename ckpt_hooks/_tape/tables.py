@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from ckpt_hooks._fused_steps import num_fused_steps
-from ckpt_hooks._refit import PLAIN, is_plain
+from ckpt_hooks._refit import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._runtime.frame import RegionPath
-from ckpt_hooks._torch import counted_detach, is_kept_anyway, storage_address, storage_of
+from ckpt_hooks._torch import FAKE, counted_detach, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.offload import Batch, transfers_for
 
 from .aliases import alias_of, group_in
@@ -141,7 +141,9 @@ class Tables:
         self.number += max(1, len(outputs))
         made = []
         for index, tensor in enumerate(outputs):
-            if type(tensor) in PLAIN:
+            if type(tensor) in PLAIN_OR_FAKE:
+                if type(tensor) is FAKE and not any(type(value.tensor()) is FAKE for value in values):
+                    op.facts = facts_of(op.facts.operator).under(tensor.fake_mode)
                 value = self.put(op, index, values, tensor)
                 if value is not None:
                     made.append(value)
@@ -285,7 +287,7 @@ class Tables:
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
             store = self.store_outside(address)
-            if type(tensor) not in PLAIN:
+            if type(tensor) not in PLAIN_OR_FAKE:
                 store.reason = _reason_for(tensor)
         elif not store.outside:
             value = alias_of(self, store, tensor)
@@ -342,7 +344,7 @@ class Tables:
 
     def shape_of(self, tensor: torch.Tensor) -> Any:
         """Returns a value that has the shape, strides and so on of a tensor, and nothing in it."""
-        if not is_plain(tensor):
+        if not is_dense(tensor):
             return self.known.get(id(tensor)) or self.value_of(tensor, None)
         value = self._blank_like(tensor, 0)
         value.tensor = _weakref(tensor)
@@ -353,6 +355,8 @@ class Tables:
         op = Op()
         self.number = op.number = self.number + 1
         op.facts, op.present, op.draw, op.around, op.is_plain = facts_of(_EMPTY_STRIDED), (), None, self.around, True
+        if type(tensor) is FAKE:
+            op.facts = op.facts.under(tensor.fake_mode)  # type: ignore[attr-defined]
         op.args = [tuple(tensor.shape), tensor.stride()]
         op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
         store = new_store(address, op.number)

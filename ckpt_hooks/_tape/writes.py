@@ -20,7 +20,7 @@ import torch
 
 from ckpt_hooks._dispatch import count_writes
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._refit import PLAIN
+from ckpt_hooks._refit import PLAIN_OR_FAKE
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
 from .aliases import group_of, is_in
@@ -68,7 +68,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     targets = _targets(facts, args, kwargs)
     if not targets and not facts.has_fresh:
         return facts.call(*args, **kwargs)
-    if facts.replaces_storage or any(type(tensor) not in PLAIN for tensor, _ in targets):
+    if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
     overwritten = set()
     inside: dict[int, Store] = {}

@@ -253,26 +253,93 @@ def test_a_check_of_ones_own_sees_each_saved_tensor_of_both_runs(result):
     assert [same(a, b) for a, b in zip(seen, expected * 2, strict=True)] == [True] * 4
 
 
+def of_lstm(**options):
+    return lambda: (nn.LSTM(4, 6, **options), lambda module, x: module(x)[0], (3, 5, 4))
+
+
 UNFILLED = {
-    "LSTM": lambda: (nn.LSTM(4, 6, num_layers=2, batch_first=True), lambda module, x: module(x)[0], (3, 5, 4)),
+    "LSTM": of_lstm(num_layers=2, batch_first=True),
+    "LSTM in both directions": of_lstm(bidirectional=True),
+    "two layers in both directions": of_lstm(bidirectional=True, num_layers=2),
+    "two LSTMs": lambda: (
+        nn.ModuleList([nn.LSTM(4, 6), nn.LSTM(4, 6)]),
+        lambda modules, x: torch.stack([module(x)[1][0] for module in modules]),
+        (3, 5, 4),
+    ),
     "ctc_loss": lambda: (
         None,
         lambda _, x: F.ctc_loss(x.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1])),
         (6, 2, 4),
     ),
+    "two losses": lambda: (
+        None,
+        lambda _, x: sum(
+            F.ctc_loss(y.log_softmax(-1), torch.tensor([[1, 2], [3, 3]]), torch.tensor([6, 5]), torch.tensor([2, 1]))
+            for y in (x, x * 2)
+        ),
+        (6, 2, 4),
+    ),
+    "rrelu that is not in training": lambda: (nn.RReLU().eval(), lambda module, x: module(x).exp(), (300,)),
 }
 
 
+@pytest.mark.parametrize("around", ["nothing", "a mode"])
 @pytest.mark.parametrize("check", ["values", "sampled_values"])
 @pytest.mark.parametrize("kind", list(UNFILLED))
-def test_operators_that_save_memory_which_they_do_not_fill(kind, check):
+def test_operators_that_save_memory_which_they_do_not_fill(kind, check, around):
     """What is in there differs with each run, and is nothing that backward reads."""
     module, function, shape = UNFILLED[kind]()
     for _ in range(8):
         x, garbage = torch.randn(shape, requires_grad=True), [torch.randn(n * 100) for n in range(1, 60)]
-        y = Run("ours").having(determinism_check=check)(function, module, x)
+        if around == "nothing":
+            y = Run("ours").having(determinism_check=check)(function, module, x)
+        else:
+            with torch.utils.flop_counter.FlopCounterMode(display=False), ckpt_hooks.checkpoint_region():
+                y = function(module, x)
         del garbage
         y.sum().backward()
+
+
+def test_what_such_an_operator_fills_is_compared():
+    """Its inputs and results, and of one that may fill all, what it fills."""
+    lstm = nn.LSTM(4, 6, bidirectional=True)
+    factor = [1.0]
+
+    def function(x):
+        return lstm(x * factor[0])[0].sin()
+
+    y = Run("ours").having(determinism_check="values")(function, torch.randn(3, 5, 4, requires_grad=True))
+    factor[0] = 2.0
+    with pytest.raises(ckpt_hooks.DeterminismError, match="Recomputed values differ"):
+        y.sum().backward()
+
+
+def of_one_column(check):
+    linear, x = nn.Linear(4, 1).double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    return Run("ours").having(determinism_check=check)(lambda x: linear(x).sin().exp(), x)
+
+
+def of_samples(check):
+    def function(x):
+        distribution = torch.distributions.Categorical(logits=x)
+        return distribution.log_prob(distribution.sample())
+
+    return Run("ours").having(determinism_check=check)(function, torch.randn(3, 4, requires_grad=True))
+
+
+def of_an_expanded_number(check):
+    def function(x):
+        row = x.sum().expand(1, 1)
+        return (row.expand(3, 1) * x).sin() * row
+
+    return Run("ours").having(determinism_check=check)(function, torch.randn(3, 1, requires_grad=True))
+
+
+@pytest.mark.parametrize("check", ["values", "sampled_values"])
+@pytest.mark.parametrize("make", [of_one_column, of_samples, of_an_expanded_number])
+def test_values_of_tensors_with_one_number_in_a_row(make, check):
+    """Whose strides are dense whatever they are."""
+    make(check).sum().backward()
 
 
 class Clamped(nn.Module):
