@@ -130,6 +130,13 @@ def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
         tensor: Has no history.
         version: What its version counter should say.
     """
+    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor) if num_dispatch_modes() else _alias(tensor)
+    if version > 0:
+        set_versions((alias,), (version,))
+    return alias
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
     leaf = tensor.detach().requires_grad_()
     with torch.enable_grad():
         # An operator whose output shares memory with its input, and that autograd takes for no view.
@@ -137,8 +144,6 @@ def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
             (alias,) = torch.unsafe_split(leaf, leaf.shape[0])
         else:
             alias = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
-    if version > 0:
-        set_versions((alias,), (version,))
     return alias
 
 
