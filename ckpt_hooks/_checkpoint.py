@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 import torch
-from typing_extensions import ParamSpec
+from typing_extensions import Never, ParamSpec
 
 from ._callables import UNRUN, check_runs, check_swallowed, refuse_unrun
-from ._contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ._contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn
 from ._fused_steps import watch_fused_steps
+from ._misuse import check_alone, check_callable, checked_flag, explain_call, reentrant_error, segments_error, steps_error
 from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
 from ._rerun import FunctionFrame
@@ -49,7 +50,7 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x)
         >>> y.sum().backward()  # runs torch.sin to its end once more
     """
-    with override(early_stop=enable):
+    with override(early_stop=None if enable is None else checked_flag(enable, "enable", others=(None,))):
         yield
 
 
@@ -165,35 +166,45 @@ def checkpoint(
         torch.Size([2, 4])
     """
     if use_reentrant:
-        raise _reentrant_error()
+        raise reentrant_error(use_reentrant)
     check = DEFAULT_CHECK if determinism_check == "default" else check_of(determinism_check)
     options = DEFAULT_OPTIONS
-    if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK and respect_saved_tensors_hooks is not False):
+    if not (
+        preserve_rng_state is True
+        and early_stop is True
+        and check is DEFAULT_CHECK
+        and (respect_saved_tensors_hooks is None or respect_saved_tensors_hooks is True)
+    ):
         options = RegionOptions(
-            bool(preserve_rng_state),
-            bool(early_stop),
+            checked_flag(preserve_rng_state, "preserve_rng_state"),
+            checked_flag(early_stop, "early_stop"),
             check=check,
-            respect_hooks=respect_saved_tensors_hooks is None or bool(respect_saved_tensors_hooks),
+            respect_hooks=respect_saved_tensors_hooks is None
+            or checked_flag(respect_saved_tensors_hooks, "respect_saved_tensors_hooks", others=(None,)),
         )
     if function is None:
         if args:
-            raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")
+            raise TypeError(
+                "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
+                "`checkpoint(...)(function)(*args)` to give options first."
+            )
         return _curried(options, context_fn, debug, kwargs)
     if kwargs and not _CURRIED_OPTIONS.isdisjoint(kwargs):
         check_swallowed(function, _CURRIED_OPTIONS, kwargs)
-    return _run(function, args, kwargs, options, context_fn, debug)
+    try:
+        return _run(function, args, kwargs, options, context_fn, debug)
+    except (TypeError, AttributeError):
+        explained = explain_call(function, args, kwargs)
+        if explained is None:
+            raise
+    try:
+        raise explained
+    finally:
+        del explained  # its traceback has this call, and the arguments with it
 
 
 #: Options that in a direct call are keyword arguments of the function, as in torch.
 _CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers"})
-
-
-def _reentrant_error() -> ValueError:
-    return ValueError(
-        "use_reentrant=True, but this engine is non-reentrant. It records the graph in forward and recomputes when backward "
-        "asks for a saved tensor, so autograd.grad, keyword arguments, nested structures and inputs without gradients all "
-        "work, and a recompute stops early. Leave the flag out, or pass use_reentrant=False."
-    )
 
 
 def _run(
@@ -213,6 +224,7 @@ def _run(
         contexts = None if context_fn is noop_context_fn else call_context_fn(context_fn)
         settings = current_settings()
         if debug if settings.debug is None else settings.debug:
+            checked_flag(debug, "debug")
             logs = OperatorLogs()
             own = logs.forward, logs.recompute
             frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
@@ -271,7 +283,9 @@ def _curried(
     if policy is not None:
         context_fn = _with_policy(context_fn, policy_from(policy))
     options = dataclasses.replace(
-        options, name=own_options.pop("name", None), preserve_buffers=bool(own_options.pop("preserve_buffers", True))
+        options,
+        name=own_options.pop("name", None),
+        preserve_buffers=checked_flag(own_options.pop("preserve_buffers", True), "preserve_buffers"),
     )
     if own_options:
         raise ValueError(
@@ -281,7 +295,12 @@ def _curried(
             "checkpoint(...)(function)(*args)."
         )
 
-    def as_region(function: Callable[P, R]) -> Callable[P, R]:
+    check_context_fn(context_fn)
+    checked_flag(debug, "debug")
+
+    def as_region(function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
+        check_callable(function, "checkpoint(...)")
+        check_alone(function, others, named, "checkpoint(...)")
         check_runs(function)
         return CheckpointedFunction(function, options, context_fn, debug)
 
@@ -341,12 +360,13 @@ def checkpoint_sequential(
             f"{type(use_reentrant).__name__}. Pack several tensors into a tuple that the first function unpacks."
         )
     if use_reentrant:
-        raise _reentrant_error()
-    steps: list[Callable[[Any], Any]] = list(functions)
+        raise reentrant_error(use_reentrant)
+    try:
+        steps: list[Callable[[Any], Any]] = list(functions)
+    except TypeError:
+        raise steps_error(functions) from None
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
-        raise ValueError(
-            f"segments should be an integer between 1 and the number of functions ({len(steps)}), but got {segments!r}."
-        )
+        raise segments_error(steps, segments, input)
     size = len(steps) // segments
     for start in range(0, size * (segments - 1), max(size, 1)):
         input = checkpoint(

@@ -105,6 +105,12 @@ class Noted:
     def _tensors(self) -> list[torch.Tensor | None]:
         return [*self._held, *(reference() for reference in self._weak)]
 
+    def required_grad(self) -> set[int]:
+        """Returns which of them required grad when they were noted, by the ``id`` of each; frozen parameters did not."""
+        others = [tensor for reference in self._weak if (tensor := reference()) is not None]
+        frozen = {id(tensor) for tensor in others if isinstance(tensor, torch.nn.Parameter)}
+        return {id(tensor) for tensor in (*self._held, *others)} - frozen
+
     def have_changed(self) -> bool:
         """Whether any was written to since."""
         return self._read() != self._versions and bool(self.changed())  # one that is gone has no version

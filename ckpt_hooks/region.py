@@ -6,12 +6,13 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from typing_extensions import ParamSpec, Self
+from typing_extensions import Never, ParamSpec, Self
 
-from ._callables import UNRUN, check_runs, refuse_unrun
+from ._callables import UNRUN, check_runs, is_policy, refuse_unrun
+from ._misuse import check_alone, check_callable, checked_flag, described_as, name_of
 from ._policy import Policy, policy_from
 from ._runtime.stack import stack
 from ._tape.frame import RecordedFrame
@@ -46,7 +47,17 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
-class checkpoint_region:  # noqa: N801 -- used like a function
+class _WrittenWithoutParentheses(type):
+    """The type of :class:`checkpoint_region`: has ``with checkpoint_region:`` say what to write."""
+
+    def __enter__(cls) -> NoReturn:
+        raise TypeError("checkpoint_region is a class: write `with checkpoint_region():`, with parentheses.")
+
+    def __exit__(cls, *exc_info: object) -> None:
+        """Is looked for before the block is entered."""
+
+
+class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- used like a function
     """Runs a block without keeping its activations; backward replays the operators that made what it needs.
 
     ::
@@ -100,10 +111,16 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         >>> y.sum().backward()
     """
 
-    def __init__(self, *, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True) -> None:
+    def __init__(
+        self, *misplaced: Never, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True
+    ) -> None:
+        if misplaced:
+            raise _misplaced_error(misplaced[0])
         self._policy: Policy | None = None if policy is None else policy_from(policy)
         self._name = name or "region"
-        self._respect_hooks = bool(respect_saved_tensors_hooks)
+        self._respect_hooks = respect_saved_tensors_hooks is True or checked_flag(
+            respect_saved_tensors_hooks, "respect_saved_tensors_hooks"
+        )
         self._latest: weakref.ref[RecordedFrame] | None = None
 
     def __enter__(self) -> Self:
@@ -127,12 +144,15 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         if frame is not None:
             frame.__exit__(kind, error, traceback)
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+    def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
         """Returns a function whose calls are regions.
 
         Raises:
-            TypeError: If calling the function does not run it, as with generators and coroutines.
+            TypeError: If calling the function does not run it, as with generators and coroutines; if it is no function; or if
+                there is anything besides it.
         """
+        check_callable(function, "checkpoint_region()")
+        check_alone(function, others, named, "checkpoint_region()")
         check_runs(function)
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -157,6 +177,21 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         """
         frame = None if self._latest is None else self._latest()
         return [] if frame is None else [KeptTensor(*kept) for kept in frame.kept()]
+
+
+def _misplaced_error(value: Any) -> TypeError:
+    """Returns the error for something that was given to ``checkpoint_region`` by position."""
+    if isinstance(value, str):
+        advice = f"To name the region, write `checkpoint_region(name={value!r})`."
+    elif callable(value) and not is_policy(value):
+        name = name_of(value)
+        advice = f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name})(*args)`; a decorator is "
+        advice += "written with parentheses, `@checkpoint_region()`."
+    elif is_policy(value):
+        advice = "A policy is given by name: write `checkpoint_region(policy=...)`."
+    else:
+        advice = "Write `with checkpoint_region():` around the lines that compute it."
+    return TypeError(f"checkpoint_region takes options by name only, but got {described_as(value)}. {advice}")
 
 
 def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
