@@ -7,10 +7,10 @@ package, and none of its promises, has a part in it.
 
 from __future__ import annotations
 
-import sysconfig as _sysconfig
+import sys as _sys
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-if _sysconfig.get_config_var("Py_GIL_DISABLED"):
+if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lambda: True)():
     raise ImportError(
         "ckpt_hooks does not support free-threaded Python: it tells by reference counts which saved tensors are still needed, "
         "and those are not exact without the global interpreter lock. Use the default build of Python."

@@ -200,8 +200,8 @@ def _compiled(grad_fn: str) -> str:
         return ""
     return (
         ", a function compiled by torch.compile. What such a function saves is the compiler's choice, and may change when "
-        "it is compiled anew, for other shapes or settings say. Compile it before the first step, or apply torch.compile to the "
-        "function that has the region in it"
+        "it is compiled anew, for other shapes or settings say. Compile it before the first step, or apply torch.compile to "
+        "the function that has the region in it"
     )
 
 

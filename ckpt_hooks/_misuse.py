@@ -36,13 +36,15 @@ def name_of(value: Any) -> str:
 
 
 def described_as(value: Any) -> str:
-    """Returns what was given instead of something else: a tensor with shape and type, a module or function by its name."""
+    """Returns what was given instead of something else: a tensor with shape and type, a module or function by name."""
     if isinstance(value, torch.Tensor):
         return f"a tensor, {describe_tensor(value)}"
     if isinstance(value, Module):
         return f"a module, {name_of(value)}"
     if inspect.isroutine(value) or isinstance(value, type):
         return f"{name_of(value)!r}"
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
+        return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r} of type {type(value).__name__}"
 
 
@@ -106,7 +108,7 @@ def check_callable(function: Any, form: str) -> None:
     Raises:
         TypeError: If it cannot be called.
     """
-    if not callable(function):
+    if not callable(function) and not hasattr(type(function), "__get__"):  # as static methods have
         called = " A block that was called already has kept its activations." if isinstance(function, torch.Tensor) else ""
         raise TypeError(
             f"{form} takes a function, but got {described_as(function)}.{called} Write `{form}(block)(x)`, and not "
@@ -161,7 +163,7 @@ def checked_flag(value: Any, name: str, *, others: Iterable[Any] = ()) -> bool:
 
 def reentrant_error(use_reentrant: Any) -> Exception:
     """Returns the error for a ``use_reentrant`` that is neither None nor False."""
-    if use_reentrant is not True and use_reentrant != 1:
+    if not (isinstance(use_reentrant, int) and use_reentrant == 1):
         return TypeError(
             f"use_reentrant should be None or False, but got {use_reentrant!r} of type {type(use_reentrant).__name__}. Leave "
             "the flag out, or pass use_reentrant=False."
