@@ -74,7 +74,7 @@ def _not_callable(value: Any, args: Sequence[Any] = ()) -> str:
     """Returns what was given instead of a function, and the right form."""
     described = described_as(value)
     if any(map(callable, args)):
-        return f"{described} first. The function comes first: `checkpoint(block, x)`."
+        return f"{described}, first. The function comes first: write `checkpoint(block, x)`."
     if isinstance(value, torch.Tensor):
         return (
             f"{described}, in place of the function. A block that was called already has kept its activations: write "
@@ -189,8 +189,8 @@ def segments_error(functions: Sequence[Callable[..., Any]], segments: Any, input
             f"segments and {input!r} for input. Write `checkpoint_sequential(functions, {input}, x)`."
         )
     return ValueError(
-        f"segments should be an integer between 1 and the number of functions ({len(functions)}), but got {segments!r}. The "
-        "square root of the number of functions is a good start."
+        f"segments should be an integer between 1 and the number of functions ({len(functions)}), but got {segments!r}. Pass "
+        "the square root of the number of functions for a start."
     )
 
 

@@ -146,10 +146,10 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     for op in ops:
         if isinstance(op, OPERATORS):
             continue
-        advice = "An operator is named like torch.ops.aten.mm.default."
+        advice = "Write operators like torch.ops.aten.mm.default."
         if isinstance(op, OPERATOR_PACKET):
             overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in overloads_of(op))
-            advice = f"Please update the OpOverloadPacket to a specific OpOverload, one of: {overloads}."
+            advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
         raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {op} of type {type(op).__name__}. {advice}")
     return ops
 

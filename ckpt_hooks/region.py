@@ -216,9 +216,11 @@ def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"checkpoint_name takes a tensor, but got {tensor!r} of type {type(tensor).__name__}.")
+        raise TypeError(
+            f"checkpoint_name takes a tensor, but got {tensor!r} of type {type(tensor).__name__}. Name each tensor by itself."
+        )
     if not isinstance(name, str):
-        raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}.")
+        raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}. Pass one that a policy has.")
     if not torch.compiler.is_dynamo_compiling():
         frame = stack.innermost
         if type(frame) is RecordedFrame:

@@ -164,9 +164,7 @@ def test_buffers_of_gradients(monkeypatch, run, function, reads_first):
     called = Calls(function)
     called.__qualname__ = "block"
     if reads_first and function is runs_backward and run != "region":
-        match = (
-            r"^region '.*read ctx\.input_grad_buffers.*Read ctx\.saved_tensors first, or write `with checkpoint_region\(\):`"
-        )
+        match = r"^region '.*read ctx\.input_grad_buffers.*Read ctx\.saved_tensors first, or write `with checkpoint_region"
         with pytest.raises(CheckpointError, match=match) as caught:
             buffered(RUNS[run], called)
         assert isinstance(caught.value.__cause__, RuntimeError)
