@@ -32,7 +32,7 @@ def change_in_words(found: int, expected: int, since: str = "", *, is_same: bool
             "exchanged by torch.utils.swap_tensors, between forward and backward."
         )
     if has_moved:
-        return f"was given another storage{since}, by set_ or an exchange of its .data: {versions}."
+        return f"was given another storage{since}, by set_ or an exchange of its data: {versions}."
     other = "" if is_same else ", or is another tensor than then"
     return f"has been modified by an inplace operation{since}{other}: {versions}."
 

@@ -1,9 +1,8 @@
-"""The messages of the package as its code has them: patterns of what is given to an error or a warning."""
+"""The messages of the package as its code has them: what is given to an error or a warning."""
 
 from __future__ import annotations
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +12,24 @@ import ckpt_hooks
 _MAKERS = {"_error", "warn", "Lost"}
 
 
-def _pattern(node: ast.expr) -> str | None:
-    """Returns a regular expression for the text that an expression makes; None where little of it is written out."""
+def _parts(node: ast.expr) -> tuple[str, ...]:
+    """Returns what is written out of the text that an expression makes, in order."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return re.escape(node.value).replace(r"\{region\}", ".*?")
+        return tuple(node.value.split("{region}"))
     if isinstance(node, ast.JoinedStr):
-        parts = [_pattern(part) if isinstance(part, ast.Constant) else ".*?" for part in node.values]
-        return "".join(part or "" for part in parts)
-    return None
+        return tuple(part for value in node.values if isinstance(value, ast.Constant) for part in _parts(value))
+    return ()
+
+
+def occurs(parts: tuple[str, ...], text: str) -> bool:
+    """Whether all parts of a message are in a text, in order."""
+    at = 0
+    for part in parts:
+        at = text.find(part, at)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
 
 
 def _calls(tree: ast.AST) -> Iterator[tuple[int, ast.expr]]:
@@ -32,15 +41,15 @@ def _calls(tree: ast.AST) -> Iterator[tuple[int, ast.expr]]:
                     yield node.lineno, argument
 
 
-def patterns() -> dict[str, str]:
-    """Returns where each message is in the code, by its pattern."""
+def messages() -> dict[tuple[str, ...], str]:
+    """Returns where each message is in the code, by what is written out of it."""
     root = Path(ckpt_hooks.__file__).parent
     found = {}
     for path in sorted(root.rglob("*.py")):
         for line, argument in _calls(ast.parse(path.read_text())):
-            pattern = _pattern(argument)
-            if pattern is not None and len(re.sub(r"\\.|\.\*\?", " ", pattern)) >= 20:
-                found[pattern] = f"{path.relative_to(root)}:{line}"
+            parts = _parts(argument)
+            if len("".join(parts)) >= 20:
+                found[parts] = f"{path.relative_to(root)}:{line}"
     return found
 
 
