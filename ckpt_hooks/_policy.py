@@ -6,6 +6,7 @@ import abc
 import functools
 import warnings
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -255,7 +256,10 @@ def policy_from(policy: Any, argument: str = "policy") -> Policy:
         return _from_ops(policy)
     if isinstance(policy, Policy):
         return policy
-    if callable(policy) and not isinstance(policy, _CALLABLE) and getattr(policy, "__module__", None) != _FACTORIES:
+    if type(policy) is FunctionType:
+        if policy.__module__ != _FACTORIES:
+            return _Function(policy)
+    elif callable(policy) and not isinstance(policy, _CALLABLE):  # which takes 2 us, as ABC classes do
         return _Function(policy)
     raise _no_policy(policy, argument)
 
