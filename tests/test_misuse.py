@@ -92,7 +92,7 @@ def test_a_tensor_for_a_function(grad):
     x = leaf(3)
     with torch.set_grad_enabled(grad):
         refused(TypeError, r"a tensor, float64\[3\] on cpu.*`checkpoint\(block, x\)`, and not", lambda: checkpoint(block(x)))
-        refused(TypeError, r"The function comes first: `checkpoint\(block, x\)`", lambda: checkpoint(x, block))
+        refused(TypeError, r"The function comes first: write `checkpoint\(block, x\)`", lambda: checkpoint(x, block))
         refused(TypeError, "got 3 of type int.*cannot be called", lambda: checkpoint(3, x))
         refused(TypeError, r"`checkpoint\(\.\.\.\)\(block\)\(x\)`, and not", lambda: checkpoint(early_stop=False)(block(x)))
         refused(TypeError, r"`checkpoint_region\(\)\(block\)\(x\)`, and not", lambda: checkpoint_region()(block(x)))

@@ -205,7 +205,7 @@ def test_our_contexts_serve_torchs_checkpoint():
     ("make", "error", "message"),
     [
         (lambda: p.save_ops(aten.mul), ValueError, r"one of: torch\.ops\.aten\.mul\.Tensor"),
-        (lambda: p.save_ops("aten.mm"), ValueError, "named like"),
+        (lambda: p.save_ops("aten.mm"), ValueError, "Write operators like"),
         (lambda: p.offload_ops(torch.mm), ValueError, "to be an OpOverload"),
         (lambda: p.save_every(aten.mm.default, 0), ValueError, "positive integer, but got 0"),
         (lambda: p.save_every(aten.mm.default, True), ValueError, "positive integer"),
