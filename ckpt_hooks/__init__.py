@@ -1,16 +1,38 @@
-"""Activation checkpointing for PyTorch: exact, lean, and a drop-in for ``torch.utils.checkpoint``."""
+"""Activation checkpointing for PyTorch: exact, lean, and a drop-in for ``torch.utils.checkpoint``.
+
+Three names of torch's reentrant engine are handed through as they are, for code that imports them from here:
+``CheckpointFunction``, ``check_backward_validity`` and ``detach_variable``. That engine is torch's own: no region of this
+package, and none of its promises, has a part in it.
+"""
+
+from __future__ import annotations
+
+import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lambda: True)():
+    raise ImportError(
+        "ckpt_hooks does not support free-threaded Python: it tells by reference counts which saved tensors are still needed, "
+        "and those are not exact without the global interpreter lock. Use the default build of Python."
+    )
 
 from ._ambient.tracking import track_rng
-from ._checkpoint import checkpoint, checkpoint_sequential, set_checkpoint_early_stop
+from ._checkpoint import checkpoint, set_checkpoint_early_stop
 from ._contexts import noop_context_fn
 from ._runtime.groups import GraphExecGroup
 from ._runtime.stack import is_recomputing
+from ._sequential import checkpoint_sequential
 from .debug import set_checkpoint_debug_enabled
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
 from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
+
+if _TYPE_CHECKING:
+    from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
+    from torch.utils.checkpoint import check_backward_validity as check_backward_validity
+    from torch.utils.checkpoint import detach_variable as detach_variable
 
 __version__ = "0.1.0"
 
@@ -38,3 +60,18 @@ __all__ = [
     "set_device_states",
     "track_rng",
 ]
+
+#: Names of torch's reentrant engine, taken from there when asked for.
+_OF_TORCH = frozenset({"CheckpointFunction", "check_backward_validity", "detach_variable"})
+
+
+def __getattr__(name: str) -> object:
+    if name in _OF_TORCH:
+        import torch.utils.checkpoint
+
+        return getattr(torch.utils.checkpoint, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_OF_TORCH})

@@ -21,6 +21,7 @@ import torch
 
 from ._containers import Capture, Container, TensorAt, build
 from ._fused_steps import num_fused_steps, stepped_since
+from ._mutation import change_in_words
 from ._origins import Origins, has_history
 from ._refit import as_kind, refit
 from ._runtime.frame import Frame, RegionPath
@@ -31,7 +32,6 @@ from ._torch import (
     storage_of,
     top_saved_tensors_hooks,
 )
-from ._words import describe_versions
 from .errors import CheckpointError, MutationError
 
 __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
@@ -345,10 +345,11 @@ class Arguments:
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
+        has_moved = self._saved is not None and storage_of(tensor) != self._storages[position]
+        change = change_in_words(tensor._version, expected, " since the region's forward began", has_moved=has_moved)
         raise MutationError(
-            f"{self._where(position, tensor, region)} has been modified by an inplace operation since the region's forward "
-            f"began: {describe_versions(tensor._version, expected)}. Backward reruns the region and "
-            "needs the values that forward saw. Modify a clone, or use the out-of-place form of the operation.",
+            f"{self._where(position, tensor, region)} {change} Backward reruns the region and needs the values that forward "
+            "saw. Modify a clone, or use the out-of-place form of the operation.",
             region=region,
             tensor=self._path_at(position),
             expected=expected,

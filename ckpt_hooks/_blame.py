@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
+from ._mutation import advice_for, change_in_words
 from ._reach import reach
 from ._runtime.frame import FIRST, Frame, RegionPath
 from ._torch import current_node, storage_of
-from ._words import describe_tensor, describe_versions
+from ._words import describe_tensor
 from .errors import CheckpointError, DeterminismError, MutationError
 
 __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "node_of", "uninitialized"]
 
 
-def mutation_error(name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...]) -> MutationError:
-    """Returns the error for a tensor that was modified in place since forward.
+def mutation_error(
+    name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...], *, is_same: bool = True
+) -> MutationError:
+    """Returns the error for a tensor that is not what it was in forward.
 
     Args:
         name: Which tensor, for the start of a sentence.
         tensor: The tensor.
         expected: Its version when forward saw it.
         region: Names of the regions, outermost first.
+        is_same: Whether it is the very tensor that forward saw, for all that is known.
     """
+    change = change_in_words(tensor._version, expected, " since forward", is_same=is_same)
     return MutationError(
-        f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, has been modified by an "
-        f"inplace operation since forward: {describe_versions(tensor._version, expected)}. Backward "
-        "reruns the region and needs the values that forward saw: modify the tensor after backward (is an optimizer's step "
-        "too early?), or let forward use a clone.",
+        f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
+        f"values that forward saw. {advice_for(tensor, expected)}",
         region=region,
         tensor=name,
         expected=expected,
@@ -124,16 +127,28 @@ def grad_fn_of(frame: Frame, index: int) -> str | None:
     return None if node is None else str(node.name())
 
 
-def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[torch.Tensor], str | None]) -> str:
-    """Returns a sentence on leaves that required grad in the forward of a region, and do not now, or the other way round.
+def changed_requires_grad(
+    error: DeterminismError,
+    path: RegionPath,
+    function: Any,
+    argument: Callable[[torch.Tensor], str | None],
+    required: Collection[int],
+) -> str:
+    """Returns sentences on leaves that required grad in the forward of a region, and do not now, or the other way round.
+
+    Only those are named that explain the error: more of them save more tensors, and fewer save fewer.
 
     Args:
+        error: What was found.
         path: The region.
         function: Its function.
         argument: Returns where a tensor is among the arguments, or None.
+        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
+    has_more = error.found.endswith(" or more") or error.expected.endswith("requires_grad=False")
+    has_fewer = not has_more and error.expected.endswith((" tensors", "requires_grad=True"))
     frozen: dict[int, torch.Tensor] = {}
-    known = set()
+    known = set(required)
     for node in _nodes():
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.Tensor):
@@ -149,18 +164,25 @@ def changed_requires_grad(path: RegionPath, function: Any, argument: Callable[[t
             ):
                 frozen[id(packed[0])] = packed[0]
     lines = [
-        f"{argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True in forward, and False now. "
+        f"In forward, {argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
         for leaf in frozen.values()
+        if not has_more
     ]
     lines += [
-        f"{name} has requires_grad=True now, and its gradient was not asked for in forward. "
+        f"In forward, {name} had requires_grad=False, and it has True now."
         for name, leaf in _named_tensors(function)
-        if leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
+        if not has_fewer and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
     ]
-    return "".join(lines)
+    return " ".join([*lines, "Change requires_grad after backward."] if lines else lines)
 
 
-def blame(error: DeterminismError, frame: Frame, function: Any, argument: Callable[[torch.Tensor], str | None]) -> None:
+def blame(
+    error: DeterminismError,
+    frame: Frame,
+    function: Any,
+    argument: Callable[[torch.Tensor], str | None],
+    required: Collection[int] = (),
+) -> None:
     """Lets an error say more: which operator saved the tensor, and what may be the cause.
 
     Args:
@@ -168,12 +190,24 @@ def blame(error: DeterminismError, frame: Frame, function: Any, argument: Callab
         frame: The region.
         function: Its function.
         argument: Returns where a tensor is among the arguments, or None.
+        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
     error.grad_fn = grad_fn_of(frame, error.index)
-    message = str(error) + changed_requires_grad(frame.path, function, argument)
+    parts = [str(error), changed_requires_grad(error, frame.path, function, argument, required)]
     if error.grad_fn is not None:
-        message += f" The tensor at position {error.index} was saved by {error.grad_fn}."
-    error.args = (message,)
+        parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}{_compiled(error.grad_fn)}.")
+    error.args = (" ".join(filter(None, parts)),)
+
+
+def _compiled(grad_fn: str) -> str:
+    """Returns what there is to say of a tensor that a compiled function saved; nothing of others."""
+    if "CompiledFunction" not in grad_fn:
+        return ""
+    return (
+        ", a function compiled by torch.compile. What such a function saves is the compiler's choice, and may change when "
+        "it is compiled anew, for other shapes or settings say. Compile it before the first step, or apply torch.compile to "
+        "the function that has the region in it"
+    )
 
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ._policy import Policy
 from ._torch import OPERATOR_PACKET, OPERATORS
 
-__all__ = ["UNRUN", "check_runs", "check_swallowed", "refuse_unrun"]
+__all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "refuse_unrun"]
 
 #: Types of what a call returns that has not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
@@ -55,8 +55,8 @@ def refuse_unrun(function: Any, result: Any) -> NoReturn:
 
 def _unrun_error(function: Any) -> TypeError:
     return TypeError(
-        f"{function!r} does not run when it is called, so its calls cannot be regions: write "
-        "`with checkpoint_region():` around lines of it."
+        f"{function!r} does not run when it is called, so its calls cannot be regions. Write `with checkpoint_region():` "
+        "around lines of it."
     )
 
 
@@ -72,7 +72,7 @@ def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs:
         TypeError: If the function takes no such argument, or the value is a policy: then the option is meant.
     """
     for name in names & kwargs.keys():
-        if _is_policy(kwargs[name]):
+        if is_policy(kwargs[name]):
             found = "which is a policy"
         elif not _takes(function, name):
             found = "which the function does not take"
@@ -85,7 +85,7 @@ def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs:
         )
 
 
-def _is_policy(value: Any) -> bool:
+def is_policy(value: Any) -> bool:
     """Whether a value is what the option ``policy`` takes, and little else does."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)

@@ -1,4 +1,4 @@
-"""``checkpoint`` and ``checkpoint_sequential``: function frames, called as in ``torch.utils.checkpoint``."""
+"""``checkpoint``: function frames, called as in ``torch.utils.checkpoint``."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, SupportsIndex, TypeVar, overload
 
 import torch
-from typing_extensions import ParamSpec
+from typing_extensions import Never, ParamSpec
 
 from ._callables import UNRUN, check_runs, check_swallowed, refuse_unrun
-from ._contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
+from ._contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
 from ._fused_steps import watch_fused_steps
+from ._misuse import check_alone, check_callable, checked_flag, explain_call, reentrant_error
 from ._options import DEFAULT_OPTIONS, RegionOptions
 from ._policy import Policy, policy_from
 from ._rerun import FunctionFrame
@@ -26,7 +27,7 @@ from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
 from .selective import create_selective_checkpoint_contexts, own_contexts
 
-__all__ = ["checkpoint", "checkpoint_sequential", "noop_context_fn", "set_checkpoint_early_stop"]
+__all__ = ["checkpoint", "noop_context_fn", "set_checkpoint_early_stop"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -50,7 +51,7 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x)
         >>> y.sum().backward()  # runs torch.sin to its end once more
     """
-    with override(early_stop=enable):
+    with override(early_stop=None if enable is None else checked_flag(enable, "enable", others=(None,))):
         yield
 
 
@@ -166,35 +167,45 @@ def checkpoint(
         torch.Size([2, 4])
     """
     if use_reentrant:
-        raise _reentrant_error()
+        raise reentrant_error(use_reentrant)
     check = DEFAULT_CHECK if determinism_check == "default" else check_of(determinism_check)
     options = DEFAULT_OPTIONS
-    if not (preserve_rng_state and early_stop and check is DEFAULT_CHECK and respect_saved_tensors_hooks is not False):
+    if not (
+        preserve_rng_state is True
+        and early_stop is True
+        and check is DEFAULT_CHECK
+        and (respect_saved_tensors_hooks is None or respect_saved_tensors_hooks is True)
+    ):
         options = RegionOptions(
-            bool(preserve_rng_state),
-            bool(early_stop),
+            checked_flag(preserve_rng_state, "preserve_rng_state"),
+            checked_flag(early_stop, "early_stop"),
             check=check,
-            respect_hooks=respect_saved_tensors_hooks is None or bool(respect_saved_tensors_hooks),
+            respect_hooks=respect_saved_tensors_hooks is None
+            or checked_flag(respect_saved_tensors_hooks, "respect_saved_tensors_hooks", others=(None,)),
         )
     if function is None:
         if args:
-            raise TypeError("checkpoint got arguments, but None for the function; without arguments that is the curried form.")
+            raise TypeError(
+                "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
+                "`checkpoint(...)(function)(*args)` to give options first."
+            )
         return _curried(options, context_fn, debug, kwargs)
     if kwargs and not _CURRIED_OPTIONS.isdisjoint(kwargs):
         check_swallowed(function, _CURRIED_OPTIONS, kwargs)
-    return _run(function, args, kwargs, options, context_fn, debug)
+    try:
+        return _run(function, args, kwargs, options, context_fn, debug)
+    except (TypeError, AttributeError):
+        explained = explain_call(function, args, kwargs)
+        if explained is None:
+            raise
+    try:
+        raise explained
+    finally:
+        del explained  # its traceback has this call, and the arguments with it
 
 
 #: Options that in a direct call are keyword arguments of the function, as in torch.
 _CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers"})
-
-
-def _reentrant_error() -> ValueError:
-    return ValueError(
-        "use_reentrant=True, but this engine is non-reentrant. It records the graph in forward and recomputes when backward "
-        "asks for a saved tensor, so autograd.grad, keyword arguments, nested structures and inputs without gradients all "
-        "work, and a recompute stops early. Leave the flag out, or pass use_reentrant=False."
-    )
 
 
 def _run(
@@ -230,6 +241,7 @@ def _run_as_region(
         contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
         settings = current_settings()
         if debug if settings.debug is None else settings.debug:
+            checked_flag(debug, "debug")
             logs = OperatorLogs()
             own = logs.forward, logs.recompute
             frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
@@ -288,7 +300,9 @@ def _curried(
     if policy is not None:
         context_fn = _with_policy(context_fn, policy_from(policy))
     options = dataclasses.replace(
-        options, name=own_options.pop("name", None), preserve_buffers=bool(own_options.pop("preserve_buffers", True))
+        options,
+        name=own_options.pop("name", None),
+        preserve_buffers=checked_flag(own_options.pop("preserve_buffers", True), "preserve_buffers"),
     )
     if own_options:
         raise ValueError(
@@ -298,7 +312,12 @@ def _curried(
             "checkpoint(...)(function)(*args)."
         )
 
-    def as_region(function: Callable[P, R]) -> Callable[P, R]:
+    check_context_fn(context_fn)
+    checked_flag(debug, "debug")
+
+    def as_region(function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
+        check_callable(function, "checkpoint(...)")
+        check_alone(function, others, named, "checkpoint(...)")
         check_runs(function)
         return CheckpointedFunction(function, options, context_fn, debug)
 
@@ -319,81 +338,3 @@ def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Calla
         return both(create_selective_checkpoint_contexts(policy), others)
 
     return contexts
-
-
-def checkpoint_sequential(
-    functions: torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]],
-    segments: int,
-    input: Any,
-    use_reentrant: bool | None = None,
-    *,
-    preserve_rng_state: bool = True,
-    **kwargs: Any,
-) -> Any:
-    """Runs functions one after the other, in segments, of which all but the last are regions.
-
-    Kept until backward: the input of each segment, and everything of the last segment, which backward needs first.
-
-    Args:
-        functions: What to call in order, each with the output of the one before: a ``torch.nn.Sequential``, a
-            ``torch.nn.ModuleList`` or a sequence of callables.
-        segments: Into how many segments to cut; the last one takes what does not divide evenly. The square root of the number
-            of functions is a good start.
-        input: What the first function gets.
-        use_reentrant: None or False, as for :func:`checkpoint`.
-        preserve_rng_state: As for :func:`checkpoint`.
-        **kwargs: None are known.
-
-    Returns:
-        What the last function returns.
-
-    Raises:
-        TypeError: If more than one input is given.
-        ValueError: If ``segments`` is not between 1 and the number of functions, or an option is unknown.
-
-    Example:
-        >>> import torch
-        >>> from ckpt_hooks import checkpoint_sequential
-        >>> layers = [torch.nn.Linear(4, 4) for _ in range(9)]
-        >>> y = checkpoint_sequential(layers, 3, torch.ones(2, 4, requires_grad=True))
-    """
-    if kwargs:
-        raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For "
-            "other options, call each segment by itself: checkpoint(policy=...)(function)(input)."
-        )
-    if use_reentrant is not None and not isinstance(use_reentrant, bool):
-        raise TypeError(
-            "checkpoint_sequential takes one input, but got another positional argument of type "
-            f"{type(use_reentrant).__name__}. Pack several tensors into a tuple that the first function unpacks."
-        )
-    if use_reentrant:
-        raise _reentrant_error()
-    steps: list[Callable[[Any], Any]] = list(functions)
-    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
-        raise ValueError(
-            f"segments should be an integer between 1 and the number of functions ({len(steps)}), but got {segments!r}."
-        )
-    size = len(steps) // segments
-    for start in range(0, size * (segments - 1), max(size, 1)):
-        input = checkpoint(
-            _Segment(steps[start : start + size], start),
-            input,
-            preserve_rng_state=preserve_rng_state,
-        )
-    return _Segment(steps[size * (segments - 1) :], size * (segments - 1))(input)
-
-
-class _Segment:
-    """Some of the functions of :func:`checkpoint_sequential`, as one."""
-
-    __slots__ = ("__qualname__", "steps")
-
-    def __init__(self, steps: list[Callable[[Any], Any]], start: int) -> None:
-        self.steps = steps
-        self.__qualname__ = f"checkpoint_sequential[{start}:{start + len(steps)}]"
-
-    def __call__(self, value: Any) -> Any:
-        for step in self.steps:
-            value = step(value)
-        return value

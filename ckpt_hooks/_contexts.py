@@ -21,6 +21,7 @@ __all__ = [
     "Selects",
     "both",
     "call_context_fn",
+    "check_context_fn",
     "noop_context_fn",
     "reusable",
     "selection_of",
@@ -42,14 +43,33 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
     """Returns what a ``context_fn`` returns.
 
     Raises:
-        TypeError: If that is not two context managers.
+        TypeError: If that is not two context managers, or ``context_fn`` no function.
     """
-    contexts = context_fn()
+    try:
+        contexts = context_fn()
+    except TypeError:
+        check_context_fn(context_fn)
+        raise
     if not (isinstance(contexts, (tuple, list)) and len(contexts) == 2):
         raise TypeError(
-            f"context_fn should return two context managers, one for forward and one for recomputes, but returned {contexts!r}."
+            "context_fn should return two context managers, one for forward and one for recomputes, but returned "
+            f"{contexts!r}. Return contextlib.nullcontext() where there is nothing to enter."
         )
     return contexts[0], contexts[1]
+
+
+def check_context_fn(context_fn: Any) -> None:
+    """Checks a ``context_fn`` without calling it.
+
+    Raises:
+        TypeError: If it is no function.
+    """
+    if not callable(context_fn):
+        raise TypeError(
+            "context_fn should be a function that returns two context managers, but got "
+            f"{context_fn!r} of type {type(context_fn).__name__}. Leave it out, or pass noop_context_fn, where there is "
+            "nothing to enter."
+        )
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NoReturn
 
 from ._arguments import Arguments
 from ._boundaries import NO_MARKS
-from ._filling import Filling
+from ._filling import TIP, Filling
 from ._reached_objects import ObjectNotes
 from ._runtime.frame import Frame, Mark, RegionPath, format_path
-from .errors import DeterminismError
+from .errors import CheckpointError, DeterminismError
 
 __all__ = ["ExplainingFrame"]
 
@@ -78,13 +79,15 @@ class ExplainingFrame(Frame):
         kind = type(error)
         if kind not in _SYMPTOMS or not self.complete:
             return
+        if kind is RuntimeError and "input_grad_buffers" in str(error):
+            self._refuse_backward(error)
         changes = [] if self._objects is None else self._objects.changes()
         if not (selective and kind is RuntimeError) and not any(change.matters() for change in changes):
             return
         region = self._region()
         found = DeterminismError(
             f"region {'/'.join(region)!r}: the recompute failed where forward did not, after {saved} saved tensors. "
-            f"{kind.__name__}: {error}\nThe function did not do the same again.",
+            f"{kind.__name__}: {error}\n{TIP}",
             region=region,
             index=saved,
             expected="no exception",
@@ -95,6 +98,23 @@ class ExplainingFrame(Frame):
             raise found from error
         finally:
             del found, error  # whose tracebacks have this call, which would keep them alive in turn
+
+    def _refuse_backward(self, error: Exception) -> NoReturn:
+        """Raises the error for a recompute with a backward in it, where torch allows none.
+
+        Raises:
+            CheckpointError: In any case.
+        """
+        region = self._region()
+        try:
+            raise CheckpointError(
+                f"region {'/'.join(region)!r}: its function runs backward, and so does its recompute, which a custom backward "
+                "has set off after it had read ctx.input_grad_buffers. Torch allows no backward until that one returns. Read "
+                "ctx.saved_tensors first, or write `with checkpoint_region():`, which runs Python once.",
+                region=region,
+            ) from error
+        finally:
+            del error
 
     def _explain_leftovers(self, filling: Filling) -> None:
         """Raises if a rerun has gone on from where forward ended; see :mod:`ckpt_hooks._leftovers`."""

@@ -38,9 +38,10 @@ from .determinism import Check, version_of
 from .determinism import first_difference as first_other_fingerprint
 from .errors import DeterminismError, MutationError
 
-__all__ = ["Filling", "StopRecompute"]
+__all__ = ["TIP", "Filling", "StopRecompute"]
 
-_TIP = (
+#: Ends errors of reruns that did something else than forward.
+TIP = (
     "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
     "forward and backward; a cache that forward filled; randomness from outside of torch. Pass `debug=True` to see the "
     "operators of both runs."
@@ -281,7 +282,9 @@ class Filling:
         for index, (value, expected, now) in enumerate(zip(self.values, expected_facts, found, strict=False)):
             if value is not MISSING and expected != now:
                 if self._wanted is not None and len(self._wanted) == 1:
-                    raise mutation_error(self._name(index), value, version_of(expected), format_path(self._frame.path))
+                    raise mutation_error(
+                        self._name(index), value, version_of(expected), format_path(self._frame.path), is_same=False
+                    )
                 self.values[index] = MISSING
 
     def _name(self, index: int) -> str:
@@ -367,7 +370,7 @@ class Filling:
     def _error(self, message: str, index: int, expected: str, found: str) -> DeterminismError:
         region = format_path(self._frame.path)
         return DeterminismError(
-            f"region {'/'.join(region)!r}: {message}{_TIP}", region=region, index=index, expected=expected, found=found
+            f"region {'/'.join(region)!r}: {message}{TIP}", region=region, index=index, expected=expected, found=found
         )
 
 

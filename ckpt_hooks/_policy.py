@@ -6,6 +6,7 @@ import abc
 import functools
 import warnings
 from collections.abc import Callable, Iterable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ __all__ = [
     "overloads_of",
     "policy_from",
     "saving",
+    "warn_of_unheard",
     "warn_of_unseen",
 ]
 
@@ -87,6 +89,10 @@ class Policy(abc.ABC):
     #: Operators that its user named and that no region has been looked through for: one that never comes is a mistake mostly.
     expects: frozenset[Any] = frozenset()
 
+    #: Names that its user gave, and those of them that no tensor of a region has had yet.
+    names: frozenset[str] = frozenset()
+    expected_names: frozenset[str] = frozenset()
+
     #: Whether it decides by the names that ``checkpoint_name`` gives, which recorded regions know and others do not.
     knows_names: bool = False
 
@@ -141,10 +147,10 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     for op in ops:
         if isinstance(op, OPERATORS):
             continue
-        advice = "An operator is named like torch.ops.aten.mm.default."
+        advice = "Write operators like torch.ops.aten.mm.default."
         if isinstance(op, OPERATOR_PACKET):
             overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in overloads_of(op))
-            advice = f"Please update the OpOverloadPacket to a specific OpOverload, one of: {overloads}."
+            advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
         raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {op} of type {type(op).__name__}. {advice}")
     return ops
 
@@ -250,11 +256,36 @@ def policy_from(policy: Any, argument: str = "policy") -> Policy:
         return _from_ops(policy)
     if isinstance(policy, Policy):
         return policy
-    if callable(policy):
+    if type(policy) is FunctionType:
+        if policy.__module__ != _FACTORIES:
+            return _Function(policy)
+    elif callable(policy) and not isinstance(policy, _CALLABLE):  # which takes 2 us, as ABC classes do
         return _Function(policy)
-    raise TypeError(
-        f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got {policy!r} of "
-        f"type {type(policy).__name__}."
+    raise _no_policy(policy, argument)
+
+
+#: Operators, which can be called and are no policies.
+_CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET)
+#: The module whose functions return policies.
+_FACTORIES = f"{__package__}.policies"
+
+
+def _no_policy(policy: Any, argument: str) -> TypeError:
+    """Returns the error for something that is given as a policy and is none."""
+    expected = f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got"
+    if isinstance(policy, OPERATORS):
+        place = "torch.ops" if "." in str(policy) else "torch.ops.higher_order"
+        return TypeError(f"{expected} the operator {policy}. Write a list: {argument}=[{place}.{policy}].")
+    if isinstance(policy, OPERATOR_PACKET):
+        overload = f"torch.ops.{policy}.{overloads_of(policy)[0]}"
+        return TypeError(f"{expected} {policy}, which has several operators. Write a list of them: {argument}=[{overload}].")
+    if getattr(policy, "__module__", None) == _FACTORIES and callable(policy):
+        name = policy.__name__
+        return TypeError(f"{expected} {name}, which makes policies. Call it: {argument}={name}(...).")
+    name = policy if isinstance(policy, str) and policy.isidentifier() else "dots_saveable"
+    return TypeError(
+        f"{expected} {policy!r} of type {type(policy).__name__}. Write {argument}=ckpt_hooks.policies.{name}, say, or a list "
+        f"of operators, {argument}=[torch.ops.aten.mm.default]."
     )
 
 
@@ -292,6 +323,52 @@ def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
             "function can print those that it is asked for.",
             stacklevel=6,
         )
+
+
+def warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
+    """Warns of names that a policy has and that no ``checkpoint_name`` gave; once for a policy.
+
+    It does so after the first region under the policy if that gave none of them. It does so too after a region that gave a
+    name which one of them looks like, with a slip of the pen, and that one has not come yet.
+
+    Args:
+        policy: The policy.
+        given: The names that were given in a region under it, which ends.
+    """
+    missing = policy.expected_names - given
+    slips = {name: near for name in missing if (near := [other for other in given - policy.names if _is_slip(name, other)])}
+    if not slips and missing != policy.names:
+        policy.expected_names = missing
+        return
+    policy.expected_names = frozenset()
+    meant = sorted({other for near in slips.values() for other in near})
+    warnings.warn(
+        f"{policy!r} has names that no tensor of its region has: {_quoted(slips or missing)}. "
+        f"{f'Is {_quoted(meant)} meant? ' if meant else ''}Names in the region: {_quoted(given) or 'none'}. Give a tensor its "
+        "name by checkpoint_name(tensor, name), among the lines of the region.",
+        stacklevel=5,
+    )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
+
+
+def _is_slip(one: str, other: str) -> bool:
+    """Whether two names differ in case, signs, one letter too many, or two letters exchanged; never for a digit."""
+    one, other = ("".join(filter(str.isalnum, name)).lower() for name in (one, other))
+    if one == other:
+        return True
+    shorter, longer = sorted((one, other), key=len)
+    if len(longer) == len(shorter) + 1:
+        return any(not letter.isdigit() and shorter == longer[:at] + longer[at + 1 :] for at, letter in enumerate(longer))
+    if len(longer) != len(shorter):
+        return False
+    places = [at for at, (letter, another) in enumerate(zip(one, other, strict=True)) if letter != another]
+    if len(places) != 2 or places[1] != places[0] + 1:
+        return False
+    pair, exchanged = one[places[0] : places[1] + 1], other[places[0] : places[1] + 1]
+    return pair == exchanged[::-1] and not pair.isdigit()
 
 
 def in_words(ops: list[Any]) -> str:

@@ -295,7 +295,8 @@ class FunctionFrame(CallingFrame):
         try:
             values = filling.result(self._options.check, self._marks)
         except DeterminismError as found:  # not those of regions around, which restore the arguments
-            blame(found, self, self._function, self._arguments.path_of)
+            required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
+            blame(found, self, self._function, self._arguments.path_of, required)
             self._explain(found)
             raise
         if self._selection is not None:

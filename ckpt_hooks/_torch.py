@@ -35,7 +35,10 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 
 # Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
 # which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
-queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+# Torch 2.15 has made it public; the engine's own goes when 2.14 does.
+queue_callback: Callable[[Callable[[], None]], None] = getattr(
+    torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
+)
 
 # What operators are: overloads, and operators of operators; several overloads of one name are a packet. 2.11 to 2.15.
 OVERLOAD: Any = torch._ops.OpOverload

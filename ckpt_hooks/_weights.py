@@ -107,6 +107,16 @@ class Noted:
     def _tensors(self) -> list[torch.Tensor | None]:
         return [*self._held, *(reference() for reference in self._weak)]
 
+    def required_grad(self, plans: Sequence[ModulePlan]) -> set[int]:
+        """Returns which of them required grad when they were noted, by the ``id`` of each.
+
+        Args:
+            plans: Those of the modules that they were noted of, whose frozen parameters did not.
+        """
+        others = {id(tensor) for reference in self._weak if (tensor := reference()) is not None}
+        of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
+        return {*map(id, self._held), *(others - of_modules)}
+
     def have_changed(self) -> bool:
         """Whether any was written to since."""
         if self._read() == self._versions and self._steps == num_fused_steps():

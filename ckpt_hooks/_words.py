@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["describe", "describe_kind", "describe_tensor", "describe_versions"]
+__all__ = ["describe", "describe_kind", "describe_tensor"]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -27,10 +27,3 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def describe_versions(found: int, expected: int) -> str:
-    """Returns how a tensor's version tells that it was modified; what is no version's to tell, a fused optimizer did."""
-    if found == expected:
-        return "a step of a fused optimizer wrote to it, which its version does not tell"
-    return f"it is at version {found}; expected version {expected} instead"

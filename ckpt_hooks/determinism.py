@@ -203,7 +203,8 @@ def check_of(determinism_check: Any) -> Check:
     raise ValueError(
         f"determinism_check should be one of {choices}, or a function of a tensor, but got {determinism_check!r}. 'default' "
         "compares shape, dtype and device of what forward and recompute saved; 'values' compares a hash of all values too, "
-        "'sampled_values' some of the values, and a function what it returns; 'none' compares nothing."
+        "'sampled_values' some of the values, and a function what it returns; 'none' compares nothing. Leave it out "
+        "for 'default'."
     )
 
 

@@ -76,16 +76,16 @@ class DeterminismError(CheckpointError):
 
 
 class MutationError(CheckpointError):
-    """A tensor that backward needs was modified in place since forward saw it.
+    """A tensor that backward needs is not what forward saw: it was modified in place, exchanged, or bound anew.
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
         tensor: Which one: where it stands among the arguments, as in ``args[1]['mask']``, or what it is and when it was saved.
-        expected: Version of the tensor when forward saw it.
-        found: Version of the tensor now.
+        expected: Version of the tensor when forward saw it; None where no version tells of the change.
+        found: Version of the tensor now; None likewise.
     """
 
-    def __init__(self, message: str, *, region: tuple[str, ...], tensor: str, expected: int, found: int) -> None:
+    def __init__(self, message: str, *, region: tuple[str, ...], tensor: str, expected: int | None, found: int | None) -> None:
         super().__init__(message, region=region)
         self.tensor = tensor
         self.expected = expected

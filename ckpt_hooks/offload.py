@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ._mutation import AFTER_BACKWARD, advice_for, change_in_words
 from ._torch import (
     counted_detach,
     is_traced,
@@ -253,7 +254,10 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
 
     def __init__(self, min_offload_size: int = DEFAULT_MIN_OFFLOAD_SIZE) -> None:
         if isinstance(min_offload_size, bool) or not isinstance(min_offload_size, int) or min_offload_size < 0:
-            raise ValueError(f"min_offload_size should be a number of bytes, but got {min_offload_size!r}.")
+            raise ValueError(
+                f"min_offload_size should be a number of bytes, but got {min_offload_size!r}. Pass 0 to move tensors of "
+                "every size."
+            )
 
         waiting = self._waiting = _Waiting()
 
@@ -310,8 +314,8 @@ class _Saved:
         version = self._tensor._version
         if version != self._version:
             raise MutationError(
-                "a tensor that was moved to the host has been modified by an inplace operation since it was saved, maybe while "
-                f"it was copied: it is at version {version}; expected version {self._version} instead. Modify a clone.",
+                "a tensor that was moved to the host "
+                f"{change_in_words(version, self._version, ' since it was saved, maybe while it was copied')} {AFTER_BACKWARD}",
                 region=(),
                 tensor="a saved tensor",
                 expected=self._version,
@@ -359,10 +363,9 @@ def _bring_back(packed: Any) -> torch.Tensor:
     if tensor._version != version:
         what = f"a {describe_kind(tensor)} {'leaf' if tensor.requires_grad else 'tensor'}"
         raise MutationError(
-            f"{what} that was saved in a block of offload_saved_tensors, and stayed where it was, has been modified by an "
-            f"inplace operation: it is at version {tensor._version}; expected version {version} instead. Backward needs the "
-            "values that forward saw: modify the tensor after backward (is an optimizer's step too early?), or let forward use "
-            "a clone.",
+            f"{what} that was saved in a block of offload_saved_tensors, and stayed where it was, "
+            f"{change_in_words(tensor._version, version)} Backward needs the values that forward saw. "
+            f"{advice_for(tensor, version)}",
             region=(),
             tensor=what,
             expected=version,

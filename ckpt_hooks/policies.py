@@ -217,7 +217,7 @@ def save_every(op: Any, n: int) -> Policy:
     """
     (checked,) = checked_operators([op], "op")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n should be a positive integer, but got {n!r}.")
+        raise ValueError(f"n should be a positive integer, but got {n!r}. Pass 2 to keep every second output.")
     return _SaveEvery(checked, n)
 
 
@@ -236,6 +236,7 @@ class _Both(Policy):
     def __init__(self, one: Policy, other: Policy) -> None:
         self._one, self._other = one, other
         self.knows_names = one.knows_names or other.knows_names
+        self.names = self.expected_names = one.names | other.names
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         first, second = self._one.for_op(op), self._other.for_op(op)
@@ -284,6 +285,7 @@ class _Names(Policy):
         self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str
     ) -> None:
         self._title, self._decisions, self._others, self._meaning = title, decisions, others, meaning
+        self.names = self.expected_names = frozenset(decisions)
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return _RECOMPUTE
@@ -297,11 +299,14 @@ class _Names(Policy):
 
 def _checked_names(names: Iterable[str], argument: str) -> list[str]:
     if isinstance(names, str):
-        raise TypeError(f"{argument} should be names, but got one string, {names!r}: pass [{names!r}].")
+        raise TypeError(f"{argument} should be names, but got one string, {names!r}: pass a list, [{names!r}].")
     names = list(names)
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"{argument} should be strings, but got {name!r} of type {type(name).__name__}.")
+            raise TypeError(
+                f"{argument} should be strings, but got {name!r} of type {type(name).__name__}. Pass the names that "
+                "checkpoint_name gives."
+            )
     return names
 
 
@@ -356,7 +361,8 @@ def save_and_offload_only_these_names(
     both = sorted(set(saved) & set(offloaded))
     if both:
         raise ValueError(
-            f"names_which_can_be_saved and names_which_can_be_offloaded should have no name in common, but both have {both}."
+            f"names_which_can_be_saved and names_which_can_be_offloaded should have no name in common, but both have {both}. "
+            "Leave each name in one of them."
         )
     decisions = {**dict.fromkeys(saved, _SAVE), **dict.fromkeys(offloaded, _OFFLOAD)}
     meaning = f"keeps what is named {', '.join(map(repr, saved))}, and on the host {', '.join(map(repr, offloaded))}"

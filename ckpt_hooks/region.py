@@ -7,12 +7,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from typing_extensions import ParamSpec, Self
+from typing_extensions import Never, ParamSpec, Self
 
-from ._callables import UNRUN, check_runs, refuse_unrun
+from ._callables import UNRUN, check_runs, is_policy, refuse_unrun
+from ._misuse import check_alone, check_callable, checked_flag, described_as, name_of
 from ._policy import Policy, policy_from
 from ._runtime.interrupts import ThreadMark, bring_back, mark_thread
 from ._runtime.stack import stack
@@ -124,7 +125,17 @@ class _Exit:
         return leave
 
 
-class checkpoint_region:  # noqa: N801 -- used like a function
+class _WrittenWithoutParentheses(type):
+    """The type of :class:`checkpoint_region`: has ``with checkpoint_region:`` say what to write."""
+
+    def __enter__(cls) -> NoReturn:
+        raise TypeError("checkpoint_region is a class: write `with checkpoint_region():`, with parentheses.")
+
+    def __exit__(cls, *exc_info: object) -> None:
+        """Is looked for before the block is entered."""
+
+
+class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- used like a function
     """Runs a block without keeping its activations; backward replays the operators that made what it needs.
 
     ::
@@ -178,10 +189,16 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         >>> y.sum().backward()
     """
 
-    def __init__(self, *, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True) -> None:
+    def __init__(
+        self, *misplaced: Never, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True
+    ) -> None:
+        if misplaced:
+            raise _misplaced_error(misplaced[0])
         self._policy: Policy | None = None if policy is None else policy_from(policy)
         self._name = name or "region"
-        self._respect_hooks = bool(respect_saved_tensors_hooks)
+        self._respect_hooks = respect_saved_tensors_hooks is True or checked_flag(
+            respect_saved_tensors_hooks, "respect_saved_tensors_hooks"
+        )
         self._latest: weakref.ref[RecordedFrame] | None = None
 
     def __enter__(self) -> Self:
@@ -213,12 +230,15 @@ class checkpoint_region:  # noqa: N801 -- used like a function
     else:
         __exit__ = _Exit()
 
-    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
+    def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
         """Returns a function whose calls are regions.
 
         Raises:
-            TypeError: If calling the function does not run it, as with generators and coroutines.
+            TypeError: If calling the function does not run it, as with generators and coroutines; if it is no function; or if
+                there is anything besides it.
         """
+        check_callable(function, "checkpoint_region()")
+        check_alone(function, others, named, "checkpoint_region()")
         check_runs(function)
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -245,6 +265,21 @@ class checkpoint_region:  # noqa: N801 -- used like a function
         return [] if frame is None else [KeptTensor(*kept) for kept in frame.kept()]
 
 
+def _misplaced_error(value: Any) -> TypeError:
+    """Returns the error for something that was given to ``checkpoint_region`` by position."""
+    if isinstance(value, str):
+        advice = f"To name the region, write `checkpoint_region(name={value!r})`."
+    elif callable(value) and not is_policy(value):
+        name = name_of(value)
+        advice = f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name})(*args)`; a decorator is "
+        advice += "written with parentheses, `@checkpoint_region()`."
+    elif is_policy(value):
+        advice = "A policy is given by name: write `checkpoint_region(policy=...)`."
+    else:
+        advice = "Write `with checkpoint_region():` around the lines that compute it."
+    return TypeError(f"checkpoint_region takes options by name only, but got {described_as(value)}. {advice}")
+
+
 def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
     """Gives a tensor a name, by which a policy of the region that it is made in may keep it.
 
@@ -267,9 +302,11 @@ def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
         ...     y = checkpoint_name(x @ x, "product").sin()
     """
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"checkpoint_name takes a tensor, but got {tensor!r} of type {type(tensor).__name__}.")
+        raise TypeError(
+            f"checkpoint_name takes a tensor, but got {tensor!r} of type {type(tensor).__name__}. Name each tensor by itself."
+        )
     if not isinstance(name, str):
-        raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}.")
+        raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}. Pass one that a policy has.")
     if not torch.compiler.is_dynamo_compiling():
         frame = stack.innermost
         if type(frame) is RecordedFrame:

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 
-# What torch.utils.checkpoint exports and this package does not: the reentrant engine.
+# What torch.utils.checkpoint exports and this package hands through: the reentrant engine.
 REENTRANT = {"CheckpointFunction", "check_backward_validity", "detach_variable"}
 
 
@@ -24,9 +24,76 @@ def test_all_is_sorted_and_true():
         assert hasattr(ckpt_hooks, name)
 
 
+def public_names_of_torch():
+    """The names that the installed torch exports, and others that its module defines."""
+    module = torch.utils.checkpoint
+    defined = {name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__}
+    return {*module.__all__, *(name for name in defined if not name.startswith("_"))}
+
+
 def test_names_of_torch_are_there():
     """Code written for ``torch.utils.checkpoint`` finds its names."""
-    assert set(torch.utils.checkpoint.__all__) - set(ckpt_hooks.__all__) == REENTRANT
+    names = public_names_of_torch()
+    assert names - set(ckpt_hooks.__all__) == REENTRANT
+    for name in names:
+        assert getattr(ckpt_hooks, name) is not None
+        assert name in dir(ckpt_hooks)
+
+
+@pytest.mark.parametrize("name", sorted(REENTRANT))
+def test_names_of_the_reentrant_engine_are_torchs_own(name):
+    assert getattr(ckpt_hooks, name) is getattr(torch.utils.checkpoint, name)
+    assert name not in vars(ckpt_hooks)
+    assert name not in ckpt_hooks.__all__
+
+
+def test_the_reentrant_engine_in_a_program():
+    from ckpt_hooks import CheckpointFunction, check_backward_validity, detach_variable
+
+    x = torch.rand(3, requires_grad=True)
+    check_backward_validity((x,))
+    y = CheckpointFunction.apply(lambda x: x.sin().cos(), True, *detach_variable((x,)))
+    y.sum().backward()
+    assert x.grad is None  # which belongs to the detached one
+    (expected,) = torch.autograd.grad(x.sin().cos().sum(), x)
+    CheckpointFunction.apply(lambda x: x.sin().cos(), True, x).sum().backward()
+    assert torch.equal(x.grad, expected)
+
+
+def test_the_reentrant_engine_is_not_asked_for_on_import():
+    program = (
+        "import torch.utils.checkpoint as theirs\n"
+        f"for name in {sorted(REENTRANT)}:\n"
+        "    delattr(theirs, name)\n"
+        "import ckpt_hooks\n"
+        "assert 'CheckpointFunction' in dir(ckpt_hooks)\n"
+        "assert not hasattr(ckpt_hooks, 'CheckpointFunction')\n"
+        "from ckpt_hooks import *\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_names_that_are_not_there():
+    with pytest.raises(AttributeError, match="module 'ckpt_hooks' has no attribute 'nothing'"):
+        _ = ckpt_hooks.nothing
+    assert {"checkpoint", *REENTRANT, "__version__"} <= set(dir(ckpt_hooks))
+    assert sorted(dir(ckpt_hooks)) == dir(ckpt_hooks)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        "sys.version = '3.14.0 free-threading build (main) [GCC]'",
+        "sys.version = '3.13.0 experimental free-threading build (main) [GCC]'; sys._is_gil_enabled = lambda: True",
+        "sys._is_gil_enabled = lambda: False",
+    ],
+)
+def test_python_without_a_global_lock_is_refused(how):
+    program = f"import sys, torch\n{how}\nimport ckpt_hooks"
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=False, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "ImportError: ckpt_hooks does not support free-threaded Python: " in result.stderr
+    assert result.stderr.strip().endswith("Use the default build of Python.")
 
 
 @pytest.mark.parametrize("name", ckpt_hooks.__all__)

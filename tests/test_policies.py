@@ -331,7 +331,7 @@ def test_contexts_that_are_no_pair(make, words, policy):
     ("make", "error", "message"),
     [
         (lambda: p.save_ops(aten.mul), ValueError, r"one of: torch\.ops\.aten\.mul\.Tensor"),
-        (lambda: p.save_ops("aten.mm"), ValueError, "named like"),
+        (lambda: p.save_ops("aten.mm"), ValueError, "Write operators like"),
         (lambda: p.offload_ops(torch.mm), ValueError, "to be an OpOverload"),
         (lambda: p.save_every(aten.mm.default, 0), ValueError, "positive integer, but got 0"),
         (lambda: p.save_every(aten.mm.default, True), ValueError, "positive integer"),

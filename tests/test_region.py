@@ -115,7 +115,7 @@ def test_a_recursive_function():
 
 
 def test_options_are_keyword_only():
-    with pytest.raises(TypeError, match="positional"):
+    with pytest.raises(TypeError, match="takes options by name only"):
         checkpoint_region(policies.dots_saveable)
 
 

@@ -106,7 +106,9 @@ def _stream_of(source: Any) -> Stream:
         numpy_random = importlib.import_module("numpy.random")
         return Stream(numpy_random.get_state, numpy_random.set_state)
     if isinstance(source, str):
-        raise ValueError(f"source should be 'python', 'numpy' or an object that has a state, but got {source!r}.")
+        raise ValueError(
+            f"source should be 'python', 'numpy' or an object that has a state, but got {source!r}. Pass the object that draws."
+        )
     for read, write in (("get_state", "set_state"), ("getstate", "setstate")):
         if callable(getattr(source, read, None)) and callable(getattr(source, write, None)):
             return Stream(getattr(source, read), getattr(source, write))
@@ -115,5 +117,5 @@ def _stream_of(source: Any) -> Stream:
         return Stream(lambda: bits.state, lambda state: setattr(bits, "state", state))
     raise TypeError(
         f"source should be 'python', 'numpy', a generator, or an object with get_state() and set_state(state), but got "
-        f"{source!r} of type {type(source).__name__}."
+        f"{source!r} of type {type(source).__name__}. Pass the object that draws, or one that reads and sets its state."
     )

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._mutation import advice_for, change_in_words
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks._words import describe_kind
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
@@ -71,9 +72,8 @@ def mutated_leaf(kept: Kept) -> MutationError:
     kind = "leaf" if tensor.requires_grad else "tensor"
     what = f"a {describe_kind(tensor)} {kind}"
     return MutationError(
-        f"{what} that region {'/'.join(region)!r} saved has been modified by an inplace operation: it is at version "
-        f"{tensor._version}; expected version {version} instead. Backward needs the values that forward saw: modify the tensor "
-        "after backward (is an optimizer's step too early?), or let forward use a clone.",
+        f"{what} that region {'/'.join(region)!r} saved {change_in_words(tensor._version, version)} Backward needs the values "
+        f"that forward saw. {advice_for(tensor, version)}",
         region=region,
         tensor=what,
         expected=version,
@@ -281,7 +281,7 @@ class Frame(abc.ABC):
             if value is MISSING:
                 raise InternalError(
                     f"a recompute of region {'/'.join(format_path(self.path))!r} did not bring back tensor {index}. This is a "
-                    "bug in ckpt_hooks: please report it with the program.",
+                    "bug in ckpt_hooks. Please report it with the program.",
                     region=format_path(self.path),
                 )
             return value

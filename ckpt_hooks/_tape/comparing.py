@@ -104,7 +104,9 @@ class ComparedValues:
         saved_by = "" if node is None else f" It was saved by {grad_fn}."
         raise DeterminismError(
             f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
-            f"tensor at position {index}: {describe_tensor(tensor)}\n{saved_by}{modes_in_words(self.modes, users_modes())}",
+            f"tensor at position {index}: {describe_tensor(tensor)}\nAn operator does not do the same each time, or a mode "
+            "around the region changes results: have its output kept by a policy, or enter the mode inside the region."
+            f"{saved_by}{modes_in_words(self.modes, users_modes())}",
             region=region,
             index=index,
             expected=_in_words(expected),

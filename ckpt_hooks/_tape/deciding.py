@@ -8,7 +8,7 @@ from typing import Any, Final
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of, warn_of_unseen
+from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of, warn_of_unheard, warn_of_unseen
 
 from .facts import OpFacts
 
@@ -36,16 +36,18 @@ class Deciding:
     Attributes:
         asks: What decides on operators that have to be asked for each time.
         known: What :meth:`of` has answered.
+        names: Names that were given to tensors, where the policy expects some.
         policy: The policy.
         seen: Operators that ran, where the policy expects some.
     """
 
-    __slots__ = ("asks", "known", "policy", "seen")
+    __slots__ = ("asks", "known", "names", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self.asks: Callable[..., Any] = policy.start()
         self.seen: set[Any] | None = set() if policy.expects else None
+        self.names: set[str] | None = set() if policy.expected_names else None
         self.known: dict[OpFacts, int] = policy.tape_plan if self.seen is None else {}
 
     def of(self, facts: OpFacts) -> int:
@@ -67,13 +69,17 @@ class Deciding:
 
     def of_name(self, name: str) -> int:
         """Returns what becomes of a tensor that was given a name."""
+        if self.names is not None:
+            self.names.add(name)
         decision = self.policy.for_name(name)
         return RECOMPUTE if decision is None else _MEANING[decision]
 
     def finish(self) -> None:
-        """Ends a region; warns of operators that the policy names and that have not come."""
+        """Ends a region; warns of operators and names that the policy has and that have not come."""
         if self.seen is not None:
             warn_of_unseen(self.policy, self.seen)
+        if self.names is not None:
+            warn_of_unheard(self.policy, frozenset(self.names))
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._fused_steps import num_fused_steps, stepped_since
+from ckpt_hooks._mutation import advice_for, change_in_words
 from ckpt_hooks._refit import is_plain, stand_in_for
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
@@ -26,7 +27,7 @@ from ckpt_hooks._torch import (
     storage_of,
     version_witness,
 )
-from ckpt_hooks._words import describe_kind, describe_versions
+from ckpt_hooks._words import describe_kind
 from ckpt_hooks.errors import CheckpointError, MutationError
 from ckpt_hooks.offload import Batch, Transfers
 
@@ -162,10 +163,10 @@ class Kept:
     def _modified(self, tensor: torch.Tensor) -> MutationError:
         region, version = format_path(self.path), self.version or 0
         return MutationError(
-            f"a {describe_kind(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) has been modified by "
-            f"an inplace operation: {describe_versions(tensor._version, version)}. A replay of the "
-            "region needs the values that it saw: modify a clone, or have what was computed from the tensor kept, by a policy "
-            "or by leaving it out of the region.",
+            f"a {describe_kind(tensor)} tensor that region {'/'.join(region)!r} needs ({self.reason}) "
+            f"{change_in_words(tensor._version, version)} A replay of the region needs the values that it saw. "
+            f"{advice_for(tensor, version)} Or have what was computed from it kept, by a policy or by leaving it out of the "
+            "region.",
             region=region,
             tensor=describe_kind(tensor),
             expected=version,
@@ -294,7 +295,7 @@ class Lost(Kept):
         """
         region = format_path(self.path)
         message = self.why.format(region=repr("/".join(region)))
-        raise MutationError(message, region=region, tensor=self.what, expected=0, found=1)
+        raise MutationError(message, region=region, tensor=self.what, expected=None, found=None)
 
 
 def lost_to_exchange(path: RegionPath) -> Lost:
@@ -302,8 +303,8 @@ def lost_to_exchange(path: RegionPath) -> Lost:
     return Lost(
         "a tensor from outside",
         "a tensor from outside of region {region} was given another storage (`tensor.data = ...`) between two operators of the "
-        "region that read it, so it is at another version than expected. A replay needs the one from before: use two tensors, "
-        "or leave the first operator out of the region.",
+        "region that read it. A replay needs the storage from before. Use two tensors, or leave the first operator out of the "
+        "region.",
         path,
     )
 
@@ -315,8 +316,7 @@ def lost_to_write(name: str, path: RegionPath) -> Lost:
     """
     return Lost(
         "a saved tensor",
-        f"a tensor that region {{region}} saved has been modified by an inplace operation ({name}) later in the region, so it "
-        "is at another version than expected. Backward needs the values from before: modify a clone, or use the out-of-place "
-        "form.",
+        f"a tensor that region {{region}} saved has been modified by an inplace operation ({name}) later in the region. "
+        "Backward needs the values from before. Modify a clone, or use the out-of-place form.",
         path,
     )

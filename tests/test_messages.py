@@ -1,0 +1,708 @@
+"""What errors and warnings say: each message of the package is provoked, and its form looked at.
+
+:mod:`tests.messages` finds the messages in the code, so one that nothing here provokes shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import random
+import re
+import types
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import ckpt_hooks
+from ckpt_hooks import (
+    CheckpointError,
+    DeterminismError,
+    GraphExecGroup,
+    checkpoint,
+    checkpoint_name,
+    checkpoint_region,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    offload,
+    policies,
+    track_rng,
+)
+from ckpt_hooks._rerun import FunctionFrame
+from ckpt_hooks._runtime.passes import MISSING
+from ckpt_hooks.offload import offload_saved_tensors
+from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
+from tests.measure import leaf
+from tests.messages import messages, occurs, texts
+from tests.test_offload import FakeTransfers
+
+aten = torch.ops.aten
+MM, SIN = aten.mm.default, aten.sin.default
+
+PROVOCATIONS: dict[str, Callable[[], object]] = {}
+
+
+def provokes(function):
+    """Adds a function that ends in an error or a warning of the package."""
+    PROVOCATIONS[function.__name__] = function
+    return function
+
+
+def backward(y):
+    y.sum().backward()
+
+
+def changing(*bodies, **options):
+    """Calls a region that does one thing in forward and the next in each recompute, and runs backward."""
+    todo = list(bodies)
+
+    def block(x):
+        return (todo.pop(0) if len(todo) > 1 else todo[0])(x)
+
+    backward(checkpoint(**options)(block)(leaf(3)))
+
+
+class Doubling(TorchDispatchMode):
+    """Makes products twice as large."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        return output * 2 if func is aten.mul.Tensor else output
+
+
+# Recomputes that differ
+
+
+@provokes
+def saves_fewer():
+    changing(lambda x: x.sin().cos().exp(), lambda x: x.sin().cos())
+
+
+@provokes
+def saves_fewer_with_the_logs():
+    changing(lambda x: x.sin().cos().exp(), lambda x: x.sin().cos(), debug=True)
+
+
+@provokes
+def saves_more():
+    changing(lambda x: x.sin().cos(), lambda x: x.sin().cos().exp().tan(), early_stop=False)
+
+
+@provokes
+def saves_another_shape():
+    changing(lambda x: x.sin().cos().exp(), lambda x: x[:2].sin().cos().exp())
+
+
+@provokes
+def saves_other_values():
+    changing(lambda x: (x.sin() * 2).exp(), lambda x: (x.sin() * 3).exp(), determinism_check="values")
+
+
+@provokes
+def saves_other_values_by_the_users_check():
+    changing(
+        lambda x: (x.sin() * 2).exp(), lambda x: (x.sin() * 3).exp(), determinism_check=lambda tensor: tensor.tolist() * 50
+    )
+
+
+@provokes
+def a_frozen_parameter():
+    layer = nn.Linear(3, 3)
+    y = checkpoint(lambda x: layer(x).sin(), torch.rand(2, 3, requires_grad=True))
+    layer.weight.requires_grad_(False)
+    layer.bias.requires_grad_(False)
+    backward(y)
+
+
+@provokes
+def a_leaf_that_requires_grad_now():
+    w = torch.rand(3)
+    y = checkpoint(lambda x: (x.float() * w).sin(), leaf(3))
+    w.requires_grad_()
+    backward(y)
+
+
+@provokes
+def an_argument_that_requires_grad_now():
+    w = torch.rand(3)
+    y = checkpoint(lambda x, w: (x.float() * w).sin(), leaf(3), w)
+    w.requires_grad_()
+    backward(y)
+
+
+@provokes
+def a_region_inside_that_is_given_more():
+    cache = types.SimpleNamespace(kept=[])
+
+    def function(x, cache):
+        cache.kept.append(x.exp())
+        return checkpoint(lambda kept, h: sum(kept, h).sin(), list(cache.kept), x.sin()).cos()
+
+    backward(checkpoint(function, leaf(3), cache))
+
+
+@provokes
+def a_failure_that_a_cache_explains():
+    def function(x, cache):
+        cache.kept.append(x)
+        return (x.sin() * {1: 2.0}[len(cache.kept)]).exp()
+
+    backward(checkpoint(function, leaf(3), types.SimpleNamespace(kept=[])))
+
+
+@provokes
+def a_state_that_each_call_replaces():
+    def function(x, state):
+        h = (x * state.h + x).sin() * x
+        state.h = h.detach()
+        return h
+
+    backward(checkpoint(function, leaf(3), types.SimpleNamespace(h=torch.ones(3, dtype=torch.float64))))
+
+
+@provokes
+def many_objects_that_changed():
+    def function(x, *caches):
+        for cache in caches:
+            cache.kept.append(1)
+        return x.sin().exp() if len(cache.kept) == 1 else x.sin()
+
+    backward(checkpoint(function, leaf(3), *(types.SimpleNamespace(kept=[]) for _ in range(9))))
+
+
+@provokes
+def another_operator_under_a_policy():
+    changing(lambda x: x.exp().sin() * x, lambda x: x.exp().cos() * x, policy=policies.nothing_saveable)
+
+
+@provokes
+def operators_that_are_missing_under_a_policy():
+    changing(lambda x: x.exp().sin().cos() * x, lambda x: x.exp().sin() * x, policy=save_ops(SIN))
+
+
+@provokes
+def a_failure_under_a_policy():
+    def fail(x):
+        x.exp().sin()
+        raise RuntimeError("mine")
+
+    changing(lambda x: x.exp().sin().cos(), fail, policy=save_ops(SIN))
+
+
+@provokes
+def a_mode_around_forward():
+    with Doubling():
+        y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3))
+    backward(y)
+
+
+@provokes
+def a_mode_around_a_recorded_region():
+    x = leaf(3)
+    with Doubling(), checkpoint_region():
+        y = (x * 3.0).sin().exp()
+    backward(y)
+
+
+@provokes
+def a_mode_around_backward():
+    y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3), determinism_check="values")
+    with Doubling():
+        backward(y)
+
+
+@provokes
+def random_numbers_that_are_not_tracked():
+    y = checkpoint(lambda x: (x.sin() * (random.random() > 2)).exp(), leaf(3), determinism_check="values")
+    backward(y)
+
+
+@provokes
+def a_compiled_function_that_is_compiled_anew():
+    torch._dynamo.reset()
+    scale = [1.0]
+    compiled = torch.compile(lambda x: x.sin().cos() * x.exp() if scale[0] == 1.0 else x.sin(), backend="aot_eager")
+    y = checkpoint(lambda x: compiled(x.exp()), leaf(3))
+    scale[0] = 2.0
+    try:
+        backward(y)
+    finally:
+        torch._dynamo.reset()
+
+
+@provokes
+def a_backward_in_a_recompute_within_a_backward_with_buffers():
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, gradient):
+            _ = ctx.input_grad_buffers
+            _, w = ctx.saved_tensors
+            return gradient * w, None
+
+    if not hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers"):
+        pytest.skip("not in this torch")
+
+    def function(h):
+        z = h.detach().requires_grad_()
+        return Reads.apply(h, torch.autograd.grad((z * z).sum(), z)[0])
+
+    h = leaf(3) * 1
+    backward(checkpoint(function, h) + h.cos())
+
+
+# Tensors that are not what they were
+
+
+@provokes
+def an_argument_that_was_written_to():
+    mask = torch.ones(3)
+    y = checkpoint(lambda x, mask: (x * mask).sin(), leaf(3), mask)
+    mask.zero_()
+    backward(y)
+
+
+@provokes
+def an_argument_in_another_storage():
+    w = leaf(3)
+    with torch.autograd.graph.save_on_cpu():
+        y = checkpoint(lambda x, w: (x * w).sin(), leaf(3) * 1, w)
+    with torch.no_grad():
+        w.set_(torch.zeros(3, dtype=torch.float64))
+    backward(y)
+
+
+@provokes
+def an_argument_of_a_list_that_requires_no_grad_now():
+    w = leaf(3)
+    y = checkpoint(lambda x, given: (x * given["w"]).sin(), leaf(3), {"w": w})
+    w.requires_grad_(False)
+    backward(y)
+
+
+@provokes
+def an_optimizer_that_steps_too_early():
+    layer = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    x = torch.rand(2, 3, requires_grad=True)
+    layer(x).sum().backward()
+    y = checkpoint(lambda x: layer(x).sin(), x)
+    optimizer.step()
+    backward(y)
+
+
+@provokes
+def a_parameter_that_was_exchanged():
+    layer = nn.Linear(3, 3)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    y = checkpoint(lambda x: layer(x).sin(), torch.rand(2, 3, requires_grad=True))
+    torch.utils.swap_tensors(layer.weight, nn.Parameter(torch.rand(3, 3)))
+    backward(y)
+
+
+class Holder:
+    """Holds a tensor where nothing looks."""
+
+    __slots__ = ("tensor",)
+
+
+@provokes
+def a_tensor_that_was_bound_anew():
+    holder = Holder()
+    holder.tensor = torch.ones(3).mul_(2)
+    y = checkpoint(lambda x: x.float() * holder.tensor, leaf(3))
+    holder.tensor = torch.ones(3)
+    backward(y)
+
+
+@provokes
+def another_tensor_at_a_higher_version():
+    holder = Holder()
+    holder.tensor = torch.ones(3)
+    y = checkpoint(lambda x: x.float() * holder.tensor, leaf(3))
+    holder.tensor = torch.ones(3).mul_(2)
+    backward(y)
+
+
+@provokes
+def a_leaf_that_a_recorded_region_saved():
+    x, w = leaf(3), leaf(3)
+    with checkpoint_region():
+        y = x * w
+    with torch.no_grad():
+        w.zero_()
+    backward(y)
+
+
+@provokes
+def a_tensor_that_a_replay_needs():
+    x, mask = leaf(3), torch.ones(3)
+    with checkpoint_region():
+        y = (x * mask).sin()
+    mask.zero_()
+    backward(y)
+
+
+@provokes
+def a_tensor_in_another_storage_within_a_region():
+    x, w = leaf(4), leaf(4)
+    with checkpoint_region():
+        h = (x + w).exp().sin()
+        w.data = torch.full((4,), 2.0, dtype=torch.float64)
+        y = h * (x * w).sin()
+    backward(y)
+
+
+@provokes
+def a_saved_tensor_that_a_region_writes_to():
+    x = leaf(4)
+    with checkpoint_region():
+        h = x.exp()
+        y = h * 2
+        h.add_(1)
+    backward(y)
+
+
+@provokes
+def memory_that_was_freed():
+    x, w = leaf(4), torch.ones(4, dtype=torch.float64)
+    with checkpoint_region():
+        y = (x * w).sin()
+    w.untyped_storage().resize_(0)
+    backward(y)
+
+
+def offloading():
+    offload._transfers[torch.device("cpu")] = FakeTransfers()
+
+
+@provokes
+def a_tensor_on_the_host_that_was_written_to():
+    offloading()
+    try:
+        h = leaf(16, 16) * 1
+        with offload_saved_tensors():
+            y = h.sin()
+        h.detach().zero_()
+        backward(y)
+    finally:
+        del offload._transfers[torch.device("cpu")]
+
+
+@provokes
+def a_tensor_that_stayed_and_was_written_to():
+    h = leaf(3)
+    with offload_saved_tensors():
+        y = h.sin()
+    with torch.no_grad():
+        h.zero_()
+    backward(y)
+
+
+# Groups, bugs
+
+
+@provokes
+def two_backwards_that_overlap():
+    y = checkpoint(lambda x: x.sin().cos(), leaf(3))
+    with GraphExecGroup():
+        y.sum().backward(retain_graph=True)
+        backward(y)
+
+
+@provokes
+def groups_in_groups():
+    with GraphExecGroup(), GraphExecGroup():
+        pass
+
+
+@provokes
+def a_bug():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FunctionFrame, "recompute", lambda frame, wanted: [MISSING] * len(frame.numbers))
+        backward(checkpoint(lambda x: x.sin().cos(), leaf(3)))
+
+
+# Calls
+
+
+class Lazy(nn.Module):
+    """A module that is not made yet."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LazyLinear(3)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+@contextlib.contextmanager
+def suppressing():
+    with contextlib.suppress(ZeroDivisionError):
+        yield
+
+
+def under_a_transform():
+    torch.func.grad(lambda x: checkpoint(torch.sin, x).sum())(torch.rand(3))
+
+
+def named_region(policy, name="other"):
+    with checkpoint_region(policy=policy):
+        checkpoint_name(leaf(3).sin(), name).exp()
+
+
+def used_twice():
+    contexts = create_selective_checkpoint_contexts([SIN])
+    for _ in range(2):
+        checkpoint(torch.sin, leaf(3), context_fn=lambda: contexts)
+
+
+def generator(x):
+    yield x
+
+
+def with_class():
+    with checkpoint_region:
+        pass
+
+
+block, x = nn.Linear(3, 3), torch.rand(2, 3)
+calls = {
+    "a decorator without parentheses": lambda: checkpoint(block),
+    "a tensor for a function": lambda: checkpoint(block(x)),
+    "a tensor first": lambda: checkpoint(x, block),
+    "a number for a function": lambda: checkpoint(3, x),
+    "None for a function": lambda: checkpoint(None, x),
+    "a tensor for the curried form": lambda: checkpoint()(block(x)),
+    "the curried form with arguments": lambda: checkpoint()(block, x),
+    "the curried form with an option that is none": lambda: checkpoint(nam="block"),
+    "an option in a direct call": lambda: checkpoint(block, x, name="block"),
+    "a policy in a direct call": lambda: checkpoint(lambda x, **options: x, x, policy=[MM]),
+    "a generator function": lambda: checkpoint(generator, x),
+    "an iterator": lambda: checkpoint(lambda x: x, iter([x])),
+    "an operator for a policy": lambda: checkpoint(policy=MM),
+    "a packet for a policy": lambda: checkpoint(policy=aten.mm),
+    "a factory for a policy": lambda: checkpoint(policy=save_ops),
+    "a string for a policy": lambda: checkpoint(policy="dots_saveable"),
+    "a packet in a list": lambda: checkpoint(policy=[aten.mm]),
+    "a string in a list": lambda: checkpoint(policy=["mm"]),
+    "a policy that returns something else": lambda: checkpoint(policy=lambda *args: "save")(torch.sin)(leaf(3)),
+    "a policy that counts": lambda: save_every(MM, 2)(None, MM),
+    "a policy of names": lambda: create_selective_checkpoint_contexts(save_only_these_names("h")),
+    "a count that is none": lambda: save_every(MM, 0),
+    "a string for names": lambda: policies.save_and_offload_only_these_names(
+        names_which_can_be_saved="a", names_which_can_be_offloaded=[]
+    ),
+    "numbers for names": lambda: save_only_these_names(3),
+    "a name in both": lambda: policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["a"], names_which_can_be_offloaded=["a"]
+    ),
+    "operators that did not run": lambda: checkpoint(policy=[MM])(torch.sin)(leaf(3)),
+    "names that did not come": lambda: named_region(save_only_these_names("hidden")),
+    "a slip in a name": lambda: named_region(save_only_these_names("hiden"), "hidden"),
+    "contexts used twice": used_twice,
+    "context_fn=None": lambda: checkpoint(block, x, context_fn=None),
+    "a context_fn that returns one": lambda: checkpoint(block, x, context_fn=contextlib.nullcontext),
+    "a context that suppresses": lambda: checkpoint(
+        lambda x: x / 0 if x is None else 1 / 0, leaf(3), context_fn=lambda: (suppressing(), contextlib.nullcontext())
+    ),
+    "use_reentrant=True": lambda: checkpoint(block, x, use_reentrant=True),
+    "use_reentrant='no'": lambda: checkpoint(block, x, use_reentrant="no"),
+    "early_stop='yes'": lambda: checkpoint(block, x, early_stop="yes"),
+    "determinism_check='all'": lambda: checkpoint(block, x, determinism_check="all"),
+    "a lazy module": lambda: checkpoint(debug=True)(Lazy())(leaf(2, 3)),
+    "a transform": under_a_transform,
+    "a region as a class": with_class,
+    "a region with a function": lambda: checkpoint_region(block),
+    "a region with a tensor": lambda: checkpoint_region(x),
+    "a region with a policy": lambda: checkpoint_region([MM]),
+    "a region with a string": lambda: checkpoint_region("block"),
+    "a name of a number": lambda: checkpoint_name(3, "h"),
+    "a number for a name": lambda: checkpoint_name(x, 3),
+    "a sequence with an option": lambda: checkpoint_sequential([block], 1, x, policy=[MM]),
+    "a sequence with two inputs": lambda: checkpoint_sequential([block], 1, x, x),
+    "a sequence in another order": lambda: checkpoint_sequential([block], x, 1),
+    "a sequence with too many segments": lambda: checkpoint_sequential([block], 2, x),
+    "a sequence of a module": lambda: checkpoint_sequential(block, 1, x),
+    "an unknown source": lambda: track_rng("jax").__enter__(),
+    "a number for a source": lambda: track_rng(3).__enter__(),
+    "a size that is none": lambda: offload_saved_tensors("1 MB"),
+    "a name that is not there": lambda: ckpt_hooks.nothing,
+}
+PROVOCATIONS.update(calls)
+
+#: Parts of messages that nothing here provokes, and why.
+NOT_PROVOKED = {
+    "ckpt_hooks does not support free-threaded Python": "by a test of the import, in a process of its own",
+    "ran while a CUDA graph is being captured": "needs a GPU",
+    "had read ctx.input_grad_buffers": "by a provocation for those versions of torch that have it",
+}
+
+
+@functools.cache
+def said(name):
+    """Provokes an error or a warning; returns it."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            PROVOCATIONS[name]()
+        except Exception as error:
+            return error.with_traceback(None)
+    assert len(caught) == 1, f"{name} was to end in one error or warning"
+    return caught[0].message
+
+
+@pytest.fixture(params=list(PROVOCATIONS))
+def error(request):
+    """What each provocation ends in."""
+    return said(request.param)
+
+
+#: What is written with dots and colons though it is no end of a sentence: code, names, what is in brackets.
+_CODE = re.compile(
+    r"`[^`]*`|'[^']*'|\"[^\"]*\"|\([^()]*\)|<[^<>]*>|\w*\[[^\[\]]*\](\.\w+)*"
+    r"|\b(torch|ckpt_hooks|aten|contextlib|functools|policies|autograd|ctx|CheckpointPolicy)(\.\w+)+"
+)
+#: What a message tells its reader to do.
+_FIX = re.compile(
+    r"\b(bind|call|change|compile|enter|exchange|fill|give|hand|have|leave|let|make|modify|name|pack|pass|print|read|report|return|run"
+    r"|step|take|track|use|write|apply|keep|come)\b",
+    re.IGNORECASE,
+)
+
+
+def assert_well_formed(text):
+    """Asserts that sentences are set apart by one space each, or by a new line; lines that begin with two spaces are lists."""
+    for line in text.split("\n"):
+        assert line == line.rstrip(), f"a space at the end: {line!r}"
+        assert "  " not in line.lstrip(" "), f"two spaces: {line!r}"
+        prose = line
+        while _CODE.search(prose):
+            prose = _CODE.sub(" code ", prose)
+        assert not re.search(r"[.:;,?!][^\W\d]", prose), f"no space between two sentences: {line!r}"
+
+
+def test_the_form_of_each_message(error):
+    text = str(error)
+    assert_well_formed(text if "Operators executed during" not in text else text.rpartition("\n\n")[2])
+    assert not text.startswith((" ", "\n"))
+    assert text.endswith(".") or isinstance(error, AttributeError)  # which Python writes without
+
+
+def test_each_message_names_its_region_and_the_fix(error):
+    text = str(error)
+    if isinstance(error, CheckpointError) and error.region:
+        assert f"region {'/'.join(error.region)!r}" in text
+    if not isinstance(error, AttributeError):
+        assert _FIX.search(text), text
+
+
+def test_no_message_is_left_out():
+    """Every message in the code is provoked here, or it says above why not."""
+    provoked = [str(said(name)) for name in PROVOCATIONS if "buffers" not in name]
+    left_out = [
+        place
+        for parts, place in messages().items()
+        if not any(occurs(parts, text) for text in provoked)
+        and not any(occurs((part,), "".join(parts)) for part in NOT_PROVOKED)
+    ]
+    assert left_out == []
+
+
+def test_no_text_in_the_code_runs_together():
+    """Not in the texts that no provocation reaches either."""
+    for text in texts():
+        for line in text.split("\n"):
+            assert "  " not in line.strip(" "), line
+            assert not re.search(r"[a-z)'`\]][.?!][A-Z]", _CODE.sub(" code ", line)), line
+
+
+# What is said of some of them
+
+
+def test_an_optimizer_that_steps_too_early_is_named():
+    text = str(said("an_optimizer_that_steps_too_early"))
+    assert "of Linear" in text
+    assert "An optimizer's step before backward is the usual cause: step after backward." in text
+
+
+def test_what_is_no_parameter_has_nothing_to_do_with_optimizers():
+    for name in ("an_argument_that_was_written_to", "a_tensor_that_a_replay_needs", "another_tensor_at_a_higher_version"):
+        assert "optimizer" not in str(said(name))
+
+
+@pytest.mark.parametrize("name", ["a_tensor_that_was_bound_anew", "a_parameter_that_was_exchanged"])
+def test_another_tensor_is_not_said_to_be_modified(name):
+    error = said(name)
+    assert error.found < error.expected
+    assert f"is another tensor than forward saw: it is at version {error.found}; expected version {error.expected}" in str(
+        error
+    )
+    assert "modified" not in str(error)
+    assert "Bind or exchange it after backward" in str(error)
+
+
+def test_a_tensor_that_may_be_another_one():
+    assert "modified by an inplace operation since forward, or is another tensor than then: it is at version 1" in str(
+        said("another_tensor_at_a_higher_version")
+    )
+
+
+def test_another_storage_is_not_said_to_be_a_modification():
+    for name in ("an_argument_in_another_storage", "a_tensor_in_another_storage_within_a_region"):
+        text = str(said(name))
+        assert "given another storage" in text
+        assert "inplace" not in text
+    error = said("a_tensor_in_another_storage_within_a_region")
+    assert (error.expected, error.found) == (None, None)
+
+
+def test_a_compiled_function_is_named():
+    error = said("a_compiled_function_that_is_compiled_anew")
+    assert isinstance(error, DeterminismError)
+    assert error.grad_fn == "CompiledFunctionBackward"
+    assert "was saved by CompiledFunctionBackward, a function compiled by torch.compile." in str(error)
+    assert "torch.compile" not in str(said("saves_fewer"))
+
+
+HINT = "In forward, the variable 'w' had requires_grad=False, and it has True now. Change requires_grad after backward."
+
+
+def test_a_leaf_that_explains_the_difference_is_named():
+    assert HINT in str(said("a_leaf_that_requires_grad_now"))
+    text = str(said("a_frozen_parameter"))
+    for name in ("weight", "bias"):
+        assert f"In forward, the parameter '{name}' of Linear had requires_grad=True, and it has False now." in text
+
+
+@pytest.mark.parametrize("when", ["before forward", "after forward", "never"])
+@pytest.mark.parametrize("bodies", ["fewer", "another shape"])
+def test_a_leaf_that_explains_nothing_is_not_named(when, bodies):
+    """One that required grad in forward as well, and got no gradient; or any, where the recompute saved less."""
+    w, unused, count = torch.rand(3, dtype=torch.float64), nn.Parameter(torch.rand(3)), []
+    w.requires_grad_(when == "before forward")
+
+    def function(x):
+        count.append(1)
+        h = (x * w.detach()).sin()
+        if len(count) == 1:
+            return h.cos().exp()
+        return h.cos() if bodies == "fewer" else h[:2].cos().exp() + unused.sum().detach()
+
+    y = checkpoint(function, leaf(3))
+    if when == "after forward" and bodies == "fewer":
+        w.requires_grad_()
+    with pytest.raises(DeterminismError) as caught:
+        backward(y)
+    assert "requires_grad" not in str(caught.value)

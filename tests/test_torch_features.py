@@ -1,0 +1,173 @@
+"""What newer versions of torch have and older ones lack: used where it is there, and the same without it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.autograd import grad
+
+import ckpt_hooks._torch
+from ckpt_hooks import CheckpointError, checkpoint, checkpoint_region
+from ckpt_hooks._runtime import passes
+from tests.measure import Calls, Token, leaf
+
+# Callbacks at the end of a backward
+
+WAYS = {
+    "the engine's": torch.autograd.Variable._execution_engine.queue_callback,
+    "the public one": getattr(torch.autograd.graph, "queue_callback", None),
+}
+
+
+@pytest.fixture(params=list(WAYS))
+def way(request):
+    """One of the two ways to run something when a backward ends."""
+    if WAYS[request.param] is None:
+        pytest.skip("not public in this torch")
+    return WAYS[request.param]
+
+
+def test_the_public_way_is_preferred():
+    assert ckpt_hooks._torch.queue_callback == (WAYS["the public one"] or WAYS["the engine's"])
+
+
+def test_a_callback_runs_when_backward_has_ended(way):
+    order = []
+    x = leaf(2)
+    y = x.sin()
+    y.register_hook(lambda gradient: way(lambda: order.append(x.grad is not None)))
+    y.sum().backward()
+    assert order == [True]
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_callback_is_dropped_with_a_backward_that_fails(way):
+    token, called = Token(), []
+    reference = weakref.ref(token)
+    x = leaf(2)
+    y = x * 1
+
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    x.register_hook(fail)
+    y.register_hook(lambda gradient, token=token: way(functools.partial(called.append, token)))
+    del token
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    del y
+    assert (called, reference()) == ([], None)
+
+
+def test_callbacks_are_there_in_a_backward_only(way):
+    with pytest.raises(RuntimeError, match="backward pass"):
+        way(lambda: None)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_values_go_when_a_backward_ends(way, monkeypatch):
+    """One that was brought back and not asked for is dropped, in either way."""
+    monkeypatch.setattr(passes, "queue_callback", way)
+    made = []
+
+    def function(x):
+        h = x.sin()
+        made.append(weakref.ref(h))
+        return h.exp(), h.cos()
+
+    x = leaf(3)
+    y, z = checkpoint(function, x)
+    assert torch.equal(*map(torch.Tensor.clone, (grad(y.sum(), x, retain_graph=True)[0], x.cos() * x.sin().exp())))
+    assert [reference() for reference in made] == [None, None]
+    assert gc.isenabled() is False
+    (y.sum() + z.sum()).backward()
+    assert [reference() for reference in made] == [None] * 3
+
+
+# Buffers of gradients
+
+has_buffers = pytest.mark.skipif(not hasattr(torch.autograd.function.FunctionCtx, "input_grad_buffers"), reason="not there yet")
+
+
+class AddsToBuffer(torch.autograd.Function):
+    """The product of a sine and a factor, which adds its gradient to the buffer that there is for it, as it may."""
+
+    reads_first = False
+    filled: list[bool] = []  # noqa: RUF012 -- emptied by each test
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x.sin() * w
+
+    @staticmethod
+    def backward(ctx, gradient):
+        buffers = ctx.input_grad_buffers if AddsToBuffer.reads_first else None
+        x, w = ctx.saved_tensors
+        buffer, _ = ctx.input_grad_buffers if buffers is None else buffers
+        AddsToBuffer.filled.append(buffer is not None)
+        if buffer is None:
+            return gradient * x.cos() * w, None
+        buffer.add_(gradient * x.cos() * w)
+        return None, None
+
+
+def runs_backward(h):
+    """Runs backward in forward, and so in each recompute."""
+    with torch.enable_grad():
+        z = h.detach().requires_grad_()
+        (w,) = grad((z * z).sum(), z)
+    return AddsToBuffer.apply(h, w)
+
+
+def runs_none(h):
+    return AddsToBuffer.apply(h, h.detach() * 2)
+
+
+def region(function, *args):
+    with checkpoint_region():
+        return function(*args)
+
+
+def buffered(run, function):
+    """Returns the gradient of a program in which another operator has put one into the buffer before."""
+    torch.manual_seed(0)
+    AddsToBuffer.filled.clear()
+    x = leaf(3)
+    h = x * 1
+    y = run(function, h)
+    (y + h.cos()).sum().backward()
+    assert AddsToBuffer.filled == [True]
+    return x.grad
+
+
+RUNS = {
+    "region": region,
+    "checkpoint": checkpoint,
+    "nested": lambda function, h: checkpoint(lambda h: checkpoint(function, h), h),
+    "region in checkpoint": lambda function, h: checkpoint(lambda h: region(function, h), h),
+}
+
+
+@has_buffers
+@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("function", [runs_backward, runs_none])
+@pytest.mark.parametrize("reads_first", [True, False])
+def test_buffers_of_gradients(monkeypatch, run, function, reads_first):
+    """A backward that reads its buffers first allows none in a recompute: torch says so. A replay has none."""
+    monkeypatch.setattr(AddsToBuffer, "reads_first", reads_first)
+    expected = buffered(lambda function, h: function(h), function)
+    called = Calls(function)
+    called.__qualname__ = "block"
+    if reads_first and function is runs_backward and run != "region":
+        match = r"^region '.*read ctx\.input_grad_buffers.*Read ctx\.saved_tensors first, or write `with checkpoint_region"
+        with pytest.raises(CheckpointError, match=match) as caught:
+            buffered(RUNS[run], called)
+        assert isinstance(caught.value.__cause__, RuntimeError)
+        return
+    assert torch.equal(buffered(RUNS[run], called), expected)
+    assert called.count == (1 if run == "region" else 2)
