@@ -17,10 +17,11 @@ nothing through it, and finds what it kept when the outer one has been rerun.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from ._alignment import compare_all
 from ._ambient.draws import Draw, skip_draw
 from ._dispatch import is_compiled_code_running, past_modes, unseen
 from ._kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in, recomputes
@@ -29,12 +30,14 @@ from ._refit import copies_of
 from ._runtime.frame import Frame, RegionPath
 from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
-from ._sequence import OperatorSequence
+from ._sequence import Counts, OperatorSequence
 from ._torch import counted_detach, storage_of, version_witness
 from .errors import DeterminismError
 from .offload import Batch, transfers_for
 
 __all__ = ["Selection"]
+
+T = TypeVar("T")
 
 _NO_NUMBERS: Sequence[int] = ()
 _NO_VALUES: Sequence[torch.Tensor] = ()
@@ -72,6 +75,11 @@ class Selection:
         values: One a tensor that the recompute has saved that is running.
         marks_of_rerun: Of each operator of the latest recompute, how many tensors that had saved before.
         last: Whether the recompute that begins is the last one, which may take what was kept.
+        differs: Whether the recompute has run another operator than forward.
+        has_run_effects: Whether it has run an operator with an effect.
+        aligned: Where forward's operators are, by their counts, once a recompute has run others; None before that.
+        rerun: The operators of the latest recompute since then.
+        unequal: Pairs of places, in forward and in that, of operators that returned different values.
         has_stopped: Whether the recompute that begins has been told to stop.
     """
 
@@ -79,13 +87,19 @@ class Selection:
         "_batch",
         "_hooks",
         "_num_kept",
+        "_num_values",
+        "aligned",
+        "differs",
         "entries",
+        "has_run_effects",
         "has_stopped",
         "last",
         "marks_of_rerun",
         "numbers",
         "places",
+        "rerun",
         "sequence",
+        "unequal",
         "values",
         "when_closed",
     )
@@ -101,6 +115,8 @@ class Selection:
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
         self._batch: Batch | None = None
+        self.aligned: dict[Counts, list[int]] | None = None
+        self.differs = self.has_run_effects = False
         self._num_kept = 0  # those included that are forgotten by the time that forward ends, which is left to chance
         self._hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
 
@@ -240,6 +256,7 @@ class Selection:
             has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
         """
         self.values, self.last, self.has_stopped = values, last, has_stopped
+        self.differs = self.has_run_effects = False
         for saved in self._recomputed():
             saved.prepare()
         if self._batch is not None:
@@ -247,6 +264,9 @@ class Selection:
 
     def settle(self) -> None:
         """Forgets the recompute, which has ended and would be kept alive."""
+        self._num_values = len(self.values)
+        if self.last and self.aligned is not None:
+            self.entries = {place: entry for place, entry in self.entries.items() if entry.stays}
         self.values, self.last, self.has_stopped = _NO_VALUES, False, _never
         for saved in self._recomputed():
             saved.forget()
@@ -269,10 +289,7 @@ class Selection:
             draw_modes: How many modes that watch draws were active when the recompute began.
         """
         entry = self.entries[place]
-        if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
-            return MISSING
-        value = entry.value
-        output = value.get(last=last) if type(value) is KeptOutput else got(value, last=last)
+        output = _output_of(entry, last=last)
         if output is MISSING:
             return MISSING
         if entry.draw is not None:
@@ -282,6 +299,29 @@ class Selection:
         if last:
             del self.entries[place]
         return output
+
+    def peek(self, place: int) -> Any:
+        """Returns what an operator returned in forward, :data:`MISSING` where that was not kept or is not to be had any more."""
+        entry = self.entries.get(place)
+        return MISSING if entry is None else _output_of(entry, last=False)
+
+    def recompute(self, rerun: Callable[[], T]) -> T:
+        """Reruns the region; once more, with all its operators, where that has run others than forward.
+
+        Args:
+            rerun: Runs the region's function once.
+        """
+        if self.aligned is None:
+            try:
+                return rerun()
+            except Exception:
+                differs = self.differs or self.sequence.compare_marks(self.marks_of_rerun, self._num_values - 1) is not None
+                if not (differs and self.sequence.complete) or self.has_run_effects:
+                    raise
+            self.aligned = {}
+            for place, counts in enumerate(self.sequence.counts()):
+                self.aligned.setdefault(counts, []).append(place)
+        return rerun()
 
     def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
         """Looks whether the recompute that has ended ran the operators that forward ran before a tensor was saved.
@@ -294,13 +334,24 @@ class Selection:
         Raises:
             DeterminismError: If it ran others.
         """
-        found = self.sequence.compare_marks(self.marks_of_rerun, index)
+        sequence = self.sequence
+        if self.aligned is None:
+            found = sequence.compare_marks(self.marks_of_rerun, index)
+        else:
+            found = compare_all(sequence, self.rerun, index, self.unequal)
         if found is not None:
             try:
                 explain(found)
                 raise found from cause
             finally:
                 del found, cause  # whose tracebacks have this call, which would keep them alive in turn
+
+
+def _output_of(entry: _Entry, *, last: bool) -> Any:
+    if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
+        return MISSING
+    value = entry.value
+    return value.get(last=last) if type(value) is KeptOutput else got(value, last=last)
 
 
 def _never() -> bool:
