@@ -7,10 +7,14 @@ bit for bit, or is not its counterpart. When the recompute has ended its operato
 
 Two kinds of operators would not bear to be run again: those with an effect, and collectives, which other processes may not run.
 They are handed out where forward has exactly one of the same operator at the same counts.
+
+A tensor may be cached that requires grad, as ``torch.nn.utils.parametrize.cached`` does. The recompute finds it with its graph,
+whose nodes forward has made. These are left out of forward's counts, as if it had found them too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,13 +25,14 @@ from ._dispatch import PausableDispatchMode, count_writes, is_without_values, pa
 from ._filling import StopRecompute
 from ._operators import Kind, facts_of, same_operator
 from ._runtime.passes import MISSING
-from ._selection import Selection
+from ._selection import Selection, tensors_of
 from ._sequence import Counts, OperatorSequence
-from ._torch import graph_task_id, is_kept_anyway, sequence_number
+from ._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
 
 __all__ = ["Aligning"]
 
 _OTHERS = (Kind.VIEW, Kind.IGNORED, Kind.RANGE)
+_NO_READERS = (Kind.IGNORED, Kind.RANGE)
 _HANDED_OUT = (Kind.EFFECT, Kind.COLLECTIVE)
 
 
@@ -40,17 +45,19 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     error = None
 
-    def __init__(self, selection: Selection, places: dict[Counts, list[int]]) -> None:
+    def __init__(self, selection: Selection) -> None:
         """Prepares for one recompute.
 
         Args:
             selection: What forward kept.
-            places: Those of forward's operators, by what was there when they ran.
         """
         super().__init__()
-        self._selection, self._places = selection, places
-        self._sequence = selection.rerun = OperatorSequence()
-        self._unequal = selection.unequal = set()
+        self._selection = selection
+        self._sequence = OperatorSequence()
+        self._unequal: set[tuple[int, int]] = set()
+        self._found: list[int] = []
+        selection.rerun = self._sequence, self._unequal, self._found
+        self._places = _places_of(selection.sequence, self._found)
         self._saved = selection.values
         self._task = graph_task_id()
         self._draw_modes = num_draw_modes()
@@ -67,7 +74,10 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         _, kind, call, _ = facts_of(func)
         kwargs = kwargs or {}
-        own = not self.paused and graph_task_id() == self._task and kind not in _OTHERS
+        of_region = not self.paused and graph_task_id() == self._task
+        if of_region and kind not in _NO_READERS:
+            self._look_for_nodes((args, kwargs))
+        own = of_region and kind not in _OTHERS
         if own and kind is Kind.CAST and is_kept_anyway(args[0]):
             self._sequence.note_cast()
             own = False
@@ -106,6 +116,29 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
             if kept is not MISSING and not past_modes(_agree, output, kept):
                 self._unequal.add((place, found))
         return output
+
+    def _look_for_nodes(self, arguments: Any) -> None:
+        """Notes nodes that forward made, of the graphs of tensors that the recompute found."""
+        forward = self._selection.sequence
+        nodes = [tensor.grad_fn for tensor in tensors_of(arguments) if tensor.requires_grad and tensor.grad_fn is not None]
+        new: set[int] = set()
+        while nodes:
+            node = nodes.pop()
+            number = node_number(node)
+            if forward.made(number) and number not in new and number not in self._found:
+                new.add(number)
+                nodes += [follower for follower, _ in node.next_functions if follower is not None]
+        if new and forward.is_apart_from(self._sequence):
+            self._found[:] = sorted({*self._found, *new})
+            self._places = _places_of(forward, self._found)
+
+
+def _places_of(forward: OperatorSequence, found: Sequence[int]) -> dict[Counts, list[int]]:
+    """Returns the places of forward's operators, by what was there when they ran."""
+    places: dict[Counts, list[int]] = {}
+    for place, counts in enumerate(forward.counts(found)):
+        places.setdefault(counts, []).append(place)
+    return places
 
 
 def _agree(output: Any, kept: Any) -> bool:

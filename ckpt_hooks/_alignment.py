@@ -27,18 +27,23 @@ _Pair = tuple[int, int]
 
 
 def compare_all(
-    forward: OperatorSequence, rerun: OperatorSequence, index: int, unequal: Collection[_Pair]
+    forward: OperatorSequence,
+    rerun: OperatorSequence,
+    unequal: Collection[_Pair],
+    nodes_found: Sequence[int],
+    index: int,
 ) -> DeterminismError | None:
     """Returns the error for operators of a recompute that part from those of forward; None if they do not.
 
     Args:
         forward: The operators of forward.
         rerun: Those of the recompute, which has ended.
-        index: The last tensor that was wanted of the recompute; what ran after that does not matter.
         unequal: Pairs of places of operators that returned different values.
+        nodes_found: Numbers of the nodes that forward made and the recompute found.
+        index: The last tensor that was wanted of the recompute; what ran after that does not matter.
     """
     end, end_found = bisect_right(forward.marks, index), bisect_right(rerun.marks, index)
-    counts, counts_found = forward.counts()[:end], rerun.counts()[:end_found]
+    counts, counts_found = forward.counts(nodes_found)[:end], rerun.counts()[:end_found]
 
     def match(place: int, found: int) -> bool:
         return (place, found) not in unequal and same_operator(forward.operators[place], rerun.operators[found])
@@ -49,13 +54,16 @@ def compare_all(
             break
         place, found = pair[0] + 1, pair[1] + 1
     else:
-        if not _passes(forward, range(place, end), rerun, range(found, end_found)):
-            pass
-        elif _same_nodes(counts, place, counts_found, found) or forward.nodes_at(end) == rerun.nodes_at(end_found):
-            return None
+        if _passes(forward, range(place, end), rerun, range(found, end_found)):
+            last = counts[place - 1][1] if place else 0
+            behind = [nodes for _, nodes in [*counts[place:], *counts_found[found:]]]
+            # Those behind the last pair have made no node, or what stopped the recompute has made the last one in both runs.
+            ends = forward.nodes_at(end, nodes_found), rerun.nodes_at(end_found)
+            if all(nodes == last for nodes in behind) or (ends[0] == ends[1] and max(behind) < ends[0]):
+                return None
     expected, now = forward.name_at(place), rerun.name_at(found, "missing")
     for one, other in sorted(unequal):
-        if one >= place and other >= found and counts[one] == min([*counts[place:], *counts_found[found:]]):
+        if one == place and other >= found:
             name = forward.name_at(one)
             found, expected, now = other, f"{name} that returned what the policy kept", f"{name} that returned other values"
             break
@@ -93,9 +101,3 @@ def _passes(forward: OperatorSequence, alone: range, rerun: OperatorSequence, al
         return False
     operators = [forward.operators[place] for place in alone] + [rerun.operators[place] for place in alone_found]
     return all(map(may_be_left_out, operators))
-
-
-def _same_nodes(counts: Sequence[Counts], place: int, counts_found: Sequence[Counts], found: int) -> bool:
-    """Whether no node was made between the last pair and the last operator."""
-    last = counts[place - 1][1] if place else 0
-    return all(nodes == last for _, nodes in [*counts[place:], *counts_found[found:]])

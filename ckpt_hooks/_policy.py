@@ -135,7 +135,8 @@ class Policy(abc.ABC):
             warn_user(
                 f"{self!r} says that the output of {operator} must be saved, but views run again in each recompute: they take "
                 "no memory and share that of their input. Return CheckpointPolicy.PREFER_RECOMPUTE for views, and MUST_SAVE "
-                "for the operator that computes what is to be kept."
+                "for the operator that computes what is to be kept; to keep all that can be kept, pass "
+                "ckpt_hooks.policies.everything_saveable."
             )
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -343,8 +344,8 @@ def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
         names = ", ".join(sorted(map(str, expected)))
         policy.expects = frozenset()
         warn_user(
-            f"{policy!r} keeps nothing: none of the operators that it names ran in the first {_LOOKED_THROUGH} regions under it "
-            f"({names}). Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a "
+            f"{policy!r} names operators that did not run in the first {_LOOKED_THROUGH} regions under it, not one of them: "
+            f"{names}. Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a "
             "name for each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function "
             "that prints the operators which it is asked for."
         )

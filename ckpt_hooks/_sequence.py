@@ -65,14 +65,27 @@ class OperatorSequence:
         if torch.is_grad_enabled():
             self.casts.append(len(self.operators))
 
-    def nodes_at(self, place: int) -> int:
-        """Returns how many nodes the run had made when it came to a place, but for casts of parameters."""
-        end = self._end if place >= len(self.nodes) else self.nodes[place]
-        return end - self._start - bisect_right(self.casts, place)
+    def nodes_at(self, place: int, found: Sequence[int] = ()) -> int:
+        """Returns how many nodes the run had made when it came to a place, but for casts of parameters.
 
-    def counts(self) -> list[Counts]:
-        """Returns of each operator what was there when it ran."""
-        return [(saved, self.nodes_at(place)) for place, saved in enumerate(self.marks)]
+        Args:
+            place: The place; that behind the last one for the end of the run.
+            found: Numbers of nodes that do not count, in order.
+        """
+        end = self._end if place >= len(self.nodes) else self.nodes[place]
+        return end - self._start - bisect_right(self.casts, place) - bisect_left(found, end)
+
+    def counts(self, found: Sequence[int] = ()) -> list[Counts]:
+        """Returns of each operator what was there when it ran; nodes that were found do not count."""
+        return [(saved, self.nodes_at(place, found)) for place, saved in enumerate(self.marks)]
+
+    def made(self, number: int) -> bool:
+        """Whether the run made the node of a number."""
+        return self._start <= number < self._end
+
+    def is_apart_from(self, other: OperatorSequence) -> bool:
+        """Whether no node of another run, which goes on, has the number of one of this: threads count by themselves."""
+        return self._end <= other._start or sequence_number() <= self._start
 
     def place_after(self, saved: int) -> int:
         """Returns the place of the first operator that ran when the region had saved that many tensors."""
@@ -128,8 +141,8 @@ class OperatorSequence:
             "has to run the operators of forward in their order. Only those through which no gradient flows, and which draw no "
             "random numbers, may run in one of the two alone (a table that is built once, operators for logging). Usual "
             "causes: a branch on is_recomputing(), on a global or on an attribute that changed between forward and backward, "
-            "a cache of tensors that require grad (fill it before the region), and operators that do not return the same "
-            "twice. Pass `debug=True` to see the operators of both runs.",
+            "a cache of tensors that require grad and that is gone when backward runs (run backward inside of "
+            "`parametrize.cached()`, or fill it in the region), and operators that do not return the same twice. Pass `debug=True` to see the operators of both runs.",
             region=region,
             index=place,
             expected=expected,

@@ -266,7 +266,7 @@ class _Recompute:
         self._running: list[_Reuse | Aligning] = []  # outermost first; a region is recomputed by one thread at a time
 
     def __enter__(self) -> None:
-        mode = _Reuse(self.selection) if self.selection.aligned is None else Aligning(self.selection, self.selection.aligned)
+        mode = Aligning(self.selection) if self.selection.aligned else _Reuse(self.selection)
         mode.__enter__()
         self._running.append(mode)
 
