@@ -6,9 +6,9 @@ numbers; anything else is an error.*
 
 Two operators are counterparts if they are the same operator and run after as many saved tensors and as many nodes of autograd's
 graph. An operator through which gradients flow has a node. So a recompute that leaves such an operator out counts fewer nodes
-from there on and finds no more counterparts, while a table that is built moves no count. Between two pairs of counterparts only
-one of the two runs may have operators of its own. Where several operators of a kind run at the same counts, any pairing in their
-order will do: nothing that was kept is handed out by it.
+from there on and finds no more counterparts, while a table that is built moves no count. Between two pairs of counterparts
+only one of the two runs may have operators of its own. Where several operators of a kind run at the same counts, any pairing
+in their order will do: nothing that was kept is handed out by it.
 """
 
 from __future__ import annotations

@@ -345,8 +345,8 @@ def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
         policy.expects = frozenset()
         warn_user(
             f"{policy!r} names operators that did not run in the first {_LOOKED_THROUGH} regions under it, not one of them: "
-            f"{names}. Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has a "
-            "name for each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function "
+            f"{names}. Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has "
+            "a name for each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function "
             "that prints the operators which it is asked for."
         )
     policy.expects = frozenset()

@@ -302,7 +302,7 @@ class Selection:
         return output
 
     def peek(self, place: int) -> Any:
-        """Returns what an operator returned in forward, :data:`MISSING` where that was not kept or is not to be had any more."""
+        """Returns what an operator returned in forward, :data:`MISSING` where that was not kept or has gone."""
         entry = self.entries.get(place)
         return MISSING if entry is None else _output_of(entry, last=False)
 

@@ -140,9 +140,10 @@ class OperatorSequence:
             f"{name}operator {place} of the recompute is {found}, where forward ran {expected}. Under a policy a recompute "
             "has to run the operators of forward in their order. Only those through which no gradient flows, and which draw no "
             "random numbers, may run in one of the two alone (a table that is built once, operators for logging). Usual "
-            "causes: a branch on is_recomputing(), on a global or on an attribute that changed between forward and backward, "
-            "a cache of tensors that require grad and that is gone when backward runs (run backward inside of "
-            "`parametrize.cached()`, or fill it in the region), and operators that do not return the same twice. Pass `debug=True` to see the operators of both runs.",
+            "causes: a branch on is_recomputing(), on a global or on an attribute that changed between forward and backward; a "
+            "cache of tensors that require grad and that is gone when backward runs (run backward inside of "
+            "`parametrize.cached()`, or fill it in the region); operators that do not return the same twice. Pass "
+            "`debug=True` to see the operators of both runs.",
             region=region,
             index=place,
             expected=expected,

@@ -52,7 +52,8 @@ def test_a_list_of_which_one_operator_runs(run):
     """Every model has mm, addmm and bmm in its list, and runs what it has."""
     with warned() as messages:
         for _ in range(5):
-            run(save_ops(aten.mm.default, aten.addmm.default, aten.bmm.default), torch.mm, leaf(3, 3), leaf(3, 3)).sum().backward()
+            policy = save_ops(aten.mm.default, aten.addmm.default, aten.bmm.default)
+            run(policy, torch.mm, leaf(3, 3), leaf(3, 3)).sum().backward()
     assert messages == []
 
 

@@ -17,7 +17,7 @@ from torch.autograd import grad
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
-from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, assert_as_eager_or_error, gradients, runs
+from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
