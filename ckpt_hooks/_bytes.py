@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["memcmp", "same_bytes"]
+__all__ = ["memcmp", "same_bits", "same_bytes"]
 
 
 def _load_memcmp() -> Callable[[int, int, int], int] | None:
@@ -34,3 +34,21 @@ def same_bytes(one: torch.Tensor, other: torch.Tensor) -> bool:
     if memcmp is None or not (one.is_contiguous() and other.is_contiguous()):
         return torch.equal(one, other)
     return bool(memcmp(one.data_ptr(), other.data_ptr(), one.nbytes) == 0)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of any kind hold the same bits; True for those of kinds whose bits cannot be had."""
+    if not (type(one) is type(other) is torch.Tensor and one.layout is other.layout is torch.strided):
+        return type(one) is type(other)
+    if one.is_nested or other.is_nested:
+        return one.is_nested is other.is_nested
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    try:
+        return torch.equal(_bits_of(one), _bits_of(other))
+    except (NotImplementedError, RuntimeError):  # quantised
+        return True
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

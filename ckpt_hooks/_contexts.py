@@ -165,6 +165,9 @@ class Selects(Protocol):
     def settle(self) -> None:
         """A recompute has ended."""
 
+    def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Reruns the region, once more if need be."""
+
     def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
         """A recompute has ended, with its values up to some index about to be handed out, or by an exception."""
 

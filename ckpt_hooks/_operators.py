@@ -17,6 +17,7 @@ from ._torch import OVERLOAD, has_effects
 
 __all__ = [
     "KNOWN",
+    "NEVER_KEPT",
     "SAC_IGNORED_OPS",
     "WRITES_UNSAID",
     "Facts",
@@ -24,6 +25,8 @@ __all__ = [
     "call_of",
     "facts_of",
     "kind_of",
+    "may_be_left_out",
+    "same_operator",
     "written_by",
 ]
 
@@ -58,6 +61,9 @@ class Kind(enum.Enum):
     #: The same, but it has an effect besides, in an order with others of the kind: it runs again only where a policy insists.
     EFFECT = enum.auto()
 
+
+#: Kinds of which no policy keeps anything, in regions of either kind.
+NEVER_KEPT = (Kind.VIEW, Kind.IGNORED, Kind.RANGE)
 
 #: Operators of these libraries write to tensors that they are given, and neither their schemas nor versions tell:
 #: collectives that work in place, and the gathering and freeing of parameters.
@@ -174,6 +180,31 @@ def facts_of(operator: Any) -> Facts:
     if found is None or found[0] is not operator:
         found = KNOWN[id(operator)] = operator, kind_of(operator), call_of(operator), _SHORT_CUTS.get(operator)
     return found
+
+
+def same_operator(one: Any, other: Any) -> bool:
+    """Whether two operators are the same, of which one may be given a generator.
+
+    Where threads besides the main one run regions, draws get a generator, by another overload.
+    """
+    if one is other:
+        return True
+    packet = getattr(one, "overloadpacket", None)
+    return (
+        packet is not None
+        and packet is getattr(other, "overloadpacket", None)
+        and facts_of(other)[1] in (Kind.RANDOM, Kind.FACTORY)
+    )
+
+
+def may_be_left_out(operator: Any) -> bool:
+    """Whether random streams and the world are the same without an operator."""
+    if getattr(operator, "_schema", None) is None:  # a higher-order operator, which may do anything
+        return False
+    kind = facts_of(operator)[1]
+    if kind is Kind.RANDOM or kind is Kind.EFFECT or (kind is Kind.WRITES and operator.namespace not in _TAGGED):
+        return False
+    return torch.Tag.nondeterministic_seeded not in operator.tags
 
 
 def written_by(operator: Any, args: Any, kwargs: Any) -> list[Any]:

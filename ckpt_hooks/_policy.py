@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import warnings
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
@@ -13,7 +12,9 @@ import torch
 import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ._operators import NEVER_KEPT, kind_of
 from ._torch import OPERATOR_PACKET, OPERATORS
+from ._words import warn_user
 
 __all__ = [
     "OpsPolicy",
@@ -86,12 +87,19 @@ class Policy(abc.ABC):
         >>> y = checkpoint(policy=dots_saveable)(block)(torch.ones(2, 4))
     """
 
-    #: Operators that its user named and that no region has been looked through for: one that never comes is a mistake mostly.
+    #: Operators that its user named, until one of them has run or some regions have been looked through: a list of which none
+    #: ever comes is a mistake mostly.
     expects: frozenset[Any] = frozenset()
 
     #: Names that its user gave, and those of them that no tensor of a region has had yet.
     names: frozenset[str] = frozenset()
     expected_names: frozenset[str] = frozenset()
+
+    #: How many regions have been looked through.
+    looked_through: int = 0
+
+    #: Whether its user knows that views are not kept.
+    has_views: bool = False
 
     #: Whether it decides by the names that ``checkpoint_name`` gives, which recorded regions know and others do not.
     knows_names: bool = False
@@ -125,6 +133,17 @@ class Policy(abc.ABC):
     def start(self) -> PolicyFn:
         """Returns what is asked in one region: the policy itself, unless it counts."""
         return self
+
+    def warn_of_view(self, operator: Any) -> None:
+        """Warns that a view is not kept though the policy says so; once for a policy."""
+        if not self.has_views:
+            self.has_views = True
+            warn_user(
+                f"{self!r} says that the output of {operator} must be saved, but views run again in each recompute: they take "
+                "no memory and share that of their input. Return CheckpointPolicy.PREFER_RECOMPUTE for views, and MUST_SAVE "
+                "for the operator that computes what is to be kept; to keep all that can be kept, pass "
+                "ckpt_hooks.policies.everything_saveable."
+            )
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         """Decides on one run of an operator."""
@@ -185,7 +204,21 @@ class OpsPolicy(Policy):
         """
         self._name, self._ops, self._decision, self._meaning = name, frozenset(ops), decision, meaning
         self._names = frozenset(names)
-        self.expects = self._ops if expected else frozenset()
+        self.expects, self._views = frozenset(), []
+        if expected:
+            self.has_views = True
+            self._views = sorted(str(op) for op in self._ops if kind_of(op) in NEVER_KEPT)
+            self.expects = frozenset(op for op in self._ops if kind_of(op) not in NEVER_KEPT)
+
+    def warn_of_views(self) -> OpsPolicy:
+        """Warns of views that the user named; returns the policy."""
+        if self._views:
+            warn_user(
+                f"{self!r} names views, which are not kept: {', '.join(self._views)}. Views run again in each recompute; they "
+                "take no memory and share that of their input. Leave them out, and name the operator that computes what is to "
+                "be kept."
+            )
+        return self
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
@@ -197,6 +230,10 @@ class OpsPolicy(Policy):
 def saving(ops: list[Any]) -> OpsPolicy:
     """Returns the policy that keeps the outputs of operators which the user named."""
     return OpsPolicy("save_ops", ops, _SAVE, f"keeps the outputs of {in_words(ops)}", expected=True)
+
+
+#: Of functions that are policies, the code of those that said to keep views.
+_warned: set[Any] = set()
 
 
 class _Function(Policy):
@@ -214,6 +251,16 @@ class _Function(Policy):
 
     def start(self) -> PolicyFn:
         return self._function
+
+    def warn_of_view(self, operator: Any) -> None:
+        # A function is given anew with each region, and often made anew: its code is what stays.
+        function = self._function
+        while isinstance(function, functools.partial):
+            function = function.func
+        key = getattr(function, "__code__", type(function))
+        if key not in _warned:
+            _warned.add(key)
+            super().warn_of_view(operator)
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return decision_of(self._function(ctx, op, *args, **kwargs), op)
@@ -303,26 +350,37 @@ def _from_ops(ops: Iterable[Any]) -> Policy:
         if len(_lists) >= _MOST_LISTS:
             _lists.clear()
         known = _lists[key] = saving(checked)
+        return known.warn_of_views()
     return known
 
 
+#: Not all regions under a policy are alike: the first may be a stem without what the list is about.
+_LOOKED_THROUGH = 3
+
+
 def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
-    """Warns of operators that a policy names and that did not run; once for a policy.
+    """Warns of a policy that names operators none of which ran in the first regions under it; once for a policy.
 
     Args:
         policy: The policy.
-        operators: Those that ran in the first region under it, which ends.
+        operators: Those that ran in a region under it, which ends.
     """
-    expected, policy.expects = policy.expects, frozenset()
-    missing = expected.difference(operators)
-    if missing:
-        names = ", ".join(sorted(map(str, missing)))
-        warnings.warn(
-            f"{policy!r} names operators that did not run in the first region under it: {names}. Operators are matched below "
-            "autograd, where linear layers are aten.addmm or aten.mm, and attention has a name for each backend; a policy "
-            "function can print those that it is asked for.",
-            stacklevel=6,
+    expected = policy.expects
+    if not expected:
+        return
+    if expected.isdisjoint(operators):
+        policy.looked_through += 1
+        if policy.looked_through < _LOOKED_THROUGH:
+            return
+        names = ", ".join(sorted(map(str, expected)))
+        policy.expects = frozenset()
+        warn_user(
+            f"{policy!r} names operators that did not run in the first {_LOOKED_THROUGH} regions under it, not one of them: "
+            f"{names}. Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has "
+            "a name for each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function "
+            "that prints the operators which it is asked for."
         )
+    policy.expects = frozenset()
 
 
 def warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
@@ -342,11 +400,10 @@ def warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
         return
     policy.expected_names = frozenset()
     meant = sorted({other for near in slips.values() for other in near})
-    warnings.warn(
+    warn_user(
         f"{policy!r} has names that no tensor of its region has: {_quoted(slips or missing)}. "
         f"{f'Is {_quoted(meant)} meant? ' if meant else ''}Names in the region: {_quoted(given) or 'none'}. Give a tensor its "
-        "name by checkpoint_name(tensor, name), among the lines of the region.",
-        stacklevel=5,
+        "name by checkpoint_name(tensor, name), among the lines of the region."
     )
 
 

@@ -217,6 +217,9 @@ class FunctionFrame(CallingFrame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
+        return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
+
+    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
         mark = mark_thread()
         outer, self._filling = self._filling, filling

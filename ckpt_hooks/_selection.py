@@ -16,11 +16,12 @@ nothing through it, and finds what it kept when the outer one has been rerun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
+from ._alignment import compare_all
 from ._ambient.draws import Draw, skip_draw
 from ._dispatch import is_compiled_code_running, past_modes, unseen
 from ._kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in, recomputes
@@ -34,7 +35,9 @@ from ._torch import counted_detach, storage_of, version_witness
 from .errors import DeterminismError
 from .offload import Batch, transfers_for
 
-__all__ = ["Selection"]
+__all__ = ["Selection", "tensors_of"]
+
+T = TypeVar("T")
 
 _NO_NUMBERS: Sequence[int] = ()
 _NO_VALUES: Sequence[torch.Tensor] = ()
@@ -72,19 +75,30 @@ class Selection:
         values: One a tensor that the recompute has saved that is running.
         marks_of_rerun: Of each operator of the latest recompute, how many tensors that had saved before.
         last: Whether the recompute that begins is the last one, which may take what was kept.
+        differs: Whether the recompute has run another operator than forward.
+        has_run_effects: Whether it has run an operator with an effect.
+        aligned: Whether a recompute has run others, and the next ones run all.
+        rerun: Of the latest recompute since then: its operators, the pairs of places of operators that returned other values
+            than in forward, and the numbers of nodes that it found made by forward.
         has_stopped: Whether the recompute that begins has been told to stop.
     """
 
     __slots__ = (
         "_batch",
         "_hooks",
+        "_is_in_frame",
         "_num_kept",
+        "_num_values",
+        "aligned",
+        "differs",
         "entries",
+        "has_run_effects",
         "has_stopped",
         "last",
         "marks_of_rerun",
         "numbers",
         "places",
+        "rerun",
         "sequence",
         "values",
         "when_closed",
@@ -101,7 +115,11 @@ class Selection:
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
         self._batch: Batch | None = None
+        self.rerun: tuple[OperatorSequence, Collection[tuple[int, int]], Sequence[int]]
+        self.aligned = False
+        self.differs = self.has_run_effects = False
         self._num_kept = 0  # those included that are forgotten by the time that forward ends, which is left to chance
+        self._is_in_frame = False
         self._hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
 
     def attach(
@@ -131,7 +149,7 @@ class Selection:
             )
         self.numbers, self.sequence.path = numbers, path
         if hooks is not None and (respect_hooks or are_of_frame(hooks)):
-            self._hooks = hooks
+            self._hooks, self._is_in_frame = hooks, are_of_frame(hooks)
 
     def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, kind: Kind, *, offload: bool) -> None:
         """Keeps the output of an operator, unless it is not the operator's own, or in a buffer that compiled code uses again.
@@ -148,17 +166,17 @@ class Selection:
         if kind is Kind.EFFECT:
             self._keep_for_good(place, output, draw, offload=offload)
             return
-        if is_compiled_code_running():
+        if is_compiled_code_running() or (self._is_in_frame and not _has_node(args, kwargs)):
             return
-        outputs = (output,) if type(output) is torch.Tensor else tuple(_tensors_of(output))
+        outputs = (output,) if type(output) is torch.Tensor else tuple(tensors_of(output))
         storages = [storage_of(tensor) for tensor in outputs]
         for arg in args:
             if type(arg) is torch.Tensor:
                 if storage_of(arg) in storages:
                     return
-            elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) in storages for other in _tensors_of(arg)):
+            elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) in storages for other in tensors_of(arg)):
                 return
-        if kwargs and any(storage_of(other) in storages for other in _tensors_of(kwargs)):
+        if kwargs and any(storage_of(other) in storages for other in tensors_of(kwargs)):
             return
         if any(tensor.is_inference() for tensor in outputs):  # whose versions nobody counts
             return
@@ -185,12 +203,11 @@ class Selection:
     def _kept(self, output: Any, *, offload: bool, as_it_is: bool = False) -> Any:
         if isinstance(output, torch.Tensor):
             kept = counted_detach(output)
-            of_frame = self._hooks is not None and are_of_frame(self._hooks)
-            transfers = transfers_for(kept) if offload and not of_frame else None
+            transfers = transfers_for(kept) if offload and not self._is_in_frame else None
             if transfers is not None:
                 self._batch = self._batch or Batch()
                 return MovedOutput(kept, self._batch, transfers)
-            if self._hooks is None or (as_it_is and not of_frame):
+            if self._hooks is None or (as_it_is and not self._is_in_frame):
                 return KeptOutput(kept)
             return PackedOutput(kept, *self._hooks)
         if isinstance(output, (list, tuple)):
@@ -200,7 +217,7 @@ class Selection:
     def forget(self, args: Any) -> None:
         """Lets go of what shares memory with an operator's arguments, which it wrote to."""
         places = self.places
-        for tensor in _tensors_of(args):
+        for tensor in tensors_of(args):
             place = places.get(storage_of(tensor))
             if place is not None:
                 self.entries.pop(place, None)
@@ -208,10 +225,10 @@ class Selection:
     @unseen
     def watch(self, args: Any, outputs: Any) -> None:
         """Watches what an operator made out of something that was kept, without a version counter in common."""
-        for tensor in _tensors_of(args):
+        for tensor in tensors_of(args):
             entry = self.entries.get(self.places.get(storage_of(tensor), -1))
             if entry is not None:
-                more = ((version_witness(output), output._version) for output in _tensors_of(outputs))
+                more = ((version_witness(output), output._version) for output in tensors_of(outputs))
                 entry.aliases = (*entry.aliases, *more)
 
     def close(self, parent: Frame | None, *, early_stop: bool) -> None:
@@ -222,7 +239,7 @@ class Selection:
             early_stop: Whether recomputes stop early.
         """
         self.sequence.complete = True
-        if parent is not None and self.sequence.path is not None and self._hooks is not None and are_of_frame(self._hooks):
+        if parent is not None and self.sequence.path is not None and self._is_in_frame:
             parent.note_inside(self._num_kept, self.sequence.path)
         if self.when_closed is not None:
             self.when_closed(self.sequence.operators)
@@ -240,6 +257,7 @@ class Selection:
             has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
         """
         self.values, self.last, self.has_stopped = values, last, has_stopped
+        self.differs = self.has_run_effects = False
         for saved in self._recomputed():
             saved.prepare()
         if self._batch is not None:
@@ -247,6 +265,9 @@ class Selection:
 
     def settle(self) -> None:
         """Forgets the recompute, which has ended and would be kept alive."""
+        self._num_values = len(self.values)
+        if self.last and self.aligned:
+            self.entries = {place: entry for place, entry in self.entries.items() if entry.stays}
         self.values, self.last, self.has_stopped = _NO_VALUES, False, _never
         for saved in self._recomputed():
             saved.forget()
@@ -269,10 +290,7 @@ class Selection:
             draw_modes: How many modes that watch draws were active when the recompute began.
         """
         entry = self.entries[place]
-        if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
-            return MISSING
-        value = entry.value
-        output = value.get(last=last) if type(value) is KeptOutput else got(value, last=last)
+        output = _output_of(entry, last=last)
         if output is MISSING:
             return MISSING
         if entry.draw is not None:
@@ -282,6 +300,27 @@ class Selection:
         if last:
             del self.entries[place]
         return output
+
+    def peek(self, place: int) -> Any:
+        """Returns what an operator returned in forward, :data:`MISSING` where that was not kept or has gone."""
+        entry = self.entries.get(place)
+        return MISSING if entry is None else _output_of(entry, last=False)
+
+    def recompute(self, rerun: Callable[[], T]) -> T:
+        """Reruns the region; once more, with all its operators, where that has run others than forward.
+
+        Args:
+            rerun: Runs the region's function once.
+        """
+        if not self.aligned:
+            try:
+                return rerun()
+            except Exception:
+                differs = self.differs or self.sequence.compare_marks(self.marks_of_rerun, self._num_values - 1) is not None
+                if not (differs and self.sequence.complete) or self.has_run_effects:
+                    raise
+            self.aligned = True
+        return rerun()
 
     def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
         """Looks whether the recompute that has ended ran the operators that forward ran before a tensor was saved.
@@ -294,7 +333,11 @@ class Selection:
         Raises:
             DeterminismError: If it ran others.
         """
-        found = self.sequence.compare_marks(self.marks_of_rerun, index)
+        sequence = self.sequence
+        if self.aligned:
+            found = compare_all(sequence, *self.rerun, index)
+        else:
+            found = sequence.compare_marks(self.marks_of_rerun, index)
         if found is not None:
             try:
                 explain(found)
@@ -303,20 +346,35 @@ class Selection:
                 del found, cause  # whose tracebacks have this call, which would keep them alive in turn
 
 
+def _has_node(args: Any, kwargs: Any) -> bool:
+    """Whether gradients flow through an operator.
+
+    One without may build a table, which the rerun of a region around finds built: its output must not be counted there.
+    """
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
+
+
+def _output_of(entry: _Entry, *, last: bool) -> Any:
+    if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
+        return MISSING
+    value = entry.value
+    return value.get(last=last) if type(value) is KeptOutput else got(value, last=last)
+
+
 def _never() -> bool:
     return False
 
 
-def _tensors_of(value: Any) -> Iterator[torch.Tensor]:
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     """Goes through the tensors in a value; after a subclass that wraps others, through those that it wraps."""
     if isinstance(value, torch.Tensor):
         yield value
         if type(value) is not torch.Tensor and hasattr(value, "__tensor_flatten__"):
             names, _ = value.__tensor_flatten__()
             for name in names:
-                yield from _tensors_of(getattr(value, name))
+                yield from tensors_of(getattr(value, name))
     elif isinstance(value, (list, tuple)):
         for one in value:
-            yield from _tensors_of(one)
+            yield from tensors_of(one)
     elif isinstance(value, dict):
-        yield from _tensors_of(list(value.values()))
+        yield from tensors_of(list(value.values()))

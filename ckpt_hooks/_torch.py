@@ -193,6 +193,12 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
 
 
+def node_number(node: Any) -> int:
+    """Returns the number that a node of autograd's graph got from the thread that made it. No public way, 2.11 to 2.15."""
+    number: int = node._sequence_nr()
+    return number
+
+
 def storage_of(tensor: torch.Tensor) -> int | None:
     """Returns which storage a tensor is in, the same for all views of it; None for tensors that have none.
 

@@ -1,10 +1,13 @@
-"""How messages call a tensor."""
+"""How messages call a tensor, and which line of the user's program a warning is shown at."""
 
 from __future__ import annotations
 
+import sys
+import warnings
+
 import torch
 
-__all__ = ["describe", "describe_kind", "describe_tensor"]
+__all__ = ["describe", "describe_kind", "describe_tensor", "warn_user"]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -27,3 +30,11 @@ def describe_tensor(tensor: torch.Tensor) -> str:
 
 def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line that is neither of this package nor of torch."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ckpt_hooks", "torch"):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)

@@ -64,6 +64,8 @@ _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 class _Uniform(Policy):
     """The same for every operator."""
 
+    has_views = True
+
     def __init__(self, name: str, decision: CheckpointPolicy, meaning: str) -> None:
         self._name, self._decision, self._meaning = name, decision, meaning
 
@@ -156,7 +158,7 @@ def save_ops(*ops: Any) -> Policy:
         >>> save_ops(torch.ops.aten.mm.default)
         <save_ops: keeps the outputs of aten.mm.default>
     """
-    return saving(checked_operators(ops, "ops"))
+    return saving(checked_operators(ops, "ops")).warn_of_views()
 
 
 def offload_ops(*ops: Any) -> Policy:
@@ -170,7 +172,7 @@ def offload_ops(*ops: Any) -> Policy:
     """
     checked = checked_operators(ops, "ops")
     meaning = f"moves the outputs of {in_words(checked)} to the host"
-    return OpsPolicy("offload_ops", checked, _OFFLOAD, meaning, expected=True)
+    return OpsPolicy("offload_ops", checked, _OFFLOAD, meaning, expected=True).warn_of_views()
 
 
 class _SaveEvery(Policy):

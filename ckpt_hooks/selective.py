@@ -2,8 +2,8 @@
 
 Two dispatch modes see the operators below autograd. The one of forward notes each of them and asks the policy; the one of a
 recompute hands out what was kept instead of running the operator. What is kept is :mod:`ckpt_hooks._selection`; how a recompute
-is held to the operators of forward, :mod:`ckpt_hooks._sequence`; which ones may be skipped at all,
-:mod:`ckpt_hooks._operators`.
+is held to the operators of forward, :mod:`ckpt_hooks._sequence`; what becomes of one that runs others,
+:mod:`ckpt_hooks._aligning`; which ones may be skipped at all, :mod:`ckpt_hooks._operators`.
 
 A policy that looks at the operator alone is asked once an operator in the program, and the answer is looked up from then on.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import Self
 
+from ._aligning import Aligning
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._contexts import ContextPair
 from ._dispatch import PausableDispatchMode, count_writes
@@ -35,6 +36,7 @@ from ._torch import (
     graph_task_id,
     is_kept_anyway,
     num_function_modes,
+    sequence_number,
     top_saved_tensors_hooks,
 )
 from .errors import DeterminismError
@@ -49,6 +51,8 @@ _Plan = tuple[Any, int, Any, Kind, Any]
 
 _PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+
+_MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
 
 _IGNORED, _RANGE, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
 _SAVEABLE, _RANDOM, _COLLECTIVE, _EFFECT = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE, Kind.EFFECT
@@ -77,6 +81,8 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         action = _LOOK
     elif kind is Kind.VIEW:
         action = _PASS
+        if decision in _MUSTS:
+            policy.warn_of_view(operator)
     elif decision in _RECOMPUTES:
         action = _REPLAY
     else:
@@ -90,11 +96,6 @@ def _decision_of(answer: Any, operator: Any, kind: Kind) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kind is _EFFECT and decision is _PREFER_RECOMPUTE else decision
 
 
-def _is_cached_cast(args: Any) -> bool:
-    """Whether a cast is of the sort that autocast makes once a block: it runs in forward or in a recompute, or in both."""
-    return is_kept_anyway(args[0])
-
-
 class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators of a forward, and keeps what the policy says."""
 
@@ -105,7 +106,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._ask: PolicyFn = policy.start()
         self._plan: dict[int, _Plan] = policy.plan
         sequence = selection.sequence
-        self._note, self._mark = sequence.operators.append, sequence.marks.append
+        self._note, self._mark, self._count = sequence.operators.append, sequence.marks.append, sequence.nodes.append
         self._saved: Sequence[int] = ()
         self._task = graph_task_id()
         if policy.expects:
@@ -115,7 +116,12 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if self.selection.sequence.path is None:
             _refuse_hidden()
         self._saved = self.selection.numbers
+        self.selection.sequence.begin()
         return super().__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        self.selection.sequence.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
@@ -135,19 +141,22 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if action == _REPLAY:
             self._note(func)
             self._mark(len(self._saved))
+            self._count(sequence_number())
             return call(*args, **kwargs) if kwargs else call(*args)
         if action == _SAVE:
             return self._save(func, call, kind, args, kwargs or {})
         if action == _ASK:
             return self._ask_for(func, call, kind, args, kwargs or {})
         if action == _CAST:
-            if _is_cached_cast(args):
+            if is_kept_anyway(args[0]):
+                self.selection.sequence.note_cast()
                 return call(*args, **kwargs) if kwargs else call(*args)
             return self._ask_for(func, call, kind, args, kwargs or {})
         if action == _OFFLOAD:
             return self._save(func, call, kind, args, kwargs or {}, offload=True)
         self._note(func)
         self._mark(len(self._saved))
+        self._count(sequence_number())
         output = call(*args, **(kwargs or {}))
         self._look_at(func, kind, args, kwargs or {}, output)
         return output
@@ -156,6 +165,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         place = len(self.selection.sequence.operators)
         self._note(func)
         self._mark(len(self._saved))
+        self._count(sequence_number())
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = call(*args, **kwargs)
         draw = None if watch is None else watch()
@@ -168,6 +178,7 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if kind is not _VIEW:
             self._note(func)
             self._mark(len(self._saved))
+            self._count(sequence_number())
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = call(*args, **kwargs)
         context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
@@ -178,7 +189,10 @@ class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         decision = _decision_of(decision, func, kind)
         if kind in _LOOKED_AT:
             self._look_at(func, kind, args, kwargs, output)
-        elif decision not in _RECOMPUTES and kind is not _VIEW:
+        elif kind is _VIEW:
+            if decision in _MUSTS:
+                self._policy.warn_of_view(func)
+        elif decision not in _RECOMPUTES:
             draw = None if watch is None else watch()
             selection.keep(place, output, args, kwargs, draw, kind, offload=decision in _OFFLOADS)
         return output
@@ -227,17 +241,21 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
             and kind is not _RANGE
             and not self.paused
             and graph_task_id() == self._task
-            and not (kind is _CASTS and _is_cached_cast(args))
+            and not (kind is _CASTS and is_kept_anyway(args[0]))
         ):
-            if kind is _EFFECT and self._has_stopped():  # and the function goes on all the same
-                raise StopRecompute
             place = len(self.marks)
+            if kind is _EFFECT:
+                if self._has_stopped():  # and the function goes on all the same
+                    raise StopRecompute
+                if place not in self._entries:
+                    self._selection.has_run_effects = True
             self.marks.append(len(self._saved))
             operators = self._operators
             if place >= len(operators) or operators[place] is not func:
-                error = self._sequence.compare(place, func, kind)
+                error = self._sequence.compare(place, func)
                 if error is not None and not self._has_stopped():
                     self.error = self.error or error
+                    self._selection.differs = True
                     try:
                         raise error
                     finally:
@@ -259,16 +277,18 @@ class _Recompute:
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
-        self._running: list[_Reuse] = []  # outermost first; a region is recomputed by one thread at a time
+        self._running: list[_Reuse | Aligning] = []  # outermost first; a region is recomputed by one thread at a time
 
     def __enter__(self) -> None:
-        mode = _Reuse(self.selection)
+        mode = Aligning(self.selection) if self.selection.aligned else _Reuse(self.selection)
         mode.__enter__()
         self._running.append(mode)
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         mode = self._running.pop()
         mode.__exit__(kind, error, traceback)
+        if isinstance(mode, Aligning):
+            return
         self.selection.marks_of_rerun = mode.marks
         found, mode.error = mode.error, None  # which what the error's traceback has would keep alive
         try:

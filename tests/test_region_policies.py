@@ -154,19 +154,6 @@ def test_an_error_in_a_policy():
     y.sum().backward()
 
 
-def test_operators_that_never_come_are_warned_of_once():
-    x = leaf(3)
-    policy = policies.save_ops(aten.mm.default, aten.sin.default)
-
-    def run():
-        with checkpoint_region(policy=policy):
-            return x.sin().cos()
-
-    with pytest.warns(UserWarning, match=r"aten\.mm\.default"):
-        run()
-    run()
-
-
 # What is kept, and why
 
 

@@ -58,6 +58,8 @@ class Deciding:
             never = facts.kind in (Kind.FACTORY, Kind.IGNORED, Kind.RANGE)
             decision = CheckpointPolicy.PREFER_RECOMPUTE if never else self.policy.for_op(operator)
             meaning = self.known[facts] = ASK if decision is None else _meaning_of(decision, facts)
+            if facts.kind is Kind.VIEW and decision in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD):
+                self.policy.warn_of_view(operator)
             if self.seen is not None:
                 self.seen.add(operator)
         return meaning

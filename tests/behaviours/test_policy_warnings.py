@@ -1,0 +1,192 @@
+"""Warnings about policies: each once, where the user can do something about it, with what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+
+import pytest
+import torch
+
+import ckpt_hooks
+from ckpt_hooks import CheckpointPolicy, policies
+from ckpt_hooks.policies import save_ops
+from tests.measure import leaf
+
+aten = torch.ops.aten
+
+
+def as_function(policy, function, *args):
+    return ckpt_hooks.checkpoint(policy=policy)(function)(*args)
+
+
+def as_recorded(policy, function, *args):
+    with ckpt_hooks.checkpoint_region(policy=policy):
+        return function(*args)
+
+
+def as_nested(policy, function, *args):
+    return ckpt_hooks.checkpoint(lambda *args: as_function(policy, function, *args), *args)
+
+
+KINDS = pytest.mark.parametrize("run", [as_function, as_recorded, as_nested])
+
+
+@contextlib.contextmanager
+def warned():
+    """Collects the warnings of a block, each time that one is given."""
+    messages = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(warning.message) for warning in caught]
+    assert [warning.filename for warning in caught] == [__file__] * len(caught)
+
+
+# Lists of operators
+
+
+@KINDS
+def test_a_list_of_which_one_operator_runs(run):
+    """Every model has mm, addmm and bmm in its list, and runs what it has."""
+    with warned() as messages:
+        for _ in range(5):
+            policy = save_ops(aten.mm.default, aten.addmm.default, aten.bmm.default)
+            run(policy, torch.mm, leaf(3, 3), leaf(3, 3)).sum().backward()
+    assert messages == []
+
+
+@KINDS
+def test_a_list_whose_operators_run_in_a_later_region(run):
+    """Not all regions under a policy are alike."""
+    policy = save_ops(aten.mm.default, aten.bmm.default)
+    with warned() as messages:
+        for function in [torch.sin, torch.sin, lambda x: x @ x, torch.sin, torch.sin, torch.sin]:
+            run(policy, function, leaf(3, 3)).sum().backward()
+    assert messages == []
+
+
+@KINDS
+@pytest.mark.parametrize("make", [save_ops, policies.offload_ops])
+def test_a_list_of_which_no_operator_runs(run, make):
+    """One warning in the whole program, with the way out."""
+    policy = make(aten.mm.default, aten.bmm.default)
+    with warned() as messages:
+        for _ in range(6):
+            run(policy, torch.sin, leaf(3, 3)).sum().backward()
+    (message,) = messages
+    assert "did not run in the first 3 regions under it, not one of them: aten.bmm.default, aten.mm.default." in message
+    assert "save_compute_and_communication" in message
+
+
+@pytest.mark.parametrize(("run", "operator"), [(as_function, aten.erfinv.default), (as_recorded, aten.logit.default)])
+def test_a_list_that_is_given_anew_with_each_region(run, operator):
+    """Equal lists are one policy."""
+    with warned() as messages:
+        for _ in range(6):
+            run([operator, aten.bmm.default], torch.sin, leaf(3, 3)).sum().backward()
+    assert len(messages) == 1
+
+
+def test_both_kinds_of_region_count_together():
+    policy = save_ops(aten.mm.default)
+    with warned() as messages:
+        for run in (as_function, as_recorded, as_nested, as_function):
+            run(policy, torch.sin, leaf(3))
+    assert len(messages) == 1
+
+
+@KINDS
+def test_policies_that_name_nothing_do_not_warn(run):
+    """Ready-made ones name operators of every backend, and counting ones one operator."""
+    with warned() as messages:
+        for policy in (
+            policies.dots_saveable,
+            policies.save_compute_and_communication,
+            policies.everything_saveable,
+            policies.nothing_saveable,
+            policies.save_every(aten.mm.default, 2),
+        ):
+            for _ in range(4):
+                run(policy, lambda x: x.view(3).sin(), leaf(3)).sum().backward()
+    assert messages == []
+
+
+# Views
+
+
+@pytest.mark.parametrize("make", [save_ops, policies.offload_ops])
+def test_naming_a_view(make):
+    """Said when the policy is made."""
+    with warned() as messages:
+        make(aten.mm.default, aten.view.default, aten.t.default)
+    (message,) = messages
+    assert "names views, which are not kept: aten.t.default, aten.view.default. Views run again" in message
+    assert "name the operator that computes" in message
+
+
+@pytest.mark.parametrize(("run", "view"), [(as_function, aten.unfold.default), (as_recorded, aten.diagonal.default)])
+def test_naming_a_view_in_a_list_that_is_given_anew(run, view):
+    """Said once; that it is a view is not said twice, in that it never comes."""
+    for operators, expected in (([view], 1), ([aten.sin.default, view], 1)):
+        with warned() as messages:
+            for _ in range(5):
+                run(operators, torch.sin, leaf(3)).sum().backward()
+        assert len(messages) == expected
+
+
+def saves_views(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op in (aten.view.default, aten.t.default) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def makes_a_function():
+    return lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("make", [lambda: functools.partial(saves_views), makes_a_function])
+@pytest.mark.parametrize("run", [as_function, as_nested])
+def test_a_function_that_says_to_save_a_view(run, make, fresh_warnings):
+    """Once for a function, though it is made anew for each region; recorded regions do not ask of views."""
+    with warned() as messages:
+        for _ in range(4):
+            x = leaf(2, 3)
+            y = run(make(), lambda x: x.view(3, 2).t().sin().exp(), x)
+            y.sum().backward()
+            assert torch.equal(x.grad, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    (message,) = messages
+    assert "says that the output of aten.view.default must be saved, but views run again in each recompute" in message
+    assert "PREFER_RECOMPUTE for views" in message
+
+
+class Views(policies.Policy):
+    """A policy of the user's own."""
+
+    def for_op(self, op):
+        return CheckpointPolicy.MUST_SAVE
+
+    def __repr__(self):
+        return "<mine>"
+
+
+@KINDS
+def test_a_policy_of_ones_own_that_says_to_save_a_view(run):
+    policy = Views()
+    with warned() as messages:
+        for _ in range(4):
+            run(policy, lambda x: x.view(3, 2).t().sin().exp(), leaf(2, 3)).sum().backward()
+    assert ["<mine> says that the output of aten.view.default must" in message for message in messages] == [True]
+
+
+@KINDS
+@pytest.mark.parametrize("answer", [CheckpointPolicy.PREFER_SAVE, CheckpointPolicy.PREFER_RECOMPUTE])
+def test_preferences_are_no_claims(run, answer):
+    with warned() as messages:
+        run(lambda ctx, op, *args, **kwargs: answer, lambda x: x.view(3, 2).t().sin(), leaf(2, 3)).sum().backward()
+    assert messages == []
+
+
+@pytest.fixture
+def fresh_warnings(monkeypatch):
+    """Functions of which nothing was said yet, whatever ran before."""
+    monkeypatch.setattr("ckpt_hooks._policy._warned", set())
