@@ -25,7 +25,7 @@ def has_history(tensor: torch.Tensor) -> bool:
 
     To ask a view of what was written to may give it another place in the graph: such a view is held as it is.
     """
-    if type(tensor) is not torch.Tensor or (tensor._is_view() and tensor._version):
+    if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
     return not tensor.is_leaf
 
