@@ -40,6 +40,7 @@ __all__ = ["Selection", "tensors_of"]
 T = TypeVar("T")
 
 _NO_NUMBERS: Sequence[int] = ()
+_NOT_RUN: Sequence[int] = []
 _NO_VALUES: Sequence[torch.Tensor] = ()
 _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
@@ -313,10 +314,13 @@ class Selection:
             rerun: Runs the region's function once.
         """
         if not self.aligned:
+            self.marks_of_rerun, self.differs = _NOT_RUN, False
             try:
                 return rerun()
             except Exception:
-                differs = self.differs or self.sequence.compare_marks(self.marks_of_rerun, self._num_values - 1) is not None
+                marks = self.marks_of_rerun  # of none, where it failed before the function was called
+                differs = self.differs or self.sequence.compare_marks(marks, self._num_values - 1) is not None
+                differs = differs and marks is not _NOT_RUN
                 if not (differs and self.sequence.complete) or self.has_run_effects:
                     raise
             self.aligned = True
