@@ -17,6 +17,7 @@ from ._contexts import ContextPair, both, call_context_fn, check_context_fn, noo
 from ._fused_steps import watch_fused_steps
 from ._misuse import check_alone, check_callable, checked_flag, explain_call, reentrant_error
 from ._options import DEFAULT_OPTIONS, RegionOptions
+from ._pairs import own_contexts
 from ._policy import Policy, policy_from
 from ._rerun import FunctionFrame
 from ._runtime.interrupts import bring_back, mark_thread
@@ -25,7 +26,7 @@ from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_
 from ._transforms import run_plainly
 from .debug import OperatorLogs
 from .determinism import DEFAULT_CHECK, check_of
-from .selective import create_selective_checkpoint_contexts, own_contexts
+from .selective import create_selective_checkpoint_contexts
 
 __all__ = ["checkpoint", "noop_context_fn", "set_checkpoint_early_stop"]
 

@@ -20,19 +20,17 @@ from typing_extensions import Self
 
 from ._aligning import Aligning
 from ._ambient.draws import num_draw_modes, watch_draw
-from ._contexts import ContextPair
 from ._dispatch import PausableDispatchMode, count_writes
 from ._filling import StopRecompute
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
-from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from, warn_of_unseen
+from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
+from ._policy_warnings import warn_of_unseen
 from ._runtime.frame import format_path
 from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
 from ._runtime.stack import stack
 from ._selection import Selection
 from ._torch import (
-    SELECTIVE_FORWARD,
-    SELECTIVE_RECOMPUTE,
     graph_task_id,
     is_kept_anyway,
     num_function_modes,
@@ -41,7 +39,7 @@ from ._torch import (
 )
 from .errors import DeterminismError
 
-__all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts", "own_contexts"]
+__all__ = ["SAC_IGNORED_OPS", "Recompute", "Record", "create_selective_checkpoint_contexts"]
 
 # What the mode of forward does with an operator.
 _PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
@@ -96,7 +94,7 @@ def _decision_of(answer: Any, operator: Any, kind: Kind) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kind is _EFFECT and decision is _PREFER_RECOMPUTE else decision
 
 
-class _Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the operators of a forward, and keeps what the policy says."""
 
     def __init__(self, selection: Selection, policy: Policy) -> None:
@@ -272,7 +270,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
 
-class _Recompute:
+class Recompute:
     """What wraps each recompute: a mode of its own for each, since one may run inside another."""
 
     def __init__(self, selection: Selection) -> None:
@@ -300,7 +298,7 @@ class _Recompute:
 
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
-) -> tuple[_Record, _Recompute]:
+) -> tuple[Record, Recompute]:
     """Returns the two context managers by which a region keeps the outputs of some operators.
 
     For ``context_fn`` of :func:`ckpt_hooks.checkpoint`, as ``functools.partial(create_selective_checkpoint_contexts, policy)``,
@@ -339,7 +337,7 @@ def create_selective_checkpoint_contexts(
             "policy of operators here."
         )
     selection = Selection()
-    return _Record(selection, policy), _Recompute(selection)
+    return Record(selection, policy), Recompute(selection)
 
 
 def _refuse_hidden() -> None:
@@ -354,54 +352,3 @@ def _refuse_hidden() -> None:
             "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
             "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
         )
-
-
-_SELECTIVE = (_Record, _Recompute, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
-
-
-def own_contexts(contexts: ContextPair) -> ContextPair:
-    """Returns the contexts of a region, with the package's own in place of a pair of torch's selective ones.
-
-    Torch's reuse outputs by how often an operator ran before. They know nothing of buffers put back, of random streams or of a
-    second backward.
-
-    Args:
-        contexts: What a ``context_fn`` returned.
-
-    Raises:
-        TypeError: If one of them is no context manager; or is of a selective pair, and the other one is not its counterpart.
-    """
-    forward: Any
-    recompute: Any
-    forward, recompute = contexts
-    if type(forward) is _Record and type(recompute) is _Recompute and forward.selection is recompute.selection:
-        return contexts
-    if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
-        return create_selective_checkpoint_contexts(forward.policy_fn)
-    for context in contexts:
-        if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):
-            raise TypeError(
-                "context_fn should return two context managers, one for forward and one for recomputes, but one of them is "
-                f"{context!r} of type {type(context).__name__}. Where there is nothing to do, return contextlib.nullcontext()."
-            )
-    if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
-        raise TypeError(
-            "context_fn should return both contexts of one call of create_selective_checkpoint_contexts, the one for forward "
-            f"first, but returned {_in_words(forward)} and {_in_words(recompute)}"
-            f"{', of two calls' if _are_of_two_calls(forward, recompute) else ''}. Return what that call returns. For "
-            "other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
-        )
-    return contexts
-
-
-def _are_of_two_calls(forward: Any, recompute: Any) -> bool:
-    return (type(forward), type(recompute)) in ((_Record, _Recompute), (SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE))
-
-
-def _in_words(context: Any) -> str:
-    """Returns what a context is."""
-    kind = type(context)
-    if kind not in _SELECTIVE:
-        return f"a {kind.__name__}"
-    whose = "a " if kind in (_Record, _Recompute) else "torch's "
-    return f"{whose}selective context for {'forward' if kind in (_Record, SELECTIVE_FORWARD) else 'recomputes'}"

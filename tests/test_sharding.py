@@ -85,7 +85,6 @@ def test_a_region_around_a_unit(one_rank, shard, region):
 
 
 #: To go where operators that only one of two runs has are passed over.
-ALIGNED_LATER = pytest.mark.xfail(raises=ckpt_hooks.DeterminismError, reason="operators are compared place by place")
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -98,8 +97,8 @@ ALIGNED_LATER = pytest.mark.xfail(raises=ckpt_hooks.DeterminismError, reason="op
         "plain",
         "values",
         "debug",
-        pytest.param("list", marks=ALIGNED_LATER),
-        pytest.param("policy", marks=ALIGNED_LATER),
+        "list",
+        "policy",
         "nested",
         "recorded",
         "recorded, with a policy",

@@ -8,7 +8,8 @@ from typing import Any, Final
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._operators import Kind
-from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of, warn_of_unheard, warn_of_unseen
+from ckpt_hooks._policy import Policy, SelectiveCheckpointContext, decision_of
+from ckpt_hooks._policy_warnings import warn_of_unheard, warn_of_unseen
 
 from .facts import OpFacts
 
