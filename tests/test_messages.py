@@ -43,6 +43,17 @@ from tests.test_offload import FakeTransfers
 aten = torch.ops.aten
 MM, SIN = aten.mm.default, aten.sin.default
 
+
+def selective_pair():
+    return create_selective_checkpoint_contexts([MM])
+
+
+@contextlib.contextmanager
+def within(context):
+    with context:
+        yield
+
+
 PROVOCATIONS: dict[str, Callable[[], object]] = {}
 
 
@@ -507,7 +518,14 @@ calls = {
     "a name in both": lambda: policies.save_and_offload_only_these_names(
         names_which_can_be_saved=["a"], names_which_can_be_offloaded=["a"]
     ),
-    "operators that did not run": lambda: checkpoint(policy=[MM])(torch.sin)(leaf(3)),
+    "operators that did not run": lambda: [checkpoint(policy=[MM])(torch.sin)(leaf(3)) for _ in range(3)],
+    "views in a list": lambda: policies.save_ops([torch.ops.aten.view.default]),
+    "two policies": lambda: checkpoint(policy=[MM], context_fn=selective_pair)(torch.sin)(leaf(3)),
+    "contexts of which one is none": lambda: checkpoint(block, x, context_fn=lambda: (contextlib.nullcontext(), 3)),
+    "contexts of two calls": lambda: checkpoint(block, x, context_fn=lambda: (selective_pair()[0], selective_pair()[1])),
+    "a selective context within another": lambda: checkpoint(
+        block, x, context_fn=lambda: (within(selective_pair()[0]), contextlib.nullcontext())
+    ),
     "names that did not come": lambda: named_region(save_only_these_names("hidden")),
     "a slip in a name": lambda: named_region(save_only_these_names("hiden"), "hidden"),
     "contexts used twice": used_twice,
