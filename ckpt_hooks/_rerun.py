@@ -138,7 +138,8 @@ class FunctionFrame(ExplainingFrame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._state, self._variables = state_of_idle(plan), variables_in(plan) if plan.functions else None
+                self._state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
+                self._variables = variables_in(plan) if plan.functions else None
                 self._objects = notes_of(function, objects)
             else:
                 reached = reach(function, objects)
