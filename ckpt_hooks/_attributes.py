@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch.nn import Module
@@ -56,7 +56,10 @@ class ModuleNote:
     Attributes:
         get: Returns those that are numbers and the like, out of ``vars(module)``.
         has_history: Whether a tensor with a history is among them.
-        is_flat: Whether all are numbers and the like, or tensors without a history that are attributes or buffers.
+        flat: Refers to each that is a tensor or a buffer weakly; empty if not flat.
+        get_tensors: Returns those that are tensors and no buffers, as ``get`` does; None if there are none.
+        has_buffers: Whether there are buffers.
+        is_flat: Whether all are numbers and the like, or tensors that require no grad; so are buffers.
         is_simple: Whether all are numbers and the like.
         module: Refers to the module weakly.
         others: Names of objects of which there is no note, and of containers that hold some.
@@ -72,7 +75,10 @@ class ModuleNote:
         "_noted",
         "_objects",
         "_parts",
+        "flat",
         "get",
+        "get_tensors",
+        "has_buffers",
         "has_history",
         "is_flat",
         "is_simple",
@@ -110,13 +116,19 @@ class ModuleNote:
         self.others = [*objects, *(name for name, noted in self._noted.items() if _has_others(noted))]
         self.has_history = any(noted.has_history for noted in self._noted.values())
         self.is_simple = not self._noted and not objects
-        self.is_flat = not (objects or self.others or self.has_history) and all(map(_is_flat, self._noted.items()))
+        buffers = self._noted.get("_buffers")
+        others = [name for name in self._noted if name != "_buffers"]
+        self.has_buffers = buffers is not None
+        self.get_tensors = _getter(others) if others else None
+        #: Twice the first of the tensors that are no buffers, as what gets them does.
+        flat: list[Any] = [
+            *(self._noted[name] for name in (*others, *others[:1])),
+            *(buffers.entries if type(buffers) is ContainerNote else ()),
+        ]
+        self.is_flat = not (objects or self.others) and all(map(_is_flat, flat))
+        self.flat = [one.reference for one in flat] if self.is_flat else []
         self.tensors = tuple(_tensors_in(self._noted.values()))
         self._parts = [frozenset(own[name]) for name in PARTS]
-
-    def flat_getter(self) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-        """Returns what gets numbers and the like, and tensors that are no buffers, out of ``vars(module)``."""
-        return _getter([*self._names, *(name for name in self._noted if name != "_buffers")])
 
     def holds(self, own: dict[str, Any]) -> bool:
         """Whether a module has the attributes that it had.
@@ -138,10 +150,6 @@ class ModuleNote:
             if not noted.holds(own[name]):
                 return False
         return tuple(map(type, self._get_others(own))) == self._kinds
-
-    def has_buffers(self) -> bool:
-        """Whether buffers are among the attributes."""
-        return "_buffers" in self._noted
 
     def has_parts_of(self, own: dict[str, Any]) -> bool:
         """Whether a module has the submodules, parameters and buffers that it had, by their names."""
@@ -235,11 +243,12 @@ def _tensors_in(notes: Iterable[Any]) -> Iterator[TensorNote]:
             yield from _tensors_in(noted.entries)
 
 
-def _is_flat(item: tuple[str, Any]) -> bool:
-    name, noted = item
-    if name != "_buffers":
-        return type(noted) is TensorNote
-    return noted.is_whole and all(type(entry) is TensorNote or is_atom(entry) for entry in noted.entries)
+_requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+
+
+def _is_flat(noted: Any) -> bool:
+    """Whether a note is that of a tensor that requires no grad."""
+    return type(noted) is TensorNote and not noted.requires_grad
 
 
 def _no_values(own: dict[str, Any]) -> tuple[Any, ...]:
@@ -276,7 +285,7 @@ class AttributeNotes:
         notes: Those notes.
     """
 
-    __slots__ = ("_are_simple", "_rows", "_size", "_values", "notes")
+    __slots__ = ("_are_flat", "_references", "_rows", "_size", "_tensors", "_values", "notes")
 
     def __init__(self, notes: Sequence[ModuleNote], *, holds_tensors: bool = False) -> None:
         """Takes notes.
@@ -287,38 +296,47 @@ class AttributeNotes:
                 write to them: one that becomes part of a graph would own the holder.
         """
         self.notes = notes
-        holds_tensors = holds_tensors and all(note.is_flat and note.module() is not None for note in notes)
-        self._are_simple = holds_tensors or all(note.is_simple for note in notes)
-        self._rows = [(note.module, note.get, False) for note in notes]
-        if holds_tensors:
-            self._rows = [(note.module, note.flat_getter(), note.has_buffers()) for note in notes]
         self._size = sum(note.size for note in notes)
-        self._values = self._read()[1] if holds_tensors else [value for note in notes for value in note.values]
-
-    def _read(self) -> tuple[int, list[Any]]:
-        """Returns how many entries ``vars`` of the modules have, and the values of those that are compared."""
-        found: list[Any] = []
-        size, extend = 0, found.extend
-        for module, get, has_buffers in self._rows:
-            own = module().__dict__
-            size += len(own)
-            extend(get(own))
-            if has_buffers:
-                extend(own["_buffers"].values())
-        return size, found
+        self._rows = [(note.module, note.get, note.get_tensors, note.has_buffers) for note in notes]
+        self._values = [value for note in notes for value in note.values]
+        self._references: Sequence[Callable[[], Any]] = [one for note in notes for one in note.flat]
+        self._tensors: Sequence[Any] | None = None
+        self._are_flat = all(note.is_flat for note in notes)
+        if holds_tensors and self._are_flat:
+            self._tensors, self._references = [reference() for reference in self._references], ()
 
     def simply_hold(self) -> bool:
         """Whether attributes can be compared by identity, and are what was noted: a third of a microsecond for each module."""
-        if not self._are_simple:
+        if not self._are_flat:
             return False
+        found: list[Any] = []
+        tensors: list[Any] = []
+        size, extend = 0, found.extend
         try:
-            size, found = self._read()
+            for module, get, get_tensors, has_buffers in self._rows:
+                own = module().__dict__
+                size += len(own)
+                extend(get(own))
+                if get_tensors is not None:
+                    tensors.extend(get_tensors(own))
+                if has_buffers:
+                    tensors.extend(own["_buffers"].values())
         except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
             return False
-        return size == self._size and len(found) == len(self._values) and all(map(is_, found, self._values))
+        if size != self._size or not all(map(is_, found, self._values)):
+            return False
+        if self._tensors is not None:
+            return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
+        if not (tensors or self._references):
+            return True
+        expected = [reference() for reference in self._references]
+        try:
+            return len(tensors) == len(expected) and all(map(is_, tensors, expected)) and not any(map(_requires_grad, tensors))
+        except AttributeError:  # of None, where a tensor is gone
+            return False
 
     def hold(self) -> bool:
         """Whether all modules have the attributes that were noted."""
-        if self._are_simple:
+        if self._are_flat:
             return self.simply_hold()
         return all((module := note.module()) is not None and note.holds(module.__dict__) for note in self.notes)

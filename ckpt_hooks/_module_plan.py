@@ -161,21 +161,21 @@ class ModulePlan:
         self._look()
         return True
 
-    def _is_stateless(self) -> bool:
+    def _is_settled(self) -> bool:
         return not (self._written or self._scripted or self.is_lazy or self._searched) and (
-            not self._has_tensors or self.learning.unwritten_are_all
+            not self._has_tensors or self.learning.is_settled
         )
 
     def is_idle(self, root: Module) -> bool:
-        """Whether attributes, which are noted, are all that a forward might change, as far as can be said without looking."""
+        """Whether attributes, which are noted, and a pack of small tensors are all that a forward might change."""
         return (
-            self._is_stateless()
+            self._is_settled()
             and self.epoch == _Epoch.number
             and self._used > _LOOKS
             and self.root() is root
             and self.note()
-            and (not self._has_tensors or self.learning.hold())
-            and self._is_stateless()
+            and (not self._has_tensors or self.learning.is_good())
+            and self._is_settled()
         )
 
     def note(self) -> bool:
@@ -362,7 +362,7 @@ _making = threading.RLock()
 
 
 def idle_plan(function: Any) -> ModulePlan | None:
-    """Returns the plan of a function that is a module known well, with its attributes noted, if those are all of its state."""
+    """Returns the plan of a function that is a module known well, with its attributes noted, if it need not be looked at."""
     plan = _plans.get(id(function))
     return plan if plan is not None and plan.is_idle(function) else None
 

@@ -185,7 +185,8 @@ class StateUndo:
         for pack, versions, content, is_exchanged in self.packed:
             if is_exchanged or pack.versions() != versions or any(pack.differences(content)):
                 pack.write(content, versions)
-        fill_all(self.exchanged)
+        if self.exchanged:
+            fill_all(self.exchanged)
         fill_all(
             (tensor, version, content, None)
             for tensor, version, content in self.others

@@ -42,6 +42,10 @@ class ReachedState:
     _unwritten: Sequence[Unwritten]
     _with_buffers: bool
 
+    def has_contents(self) -> bool:
+        """Whether forward may write to tensors, and so has to be told that it has ended."""
+        return self._contents is not None
+
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
@@ -128,13 +132,13 @@ _NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
 def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
-    """Returns the state of a module whose attributes are all of it (:func:`ckpt_hooks._module_plan.idle_plan`)."""
-    unwritten = plan.learning.unwritten
+    """Returns the state of a module that need not be looked at (:func:`ckpt_hooks._module_plan.idle_plan`)."""
+    unwritten, pack = plan.learning.unwritten, plan.learning.pack
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
     state._attributes = plan.notes
-    state._contents = None
+    state._contents = None if pack is None or not preserve_buffers else State((), (pack,), ())
     state._unwritten = _NO_UNWRITTEN if unwritten is None or not preserve_buffers else (unwritten,)
     state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)

@@ -171,7 +171,7 @@ class FunctionFrame(ExplainingFrame):
             under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
             self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
         self._plain = (
-            (plan is not None or self._state is None)
+            (self._state is None or (plan is not None and not self._state.has_contents()))
             and self._finish is None
             and self._draws is None
             and self._contexts is None

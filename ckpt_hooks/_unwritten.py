@@ -14,7 +14,6 @@ To bind a buffer anew (``self.scale = new``) is right at any time: attributes ar
 
 from __future__ import annotations
 
-import functools
 import operator
 import weakref
 from collections.abc import Callable, Sequence
@@ -40,6 +39,16 @@ _LARGE = 1 << 20
 
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
+
+
+#: Tensors that a forward has written to, by ``id``.
+_Written = dict[int, "weakref.ref[torch.Tensor]"]
+
+
+def _note_written(table: _Written, tensor: torch.Tensor) -> None:
+    key = id(tensor)
+    if key not in table:
+        table[key] = weakref.ref(tensor, lambda _: table.pop(key, None))
 
 
 class _Hooks:
@@ -74,11 +83,11 @@ class Unwritten:
         tensors: The tensors.
     """
 
-    __slots__ = ("_expected", "_learning", "_node", "_owner", "hooks", "tensors")
+    __slots__ = ("_expected", "_node", "_owner", "_written", "hooks", "tensors")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], learning: Learning, hooks: _Hooks) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], hooks: _Hooks, written: _Written) -> None:
         self.tensors, self.hooks = tensors, hooks
-        self._learning = learning
+        self._written = written
         self._expected = list(map(_version, tensors))
         self._owner = hold_versions(tensors)
         self._node: Any = self._owner.grad_fn
@@ -101,8 +110,7 @@ class Unwritten:
             return
         for tensor, version in zip(self.tensors, self._expected, strict=True):
             if tensor._version != version:
-                self._learning.note_written([tensor])
-                self._learning.restart()
+                _note_written(self._written, tensor)
                 error = complain(tensor, version)
                 error.args = (f"{error.args[0]} {_FIX}",)
                 raise error
@@ -119,6 +127,8 @@ class Learning:
     """What the forwards of one module tell about its tensors.
 
     Attributes:
+        is_settled: Whether nothing more is to be learnt, and the tensors to be copied are small.
+        pack: The small tensors that are copied; None if there are none.
         unwritten: Those that are not copied any more; None while there are none.
         unwritten_are_all: Whether these are all that there are.
     """
@@ -132,8 +142,9 @@ class Learning:
         "_looks_at_large",
         "_loose",
         "_modules",
-        "_pack",
         "_written",
+        "is_settled",
+        "pack",
         "unwritten",
         "unwritten_are_all",
     )
@@ -148,8 +159,7 @@ class Learning:
         self._modules = modules
         self._hooks = _Hooks(modules)
         self.unwritten_are_all = False
-        #: Tensors that forward has written to, by ``id``.
-        self._written: dict[int, weakref.ref[torch.Tensor]] = {} if before is None else before._written
+        self._written: _Written = {} if before is None else before._written
         self._looks = self._looks_at_large = 0
         self.unwritten: Unwritten | None = None
         self.restart()
@@ -161,14 +171,14 @@ class Learning:
             keeps_large: Whether that leaves large tensors out.
         """
         self._looks = 0
-        self._is_looking = False
+        self.is_settled = self._is_looking = False
         #: Versions when the latest forward ended, by ``id``.
         self._last: dict[int, int] = {}
         if not keeps_large:
             self._looks_at_large = 0
         if not keeps_large or self.unwritten is None or min(map(_nbytes, self.unwritten.tensors)) <= _LARGE:
             self._key: Any = None
-            self._pack: Pack | None = None  # which would keep memory of tensors that are gone
+            self.pack: Pack | None = None  # which would keep memory of tensors that are gone
             self._loose: list[TensorNote] = []
             self.unwritten, self.unwritten_are_all = None, False
 
@@ -180,21 +190,26 @@ class Learning:
         self.restart()
         return False
 
+    def is_good(self) -> bool:
+        """Whether all that is known of the module's tensors is good for another forward."""
+        return self.is_settled and self.hold() and (self.pack is None or self.pack.is_intact())
+
     def to_copy(self, notes: Sequence[ModuleNote]) -> tuple[Pack | None, list[TensorNote]]:
         """Returns the tensors to copy before a forward: small ones, which make a pack, and others."""
         if not self.hold() or (self._last and any(self._was_written(noted) for note in notes for noted in note.tensors)):
             self.restart()
-        self._is_looking = True
+        self._is_looking, self._last = True, {}
         key = self._looks > _LOOKS, self._looks_at_large > _LOOKS, *(note.tensors for note in notes)
-        if key != self._key or (self._pack is not None and not self._pack.is_intact()):
+        if key != self._key or (self.pack is not None and not self.pack.is_intact()):
             known = self._known(notes) if max(self._looks, self._looks_at_large) > _LOOKS else []
-            self.unwritten = Unwritten([tensor for _, tensor in known], self, self._hooks) if known else None
+            self.unwritten = Unwritten([tensor for _, tensor in known], self._hooks, self._written) if known else None
             left_out = {id(noted) for noted, _ in known}
             rest = [noted for note in notes for noted in note.tensors if id(noted) not in left_out]
             self.unwritten_are_all = bool(known) and not rest
-            self._pack, self._loose = pack_up(rest)
+            self.pack, self._loose = pack_up(rest)
             self._key = key
-        return self._pack, self._loose
+        self.is_settled = min(self._looks, self._looks_at_large) > _LOOKS and not self._loose
+        return self.pack, self._loose
 
     def _was_written(self, noted: TensorNote) -> bool:
         """Whether somebody has written to a tensor since the latest forward ended."""
@@ -228,22 +243,11 @@ class Learning:
             written: Tensors that it has written to.
             failed: Whether it has ended by an exception.
         """
-        self.note_written(written)
+        for tensor in written:
+            _note_written(self._written, tensor)
         self._is_looking = False
         if not failed:
             self._looks += 1
             self._looks_at_large += 1
         tensors = [tensor for note in notes for noted in note.tensors if (tensor := noted.reference()) is not None]
         self._last = {id(tensor): tensor._version for tensor in tensors if not tensor.is_inference()}
-
-    def note_written(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Tells of tensors that a forward has written to."""
-        table = self._written
-        for tensor in tensors:
-            key = id(tensor)
-            if key not in table:
-                table[key] = weakref.ref(tensor, functools.partial(_forget, table, key))
-
-
-def _forget(table: dict[int, Any], key: int, _: Any) -> None:
-    table.pop(key, None)
