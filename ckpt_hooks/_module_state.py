@@ -171,8 +171,10 @@ class StateUndo:
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages get another content for the rerun."""
-        packed = [storage for pack, _, _, is_exchanged in self.packed if is_exchanged for storage in pack.storages()]
-        return frozenset((*packed, *(storage_of(tensor) for tensor, *_ in self.exchanged)))
+        packed = [pack.storages for pack, _, _, is_exchanged in self.packed if is_exchanged]
+        if len(packed) == 1 and not self.exchanged:
+            return packed[0]
+        return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged).union(*packed)
 
     def restore(self) -> None:
         """Puts back what the rerun found, and what it changed beyond what forward did.
@@ -187,11 +189,12 @@ class StateUndo:
                 pack.write(content, versions)
         if self.exchanged:
             fill_all(self.exchanged)
-        fill_all(
-            (tensor, version, content, None)
-            for tensor, version, content in self.others
-            if tensor._version != version or (has_storage(tensor) and not is_same(tensor, content))
-        )
+        if self.others:
+            fill_all(
+                (tensor, version, content, None)
+                for tensor, version, content in self.others
+                if tensor._version != version or (has_storage(tensor) and not is_same(tensor, content))
+            )
         for parameter, version, content in self.trained:
             if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
                 fill_all([(parameter, version, content, None)])
@@ -265,7 +268,7 @@ class State:
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
         tensors = (entry.tensor() for entry in self.entries)
-        packed = (storage for copy in self.packed for storage in copy.pack.storages())
+        packed = (storage for copy in self.packed for storage in copy.pack.storages)
         return frozenset((*packed, *(storage_of(tensor) for tensor in tensors if tensor is not None)))
 
     def rewind(self, undo: StateUndo, complain: Complain) -> None:
@@ -310,7 +313,8 @@ class State:
         for one, (pack, versions, _, is_exchanged) in zip(packed, undo.packed, strict=True):
             if is_exchanged:
                 ends = one.after if self._settled else versions
-                pack.write(one.copy, [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)])
+                counted_on = [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)]
+                pack.write(one.copy, counted_on, versions)
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
 
 

@@ -48,7 +48,7 @@ class Pack:
     The rows are aliases, which share memory and version counters with the tensors, and have no history if these come by one.
     """
 
-    __slots__ = ("_latest", "_layouts", "_offsets", "_pointers", "_rows", "_sizes", "_storages", "notes")
+    __slots__ = ("_latest", "_layouts", "_offsets", "_pointers", "_rows", "_sizes", "notes", "storages")
 
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         """Takes notes of tensors, each of which is small."""
@@ -59,6 +59,8 @@ class Pack:
         self._pointers = [row.data_ptr() for row in self._rows]
         shapes = [noted.alias.shape for noted in notes if noted.alias is not None]
         self._layouts = list(zip(self._pointers, shapes, strict=True))
+        #: Which storages the tensors are in: rows hold theirs.
+        self.storages = frozenset(map(storage_of, self._rows))
         self._latest: Callable[[], torch.Tensor | None] = _nothing
 
     def is_intact(self) -> bool:
@@ -87,8 +89,14 @@ class Pack:
         self._latest = weakref.ref(copy)
         return copy
 
-    def write(self, content: torch.Tensor, versions: Sequence[int]) -> None:
-        """Gives the tensors a content and versions."""
+    def write(self, content: torch.Tensor, versions: Sequence[int], found: Sequence[int] | None = None) -> None:
+        """Gives the tensors a content and versions.
+
+        Args:
+            content: The bytes.
+            versions: The versions.
+            found: Those that they have, if that is known.
+        """
         if memcpy is None:
             with torch.no_grad():
                 torch._foreach_copy_(self._rows, torch.split_with_sizes(content, self._sizes))
@@ -96,12 +104,8 @@ class Pack:
             start = content.data_ptr()
             for pointer, offset, size in zip(self._pointers, self._offsets, self._sizes, strict=False):
                 memcpy(pointer, start + offset, size)
-        if self.versions() != versions:
+        if memcpy is None or (self.versions() if found is None else found) != versions:
             set_versions(tuple(self._rows), tuple(versions))
-
-    def storages(self) -> list[int | None]:
-        """Returns which storages the tensors are in."""
-        return list(map(storage_of, self._rows))
 
     def pieces(self, content: torch.Tensor) -> Iterable[tuple[TensorNote, torch.Tensor]]:
         """Returns the tensors' notes, and a tensor for each with its part of a copy."""

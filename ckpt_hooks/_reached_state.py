@@ -42,13 +42,14 @@ class ReachedState:
     _unwritten: Sequence[Unwritten]
     _with_buffers: bool
 
-    def has_contents(self) -> bool:
-        """Whether forward may write to tensors, and so has to be told that it has ended."""
-        return self._contents is not None
-
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
+
+    def close_idle(self) -> None:
+        """Ends forward of a module that need not be looked at."""
+        if self._contents is not None:
+            self._contents.settle()
 
     def close(self, *, failed: bool) -> None:
         """Ends forward.

@@ -171,7 +171,7 @@ class FunctionFrame(ExplainingFrame):
             under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
             self._contexts = under_mode if self._contexts is None else both(under_mode, self._contexts)
         self._plain = (
-            (self._state is None or (plan is not None and not self._state.has_contents()))
+            (plan is not None or self._state is None)
             and self._finish is None
             and self._draws is None
             and self._contexts is None
@@ -192,6 +192,8 @@ class FunctionFrame(ExplainingFrame):
         if self._plain:
             close_frame(self)
             self._arguments.close()
+            if self._state is not None:
+                self._state.close_idle()
             self.complete = error is None
             return
         if self._keeps_all:

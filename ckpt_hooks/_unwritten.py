@@ -243,8 +243,8 @@ class Learning:
             written: Tensors that it has written to.
             failed: Whether it has ended by an exception.
         """
-        for tensor in written:
-            _note_written(self._written, tensor)
+        for one in written:
+            _note_written(self._written, one)
         self._is_looking = False
         if not failed:
             self._looks += 1
