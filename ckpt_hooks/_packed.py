@@ -39,6 +39,7 @@ def _is_small(noted: TensorNote) -> bool:
         and 0 < tensor.nbytes <= (_MOST_BYTES if tensor.dim() > 1 else _MOST_BYTES_1D)
         and tensor.is_contiguous()
         and has_storage(tensor)
+        and (alias.shape, alias.data_ptr()) == (tensor.shape, tensor.data_ptr())  # not so where it was resized in place
     )
 
 
@@ -99,7 +100,8 @@ class Pack:
         """
         if memcpy is None:
             with torch.no_grad():
-                torch._foreach_copy_(self._rows, torch.split_with_sizes(content, self._sizes))
+                for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True):
+                    row.copy_(piece)
         else:
             start = content.data_ptr()
             for pointer, offset, size in zip(self._pointers, self._offsets, self._sizes, strict=False):
