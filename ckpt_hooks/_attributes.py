@@ -16,6 +16,7 @@ must not undo. What one rerun does to attributes is :mod:`ckpt_hooks._lent_attri
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, is_, itemgetter
@@ -58,7 +59,6 @@ class ModuleNote:
         has_history: Whether a tensor with a history is among them.
         flat: Refers to each that is a tensor or a buffer weakly; empty if not flat.
         get_tensors: Returns those that are tensors and no buffers, as ``get`` does; None if there are none.
-        has_buffers: Whether there are buffers.
         is_flat: Whether all are numbers and the like, or tensors that require no grad; so are buffers.
         is_simple: Whether all are numbers and the like.
         module: Refers to the module weakly.
@@ -78,7 +78,6 @@ class ModuleNote:
         "flat",
         "get",
         "get_tensors",
-        "has_buffers",
         "has_history",
         "is_flat",
         "is_simple",
@@ -118,7 +117,6 @@ class ModuleNote:
         self.is_simple = not self._noted and not objects
         buffers = self._noted.get("_buffers")
         others = [name for name in self._noted if name != "_buffers"]
-        self.has_buffers = buffers is not None
         self.get_tensors = _getter(others) if others else None
         #: Twice the first of the tensors that are no buffers, as what gets them does.
         flat: list[Any] = [
@@ -150,6 +148,15 @@ class ModuleNote:
             if not noted.holds(own[name]):
                 return False
         return tuple(map(type, self._get_others(own))) == self._kinds
+
+    def has_tensors(self, expected: Sequence[Any]) -> bool:
+        """Whether tensors, as ``flat`` has them, are what the module has; raises ``AttributeError`` if the module is gone."""
+        own = self.module().__dict__
+        if self.get_tensors is not None:
+            found = [*self.get_tensors(own), *own["_buffers"].values()]
+            return len(found) == len(expected) and all(map(is_, found, expected))
+        buffers = own["_buffers"]
+        return len(buffers) == len(expected) and all(map(is_, buffers.values(), expected))
 
     def has_parts_of(self, own: dict[str, Any]) -> bool:
         """Whether a module has the submodules, parameters and buffers that it had, by their names."""
@@ -285,7 +292,7 @@ class AttributeNotes:
         notes: Those notes.
     """
 
-    __slots__ = ("_are_flat", "_references", "_rows", "_size", "_tensors", "_values", "notes")
+    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_tensors", "_values", "notes")
 
     def __init__(self, notes: Sequence[ModuleNote], *, holds_tensors: bool = False) -> None:
         """Takes notes.
@@ -297,42 +304,36 @@ class AttributeNotes:
         """
         self.notes = notes
         self._size = sum(note.size for note in notes)
-        self._rows = [(note.module, note.get, note.get_tensors, note.has_buffers) for note in notes]
+        self._rows = [(note.module, note.get) for note in notes]
         self._values = [value for note in notes for value in note.values]
-        self._references: Sequence[Callable[[], Any]] = [one for note in notes for one in note.flat]
-        self._tensors: Sequence[Any] | None = None
         self._are_flat = all(note.is_flat for note in notes)
+        self._flat = [note for note in notes if note.flat] if self._are_flat else []
+        self._tensors: Sequence[Sequence[Any]] | None = None
         if holds_tensors and self._are_flat:
-            self._tensors, self._references = [reference() for reference in self._references], ()
+            self._tensors = [[reference() for reference in note.flat] for note in self._flat]
 
     def simply_hold(self) -> bool:
         """Whether attributes can be compared by identity, and are what was noted: a third of a microsecond for each module."""
         if not self._are_flat:
             return False
         found: list[Any] = []
-        tensors: list[Any] = []
         size, extend = 0, found.extend
         try:
-            for module, get, get_tensors, has_buffers in self._rows:
+            for module, get in self._rows:
                 own = module().__dict__
                 size += len(own)
                 extend(get(own))
-                if get_tensors is not None:
-                    tensors.extend(get_tensors(own))
-                if has_buffers:
-                    tensors.extend(own["_buffers"].values())
+            if size != self._size or not all(map(is_, found, self._values)):
+                return False
+            if not self._flat:
+                return True
+            if self._tensors is not None:
+                return all(map(ModuleNote.has_tensors, self._flat, self._tensors))
+            expected = [[reference() for reference in note.flat] for note in self._flat]
+            return all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
+                map(_requires_grad, itertools.chain.from_iterable(expected))
+            )
         except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
-            return False
-        if size != self._size or not all(map(is_, found, self._values)):
-            return False
-        if self._tensors is not None:
-            return len(tensors) == len(self._tensors) and all(map(is_, tensors, self._tensors))
-        if not (tensors or self._references):
-            return True
-        expected = [reference() for reference in self._references]
-        try:
-            return len(tensors) == len(expected) and all(map(is_, tensors, expected)) and not any(map(_requires_grad, tensors))
-        except AttributeError:  # of None, where a tensor is gone
             return False
 
     def hold(self) -> bool:

@@ -214,7 +214,8 @@ class Learning:
     def _was_written(self, noted: TensorNote) -> bool:
         """Whether somebody has written to a tensor since the latest forward ended."""
         tensor = noted.reference()
-        return tensor is not None and self._last.get(id(tensor), tensor._version) != tensor._version
+        version = None if tensor is None else self._last.get(id(tensor))
+        return version is not None and tensor is not None and tensor._version != version
 
     def _known(self, notes: Sequence[ModuleNote]) -> list[tuple[TensorNote, torch.Tensor]]:
         """Returns the tensors that need no copies any more."""

@@ -315,7 +315,7 @@ def bytes_alive():
     """Returns the bytes in storages of tensors, each storage once."""
     storages = {}
     for one in gc.get_objects():
-        if issubclass(type(one), torch.Tensor):
+        if type(one) in (torch.Tensor, nn.Parameter) and one.layout is torch.strided:
             storage = one.untyped_storage()
             storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
