@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import checkpoint
+from ckpt_hooks import _bytes, checkpoint
 from ckpt_hooks._module_plan import idle_plan, plan_of
 from ckpt_hooks._module_state import capture_state
 
@@ -450,3 +450,15 @@ def test_an_attribute_that_the_caller_has_replaced_is_in_a_rerun_what_it_was():
         for _ in range(2):
             assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], (x * number).cos() * number)
         assert not module.scale.any()
+
+
+def test_tuples_of_the_same_objects(monkeypatch):
+    """By their addresses, and one by one where there are none to be had."""
+    tensors = tuple(torch.ones(()) for _ in range(5))
+    for has_addresses in (True, False):
+        monkeypatch.setattr(_bytes, "_HAS_ADDRESSES", has_addresses and _bytes._HAS_ADDRESSES)
+        assert _bytes.same_objects(tensors, (*tensors[:2], *tensors[2:]))
+        assert _bytes.same_objects((), ())
+        assert not _bytes.same_objects(tensors, tensors[:4])
+        assert not _bytes.same_objects(tensors, (*tensors[:4], torch.ones(())))
+        assert not _bytes.same_objects(tensors, tensors[::-1])
