@@ -36,9 +36,11 @@ _STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
 _NAMES = frozenset(
     {"_unsafe_preserve_version_counter", "_unsafe_set_version_counter", "all_gather_into_tensor", "all_reduce", "batch_norm"}
     | {"broadcast", "ctypes", "cuda_kernel", "data", "data_ptr", "dist", "distributed", "from_dlpack", "instance_norm"}
-    | {"library", "native_batch_norm", "numpy", "ops", "set_", "storage", "swap_tensors", "to_dlpack", "untyped_storage"}
+    | {"native_batch_norm", "numpy", "set_", "storage", "swap_tensors", "to_dlpack", "untyped_storage"}
     | {"triton", "fused_moving_avg_obs_fake_quant"}
 )
+#: Parts of torch that run operators of a user's own.
+_NAMES_OF_TORCH = frozenset({"library", "ops"})
 #: How many levels of functions are asked that functions name.
 _LEVELS = 2
 
@@ -58,7 +60,7 @@ def _function_may(function: types.FunctionType, levels: int = _LEVELS) -> bool:
     if _is_torchs(function.__module__):
         return f"{function.__module__}.".startswith(_WRITERS)
     names = set(_names_in(function.__code__))
-    if not names.isdisjoint(_NAMES):
+    if not names.isdisjoint(_NAMES) or ("torch" in names and not names.isdisjoint(_NAMES_OF_TORCH)):
         return True
     named = [function.__globals__.get(name) for name in names] if levels else []
     return any(type(one) is types.FunctionType and _function_may(one, levels - 1) for one in named)

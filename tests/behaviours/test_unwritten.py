@@ -339,9 +339,10 @@ def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
 
     module, other = Masked(), types.SimpleNamespace()
     function = (lambda x: module(x)) if wrap else module
+    before = bytes_alive()
     for _ in range(STEPS):
         ckpt_hooks.checkpoint(function, torch.ones(3, requires_grad=True)).sum().backward()
-    before = bytes_alive()
+    assert bytes_alive() == before
     other.x = torch.ones(3, requires_grad=True)
     other.y = ckpt_hooks.checkpoint(function, other.x)
     assert bytes_alive() - before == 24  # the argument and the result
@@ -355,9 +356,10 @@ def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
 def test_copies_of_buffers_that_are_written_to_go_with_their_frames(size):
     module = Scaled(size=size)
     module.writes = True
+    before = bytes_alive()
     for _ in range(STEPS):
         ckpt_hooks.checkpoint(module, data()).sum().backward()
-    before = bytes_alive()
+    assert bytes_alive() == before
     x = data()
     y = ckpt_hooks.checkpoint(module, x)
     assert bytes_alive() - before == 8 * (size + 12 + 12)
