@@ -81,3 +81,32 @@ def test_state(
 
 def _step(run: Callable[..., torch.Tensor], module: nn.Module, x: torch.Tensor) -> None:
     run(module, x).sum().backward()  # type: ignore[no-untyped-call]
+
+
+class _Buffered(nn.Module):
+    """Takes sines in turn, and has buffers that nobody writes to."""
+
+    def __init__(self, ops: int, buffers: int) -> None:
+        super().__init__()
+        self.ops = ops
+        for number in range(buffers):
+            self.register_buffer(f"buffer{number}", torch.randn(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(self.ops):
+            x = x.sin()
+        return x
+
+
+@pytest.mark.benchmark(group="64 buffers that are not written to")
+@pytest.mark.parametrize(("ops", "size"), [(8, 4), (24, 64)], ids=["region of 100 us", "region of 1 ms"])
+def test_unwritten_buffers(benchmark: BenchmarkFixture, note: Callable[[str], None], ops: int, size: int) -> None:
+    """A step of a region whose module has buffers, against one of the same module without."""
+    x = torch.randn(size, size, requires_grad=True)
+    steps = {str(count): partial(_step, ckpt_hooks.checkpoint, _Buffered(ops, count), x) for count in (0, 64)}
+    if not benchmark.disabled:
+        seconds = interleave(steps, seconds=8.0)
+        ratio = seconds["64"] / seconds["0"]
+        benchmark.extra_info["ratio_to_none"] = ratio
+        note(f"64 buffers that are not written to, region of {seconds['0'] * 1e6:.0f} us: {ratio:.3f} of none")
+    benchmark(steps["64"])

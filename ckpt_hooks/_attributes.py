@@ -10,15 +10,16 @@ Submodules and parameters that forward has added are taken out for the rerun. So
 random numbers, and those of forward are there in the end.
 
 Modules of torch's own frameworks are left alone: DDP and its like note in attributes where they are in a step, which a rerun
-must not undo.
+must not undo. What one rerun does to attributes is :mod:`ckpt_hooks._lent_attributes`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import is_, itemgetter
+from operator import attrgetter, is_, itemgetter
 from typing import Any
 
 from torch.nn import Module
@@ -31,23 +32,18 @@ from ._noted_values import (
     PutBack,
     TensorNote,
     containers_in,
-    contents_of,
-    fill,
     has_note,
     is_atom,
     note_of,
 )
 
-__all__ = ["MACHINERY", "PLAN", "AttributeNotes", "AttributesUndo", "ModuleNote", "note_module"]
-
-#: The attribute of a module that has what is known of it.
-PLAN = "_ckpt_hooks_plan"
+__all__ = ["MACHINERY", "PARTS", "AttributeNotes", "ModuleNote", "containers_of", "note_module"]
 
 #: What a module consists of; ``training`` is an attribute like others.
-MACHINERY = (frozenset(vars(Module())) - {"training"}) | {PLAN}
+MACHINERY = frozenset(vars(Module())) - {"training"}
 
 #: Attributes of every module that are dicts of what it consists of.
-_PARTS = ("_buffers", "_modules", "_parameters")
+PARTS = ("_buffers", "_modules", "_parameters")
 
 #: Where torch's own wrappers of modules are defined.
 _FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
@@ -61,6 +57,9 @@ class ModuleNote:
     Attributes:
         get: Returns those that are numbers and the like, out of ``vars(module)``.
         has_history: Whether a tensor with a history is among them.
+        flat: Refers to each that is a tensor or a buffer weakly; empty if not flat.
+        get_tensors: Returns those that are tensors and no buffers, as ``get`` does; None if there are none.
+        is_flat: Whether all are numbers and the like, or tensors that require no grad; so are buffers.
         is_simple: Whether all are numbers and the like.
         module: Refers to the module weakly.
         others: Names of objects of which there is no note, and of containers that hold some.
@@ -76,8 +75,11 @@ class ModuleNote:
         "_noted",
         "_objects",
         "_parts",
+        "flat",
         "get",
+        "get_tensors",
         "has_history",
+        "is_flat",
         "is_simple",
         "module",
         "others",
@@ -113,8 +115,18 @@ class ModuleNote:
         self.others = [*objects, *(name for name, noted in self._noted.items() if _has_others(noted))]
         self.has_history = any(noted.has_history for noted in self._noted.values())
         self.is_simple = not self._noted and not objects
+        buffers = self._noted.get("_buffers")
+        others = [name for name in self._noted if name != "_buffers"]
+        self.get_tensors = _getter(others) if others else None
+        #: Twice the first of the tensors that are no buffers, as what gets them does.
+        flat: list[Any] = [
+            *(self._noted[name] for name in (*others, *others[:1])),
+            *(buffers.entries if type(buffers) is ContainerNote else ()),
+        ]
+        self.is_flat = not (objects or self.others) and all(map(_is_flat, flat))
+        self.flat = [one.reference for one in flat] if self.is_flat else []
         self.tensors = tuple(_tensors_in(self._noted.values()))
-        self._parts = [frozenset(own[name]) for name in _PARTS]
+        self._parts = [frozenset(own[name]) for name in PARTS]
 
     def holds(self, own: dict[str, Any]) -> bool:
         """Whether a module has the attributes that it had.
@@ -137,9 +149,17 @@ class ModuleNote:
                 return False
         return tuple(map(type, self._get_others(own))) == self._kinds
 
+    def has_tensors(self, expected: tuple[Any, ...]) -> bool:
+        """Whether tensors, as ``flat`` has them, are what the module has; raises ``AttributeError`` if the module is gone."""
+        own = self.module().__dict__
+        found = tuple(own["_buffers"].values())
+        if self.get_tensors is not None:
+            found = (*self.get_tensors(own), *found)
+        return len(found) == len(expected) and all(map(is_, found, expected))
+
     def has_parts_of(self, own: dict[str, Any]) -> bool:
         """Whether a module has the submodules, parameters and buffers that it had, by their names."""
-        return all(own[name].keys() == names for name, names in zip(_PARTS, self._parts, strict=True))
+        return all(own[name].keys() == names for name, names in zip(PARTS, self._parts, strict=True))
 
     def with_values(self, own: dict[str, Any]) -> ModuleNote | None:
         """Returns a note that differs in numbers and the like alone; None where more has changed."""
@@ -154,6 +174,13 @@ class ModuleNote:
             setattr(other, name, getattr(self, name))
         other.values = values
         return other
+
+    def differs_in_numbers(self, other: ModuleNote) -> bool:
+        """Whether this differs from an earlier note of the module in numbers alone, which are no flags."""
+        return self._noted is other._noted and all(
+            new is old or (type(new) in (int, float) and type(old) in (int, float))
+            for new, old in zip(self.values, other.values, strict=True)
+        )
 
     def objects_in(self, own: dict[str, Any]) -> Any:
         """Returns what there is to hold on to for :meth:`restore`: objects that the note refers to weakly, or not at all."""
@@ -196,13 +223,13 @@ class ModuleNote:
             if now is not value:
                 guards = guards or (name != "training" and (value is None or type(value) is bool))
                 own[name] = value
-        back = PutBack(complain, {id(one): one for one in (own["_buffers"], *_containers_of(own))})
+        back = PutBack(complain, {id(one): one for one in (own["_buffers"], *containers_of(own))})
         for name, noted in self._noted.items():
             if name in own["_parameters"] or (name == "_buffers" and not with_buffers):
                 continue  # the former where a framework gathers parameters: a tensor is one or the other
             with contextlib.suppress(GoneError):
                 own[name] = noted.present(back)
-        for name_of_parts, names in zip(_PARTS[1:], self._parts[1:], strict=True):
+        for name_of_parts, names in zip(PARTS[1:], self._parts[1:], strict=True):
             parts = own[name_of_parts]
             for name in [name for name in parts if name not in names and name not in self._noted]:
                 guards = True
@@ -222,6 +249,14 @@ def _tensors_in(notes: Iterable[Any]) -> Iterator[TensorNote]:
             yield from _tensors_in(noted.entries)
 
 
+_requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+
+
+def _is_flat(noted: Any) -> bool:
+    """Whether a note is that of a tensor that requires no grad."""
+    return type(noted) is TensorNote and not noted.requires_grad
+
+
 def _no_values(own: dict[str, Any]) -> tuple[Any, ...]:
     return ()
 
@@ -231,7 +266,8 @@ def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]
     return itemgetter(*names, names[0]) if names else _no_values
 
 
-def _containers_of(own: dict[str, Any]) -> Iterator[Any]:
+def containers_of(own: dict[str, Any]) -> Iterator[Any]:
+    """Goes through containers among the attributes of a module, and those in them."""
     for name, value in list(own.items()):
         if name not in MACHINERY:
             yield from containers_in(value)
@@ -255,18 +291,29 @@ class AttributeNotes:
         notes: Those notes.
     """
 
-    __slots__ = ("_are_simple", "_rows", "_size", "_values", "notes")
+    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_tensors", "_values", "notes")
 
-    def __init__(self, notes: Sequence[ModuleNote]) -> None:
+    def __init__(self, notes: Sequence[ModuleNote], *, holds_tensors: bool = False) -> None:
+        """Takes notes.
+
+        Args:
+            notes: Those of the modules.
+            holds_tensors: Whether to hold tensors that are attributes or buffers, which are compared faster then. Nothing must
+                write to them: one that becomes part of a graph would own the holder.
+        """
         self.notes = notes
-        self._are_simple = all(note.is_simple for note in notes)
-        self._rows = [(note.module, note.get) for note in notes]
         self._size = sum(note.size for note in notes)
+        self._rows = [(note.module, note.get) for note in notes]
         self._values = [value for note in notes for value in note.values]
+        self._are_flat = all(note.is_flat for note in notes)
+        self._flat = [note for note in notes if note.flat] if self._are_flat else []
+        self._tensors: Sequence[tuple[Any, ...]] | None = None
+        if holds_tensors and self._are_flat:
+            self._tensors = [tuple([reference() for reference in note.flat]) for note in self._flat]
 
     def simply_hold(self) -> bool:
-        """Whether all attributes are numbers and the like, and what was noted: a third of a microsecond for each module."""
-        if not self._are_simple:
+        """Whether attributes can be compared by identity, and are what was noted: a third of a microsecond for each module."""
+        if not self._are_flat:
             return False
         found: list[Any] = []
         size, extend = 0, found.extend
@@ -275,90 +322,21 @@ class AttributeNotes:
                 own = module().__dict__
                 size += len(own)
                 extend(get(own))
+            if size != self._size or not all(map(is_, found, self._values)):
+                return False
+            if not self._flat:
+                return True
+            if self._tensors is not None:
+                return all(map(ModuleNote.has_tensors, self._flat, self._tensors))
+            expected = [tuple([reference() for reference in note.flat]) for note in self._flat]
+            return all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
+                map(_requires_grad, itertools.chain.from_iterable(expected))
+            )
         except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
             return False
-        return size == self._size and all(map(is_, found, self._values))
 
     def hold(self) -> bool:
         """Whether all modules have the attributes that were noted."""
-        if self._are_simple:
+        if self._are_flat:
             return self.simply_hold()
         return all((module := note.module()) is not None and note.holds(module.__dict__) for note in self.notes)
-
-
-class _Before:
-    """What a module was before a rerun."""
-
-    __slots__ = ("_contents", "_names", "_own")
-
-    def __init__(self, own: dict[str, Any], *, with_buffers: bool) -> None:
-        self._own, self._names = own, own.copy()
-        self._contents = [(container, contents_of(container)) for container in _containers_of(own)]
-        self._contents += [(own[name], own[name].copy()) for name in _PARTS[not with_buffers :]]
-
-    def restore(self) -> None:
-        own, names = self._own, self._names
-        for name in [name for name in own if name not in names and name not in MACHINERY]:
-            del own[name]
-        for name, value in names.items():
-            if own.get(name, ABSENT) is not value and name not in MACHINERY:
-                own[name] = value
-        for container, contents in self._contents:
-            if contents is not None:
-                fill(container, contents)
-
-
-class AttributesUndo:
-    """What one rerun does to attributes of modules.
-
-    Attributes:
-        may_initialise: Whether the function may initialise something once more, since a flag or the like was put back.
-    """
-
-    __slots__ = ("_before", "_complain", "_notes", "_same", "_with_buffers", "may_initialise")
-
-    def __init__(self, complain: Complain, *, with_buffers: bool) -> None:
-        """Prepares for a rerun.
-
-        Args:
-            complain: Returns an error for a tensor with a history that was written to since.
-            with_buffers: Whether the rerun finds buffers as forward found them.
-        """
-        self._complain, self._with_buffers = complain, with_buffers
-        self._before: list[_Before] = []
-        self._same: list[tuple[ModuleNote, dict[str, Any], Any]] = []
-        self._notes: AttributeNotes | None = None
-        self.may_initialise = False
-
-    def put_back(self, notes: AttributeNotes, *, has_new_parts: bool) -> None:
-        """Gives modules the attributes that they had.
-
-        Args:
-            notes: Of the modules.
-            has_new_parts: Whether submodules or parameters may have been added since.
-        """
-        if not has_new_parts and notes.simply_hold():
-            self._notes = notes
-            return
-        for note in notes.notes:
-            module = note.module()
-            if module is None:
-                continue
-            own = module.__dict__
-            if not note.has_history and note.holds(own) and not (has_new_parts and not note.has_parts_of(own)):
-                self._same.append((note, own, note.objects_in(own)))
-                continue
-            self._before.append(_Before(own, with_buffers=self._with_buffers))
-            if note.put_back(own, self._complain, with_buffers=self._with_buffers):
-                self.may_initialise = True
-
-    def restore(self) -> None:
-        """Gives modules the attributes that they had before the rerun."""
-        if self._notes is not None:
-            if self._notes.simply_hold():
-                return
-            self._same = [(note, module.__dict__, None) for note in self._notes.notes if (module := note.module()) is not None]
-        for note, own, objects in self._same:
-            note.restore(own, objects, self._complain, with_buffers=self._with_buffers)
-        for before in reversed(self._before):
-            before.restore()

@@ -1,7 +1,7 @@
 """Where the state of a module is: its attributes and those of its submodules, and objects there that hold tensors.
 
-That is found once for a module and its submodules, and used as long as it has the same ones. It is kept in the module's
-``__dict__``, so that it dies with the module; it refers to modules weakly, and it copies and pickles as None.
+That is found once for a module and its submodules, and used as long as it has the same ones. Plans are kept in a table by the
+``id`` of their modules, whose classes may define equality as they like. A plan refers to modules weakly, and goes with its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,9 +23,11 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from ._attributes import MACHINERY, PLAN, AttributeNotes, ModuleNote, note_module
+from ._attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
 from ._noted_values import TensorNote
+from ._packed import Pack
 from ._reach import Search, has_variables
+from ._unwritten import Learning
 
 __all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
@@ -38,6 +41,9 @@ _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
 #: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]
+
+#: A pack of small tensors, notes of others, tensors elsewhere, and generators.
+Contents = tuple["Pack | None", Sequence[TensorNote], Sequence[torch.Tensor], Sequence[torch.Generator]]
 
 
 class _Epoch:
@@ -66,18 +72,19 @@ class ModulePlan:
         epoch: What had been registered in modules, of any kind, when the module was last looked at.
         functions: Those among attributes, and in objects that are attributes, that close over variables or name globals.
         is_lazy: Whether there are modules in it that make their parameters in their first forward.
+        learning: Which of the tensors have to be copied.
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
         parameters: The module and its submodules as far as they have parameters of their own; see :mod:`ckpt_hooks._weights`.
+        root: Refers to the module weakly.
     """
 
     __slots__ = (
         "_children",
+        "_has_tensors",
         "_is_looked_at",
-        "_is_stateless",
         "_looks_at_frozen",
         "_modules",
-        "_root",
         "_scripted",
         "_searched",
         "_used",
@@ -85,13 +92,15 @@ class ModulePlan:
         "epoch",
         "functions",
         "is_lazy",
+        "learning",
         "lock",
         "notes",
         "parameters",
+        "root",
     )
 
     def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
-        self._root = weakref.ref(root)
+        self.root = weakref.ref(root, functools.partial(_forget, _plans, id(root)))
         everything = _all_modules(root)
         modules = [module for module in everything if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
@@ -105,7 +114,7 @@ class ModulePlan:
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
         self.lock: Any = threading.RLock() if before is None else before.lock
-        root.__dict__.setdefault(PLAN, None)  # which counts among the attributes that are noted
+        self.learning: Learning = Learning(self._modules, None if before is None else before.learning)
         self.notes = AttributeNotes([note for module in modules if (note := note_module(module)) is not None])
         self._look()
 
@@ -124,16 +133,14 @@ class ModulePlan:
         self.is_lazy = any(
             isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
         )
-        self._is_stateless = not (
-            self._written or self._scripted or self.is_lazy or self._searched or any(note.tensors for note in self.notes.notes)
-        )
+        self._has_tensors = any(note.tensors for note in self.notes.notes)
 
     def holds(self, root: Module) -> bool:
         """Whether this is the plan of a module that has the submodules that it had.
 
         They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
         """
-        if self._root() is not root:
+        if self.root() is not root:
             return False
         if self.epoch == _Epoch.number and self._used > _LOOKS:
             return True
@@ -147,19 +154,28 @@ class ModulePlan:
         ):
             return False
         self.parameters = _parameters_of(modules)
-        self.notes = AttributeNotes([_renewed(note, is_new=True) for note in self.notes.notes])
+        before, after = self.notes.notes, [_renewed(note, is_new=True) for note in self.notes.notes]
+        if not all(map(is_, before, after)):
+            self.learning.restart()
+        self.notes = AttributeNotes(after, holds_tensors=self.learning.unwritten_are_all)
         self._look()
         return True
 
+    def _is_settled(self) -> bool:
+        return not (self._written or self._scripted or self.is_lazy or self._searched) and (
+            not self._has_tensors or self.learning.is_settled
+        )
+
     def is_idle(self, root: Module) -> bool:
-        """Whether attributes, which are noted, are all that a forward might change, as far as can be said without looking."""
+        """Whether attributes, which are noted, and a pack of small tensors are all that a forward might change."""
         return (
-            self._is_stateless
+            self._is_settled()
             and self.epoch == _Epoch.number
             and self._used > _LOOKS
-            and self._root() is root
+            and self.root() is root
             and self.note()
-            and self._is_stateless
+            and (not self._has_tensors or self.learning.is_good())
+            and self._is_settled()
         )
 
     def note(self) -> bool:
@@ -173,6 +189,7 @@ class ModulePlan:
         renewed = [(new, old) for new, old in zip(now.notes, before.notes, strict=True) if new is not old]
         if any(new.others != old.others for new, old in renewed):
             return False
+        self.learning.restart(keeps_large=all(new.differs_in_numbers(old) for new, old in renewed))
         if not all(new.is_simple and old.is_simple for new, old in renewed):
             self._look()
         return True
@@ -180,8 +197,17 @@ class ModulePlan:
     def _alive(self) -> list[Module]:
         return [module for reference in self._modules if (module := reference()) is not None]
 
-    def has_run(self) -> None:
-        """Tells that a forward has ended. Regions in regions begin several before that, which count as one."""
+    def has_run(self, written: Sequence[torch.Tensor], *, failed: bool) -> None:
+        """Tells that a forward has ended. Regions in regions begin several before that, which count as one.
+
+        Args:
+            written: Tensors that it has written to, if the plan is learning.
+            failed: Whether it has ended by an exception, and may not have come to what it changes.
+        """
+        if self.learning.is_learning():
+            self.learning.has_run(self.notes.notes, written, failed=failed)
+        if failed:
+            return
         if self._is_looked_at:
             self._is_looked_at = False
             self._used += 1
@@ -190,12 +216,11 @@ class ModulePlan:
     def note_written(self, number: int, name: str) -> None:
         """Tells of a parameter without gradients that forward has written to: number of the module, and name."""
         self._written.add((number, name))
-        self._is_stateless = False
 
-    def contents(self) -> tuple[list[TensorNote], list[torch.Tensor], list[torch.Generator]]:
-        """Returns notes of tensors, tensors elsewhere, and generators."""
-        if self._is_stateless:
-            return [], [], []
+    def contents(self) -> Contents:
+        """Returns the tensors that have to be copied, and generators."""
+        if not (self._has_tensors or self._searched or self._scripted):
+            return None, [], [], []
         search = Search()
         for reference, name in self._searched:
             module = reference()
@@ -205,7 +230,11 @@ class ModulePlan:
         for reference in self._scripted:
             scripted = reference()
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
-        return [noted for note in self.notes.notes for noted in note.tensors], tensors, search.generators
+        before = self.learning.unwritten_are_all
+        pack, loose = self.learning.to_copy(self.notes.notes)
+        if before is not self.learning.unwritten_are_all:
+            self.notes = AttributeNotes(self.notes.notes, holds_tensors=not before)
+        return pack, loose, tensors, search.generators
 
     def written(self) -> list[Slot]:
         """Returns names of parameters without gradients that forward was seen to write to."""
@@ -226,9 +255,6 @@ class ModulePlan:
             for name, parameter in module._parameters.items()
             if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
         ]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 def _reference_to(module: Module) -> Callable[[], Module | None]:
@@ -308,16 +334,27 @@ def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
     return (None if is_new else note.with_values(own)) or ModuleNote(module)
 
 
+#: The latest plan of each module, by the ``id`` of the module.
+_plans: dict[int, ModulePlan] = {}
+
+
+def _forget(plans: dict[int, ModulePlan], key: int, root: weakref.ref[Module]) -> None:
+    """Drops the plan of a module that is gone."""
+    plan = plans.get(key)
+    if plan is not None and plan.root is root:  # not a newer one
+        del plans[key]
+
+
 def plan_of(module: Module) -> ModulePlan:
     """Returns the plan of a module with its attributes noted, a new one where it has changed."""
-    plan: ModulePlan | None = module.__dict__.get(PLAN)
+    plan = _plans.get(id(module))
     if plan is not None and plan.holds(module) and plan.note():
         return plan
     _Epoch.watch()
     with _making:  # of threads that meet at a module, one makes the plan, since a plan has a lock
-        if module.__dict__.get(PLAN) is not plan:
+        if _plans.get(id(module)) is not plan:
             return plan_of(module)
-        new = module.__dict__[PLAN] = ModulePlan(module, plan)
+        new = _plans[id(module)] = ModulePlan(module, plan)
         return new
 
 
@@ -325,10 +362,8 @@ _making = threading.RLock()
 
 
 def idle_plan(function: Any) -> ModulePlan | None:
-    """Returns the plan of a function that is a module known well, with its attributes noted, if those are all of its state."""
-    if not isinstance(function, Module):
-        return None
-    plan: ModulePlan | None = function.__dict__.get(PLAN)
+    """Returns the plan of a function that is a module known well, with its attributes noted, if it need not be looked at."""
+    plan = _plans.get(id(function))
     return plan if plan is not None and plan.is_idle(function) else None
 
 

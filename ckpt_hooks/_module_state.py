@@ -28,6 +28,7 @@ import torch
 from ._bytes import same_bytes
 from ._module_plan import ModulePlan, Slot
 from ._noted_values import Complain, GoneError, PutBack, TensorNote
+from ._packed import Pack, PackedCopy
 from ._refit import copy_of, data_of, fill_all, is_dense, is_plain, same_layout
 from ._state_copies import has_storage, is_same, known_copy, take_copy
 from ._torch import FAKE, storage_of
@@ -142,11 +143,12 @@ class StateUndo:
         slots: Names of parameters without gradients, and the parameters.
         exchanged: Tensors, versions and contents of those that get another content for the rerun, and how they are laid out.
         others: Tensors, versions and contents of those that do not.
+        packed: Packs, versions and contents, and whether they get another content.
         trained: Parameters, versions and contents, where the rerun may initialise some again, which nothing can bring back.
         complain: Returns an error for one of those.
     """
 
-    __slots__ = ("complain", "exchanged", "others", "slots", "trained")
+    __slots__ = ("complain", "exchanged", "others", "packed", "slots", "trained")
 
     complain: Complain
 
@@ -154,6 +156,7 @@ class StateUndo:
         self.slots: list[tuple[Slot, Any]] = []
         self.exchanged: list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]] = []
         self.others: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self.packed: list[tuple[Pack, list[int], torch.Tensor, bool]] = []
         self.trained: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def watch_trained(self, plans: Sequence[ModulePlan], complain: Complain) -> None:
@@ -168,6 +171,17 @@ class StateUndo:
         self.trained = [(parameter, parameter._version, copy_of(parameter)) for parameter in trained]
         self.complain = complain
 
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Takes copies of tensors to which forward has not written, but the rerun may."""
+        self.others += [(tensor, tensor._version, copy_of(tensor)) for tensor in tensors if _is_copied(tensor)]
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns which storages get another content for the rerun."""
+        packed = [pack.storages for pack, _, _, is_exchanged in self.packed if is_exchanged]
+        if len(packed) == 1 and not self.exchanged:
+            return packed[0]
+        return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged).union(*packed)
+
     def restore(self) -> None:
         """Puts back what the rerun found, and what it changed beyond what forward did.
 
@@ -176,12 +190,17 @@ class StateUndo:
         """
         for (owner, name), value in reversed(self.slots):
             owner[name] = value
-        fill_all(self.exchanged)
-        fill_all(
-            (tensor, version, content, None)
-            for tensor, version, content in self.others
-            if tensor._version != version or (has_storage(tensor) and not is_same(tensor, content))
-        )
+        for pack, versions, content, is_exchanged in self.packed:
+            if is_exchanged or pack.versions() != versions or any(pack.differences(content)):
+                pack.write(content, versions)
+        if self.exchanged:
+            fill_all(self.exchanged)
+        if self.others:
+            fill_all(
+                (tensor, version, content, None)
+                for tensor, version, content in self.others
+                if tensor._version != version or (has_storage(tensor) and not is_same(tensor, content))
+            )
         for parameter, version, content in self.trained:
             if same_layout(parameter, content) and not torch.allclose(parameter, content, rtol=0, atol=0, equal_nan=True):
                 fill_all([(parameter, version, content, None)])
@@ -193,22 +212,27 @@ class State:
 
     Attributes:
         entries: Tensors.
+        packed: Small tensors of modules.
         parameters: Those among the tensors that are parameters, by their ``id``.
     """
 
-    __slots__ = ("_frozen", "_names", "_settled", "entries", "parameters")
+    __slots__ = ("_frozen", "_names", "_settled", "entries", "packed", "parameters")
 
-    def __init__(self, plans: Sequence[ModulePlan], tensors: Sequence[tuple[torch.Tensor, _Refer, bool]]) -> None:
+    def __init__(
+        self, plans: Sequence[ModulePlan], packs: Sequence[Pack], tensors: Sequence[tuple[torch.Tensor, _Refer, bool]]
+    ) -> None:
         """Takes copies.
 
         Args:
             plans: Those of modules.
+            packs: Their small tensors.
             tensors: Tensors, what refers to each, and whether a module owns it.
         """
         self._settled = False
         self.parameters = _NO_PARAMETERS
         self._frozen = _frozen_of(plans)
         self._names = [_Parameter(slot[0][slot[1]], slot, None, None) for plan in plans for slot in plan.written()]
+        self.packed = list(map(PackedCopy, packs))
         seen: set[int] = set()
         self.entries: list[_Entry] = []
         for name in self._names:
@@ -216,7 +240,7 @@ class State:
             if id(tensor) not in seen and _is_copied(tensor):
                 seen.add(id(tensor))
                 copy = known_copy(tensor)
-                name.copy = take_copy(tensor, lasts=True) if copy is None else copy
+                name.copy = take_copy(tensor) if copy is None else copy
                 self.entries.append(name)
         for tensor, refer, is_owned in tensors:
             if id(tensor) not in seen:
@@ -227,7 +251,7 @@ class State:
 
     def is_empty(self) -> bool:
         """Whether there is nothing that forward might change."""
-        return not (self.entries or self._names or self._frozen)
+        return not (self.entries or self.packed or self._names or self._frozen)
 
     def settle(self) -> bool:
         """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind."""
@@ -237,13 +261,21 @@ class State:
         self.parameters = frozenset(name.identity() for name in self._names)
         for entry in self.entries:
             entry.settle()
+        for one in self.packed:
+            one.settle()
         self._frozen, self._settled = [], True
-        return bool(self.entries)
+        return bool(self.entries or self.packed)
+
+    def written(self) -> list[torch.Tensor]:
+        """Returns the tensors that forward has written to, when it has ended."""
+        found = [tensor for entry in self.entries if entry.is_stale() and (tensor := entry.tensor()) is not None]
+        return [*found, *(tensor for copy in self.packed for tensor in copy.written())]
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
         tensors = (entry.tensor() for entry in self.entries)
-        return frozenset(storage_of(tensor) for tensor in tensors if tensor is not None)
+        packed = (storage for copy in self.packed for storage in copy.pack.storages)
+        return frozenset((*packed, *(storage_of(tensor) for tensor in tensors if tensor is not None)))
 
     def rewind(self, undo: StateUndo, complain: Complain) -> None:
         """Puts back what forward found.
@@ -255,11 +287,17 @@ class State:
         stale, entries = [], self.entries
         if not self._settled:  # a backward in the middle of forward
             entries = entries + [frozen for frozen in self._frozen if frozen.is_in_place()]
-        for name in self._names:
+        for name in self._names:  # of parameters
             owner, key = name.slot
             if key in owner:
                 undo.slots.append((name.slot, owner[key]))
                 name.bind(complain)
+        packed: list[PackedCopy] = []
+        for one in self.packed:
+            if one.pack.is_intact():
+                packed.append(one)
+            else:
+                entries = entries + _entries_of(one)
         for entry in entries:
             tensor, copy = entry.tensor(), entry.copy
             if tensor is None:
@@ -273,9 +311,29 @@ class State:
                 stale.append((tensor, entry.before + tensor._version - after, copy))
             elif copy is not None:
                 undo.others.append((tensor, tensor._version, copy))
+        for one in packed:
+            versions, content = one.pack.versions(), one.pack.read()
+            undo.packed.append((one.pack, versions, content, one.is_stale(versions, content)))
         for tensor, _, _ in stale:
             undo.exchanged.append((tensor, tensor._version, copy_of(tensor), data_of(tensor)))
+        for one, (pack, versions, _, is_exchanged) in zip(packed, undo.packed, strict=True):
+            if is_exchanged:
+                ends = one.after if self._settled else versions
+                counted_on = [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)]
+                pack.write(one.copy, counted_on, versions)
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
+
+
+def _entries_of(packed: PackedCopy) -> list[_Entry]:
+    """Returns an entry for each tensor of a pack, of which one has other memory by now, or another shape."""
+    entries = []
+    for (noted, copy), before, after in zip(packed.pack.pieces(packed.copy), packed.before, packed.after, strict=True):
+        tensor = noted.tensor()
+        if tensor is not None:
+            entry = _Entry(tensor, noted.tensor, copy)
+            entry.before, entry.after = before, after
+            entries.append(entry)
+    return entries
 
 
 #: Returns a tensor, an alias where it is gone, or None.
@@ -289,7 +347,7 @@ def _entry_of(tensor: torch.Tensor, refer: _Refer, *, is_owned: bool) -> _Entry 
         if not _is_copied(tensor):  # all that there may be to say of it is that it was modified
             return _Entry(tensor, refer, None) if _is_versioned(tensor) else None
         if is_owned or tensor.nbytes <= _MOST_BYTES:
-            copy = take_copy(tensor, lasts=is_owned)
+            copy = take_copy(tensor)
     return _Entry(tensor, refer, copy)
 
 
@@ -306,12 +364,14 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     if torch.is_inference_mode_enabled():  # no backward will come
         return None, []
     found: list[tuple[torch.Tensor, _Refer, bool]] = []
+    packs: list[Pack] = []
     generators: list[torch.Generator] = []
     for plan in plans:
-        notes, own, more = plan.contents()
+        pack, notes, own, more = plan.contents()
+        packs += () if pack is None else (pack,)
         found += [(tensor, note.tensor, True) for note in notes if (tensor := note.reference()) is not None]
         found += [(tensor, weakref.ref(tensor), True) for tensor in own]
         generators += more
     found += [(tensor, weakref.ref(tensor), False) for tensor in tensors]
-    state = State(plans, found)
+    state = State(plans, packs, found)
     return (None if state.is_empty() else state), generators

@@ -105,17 +105,19 @@ class TensorNote:
     Attributes:
         alias: A detached alias, or the tensor itself if it is a leaf that requires grad; None where an alias cannot be made.
         has_history: Whether the tensor has a history. Once it is gone, or written to, a rerun gets a copy.
+        kind: Its class.
         reference: Refers to the tensor weakly.
+        requires_grad: Whether it required grad.
     """
 
-    __slots__ = ("_copy", "_requires_grad", "_version", "alias", "has_history", "kind", "reference")
+    __slots__ = ("_copy", "_version", "alias", "has_history", "kind", "reference", "requires_grad")
 
     alias: torch.Tensor | None
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.kind = type(tensor)
         self.reference = weakref.ref(tensor)
-        self._requires_grad = tensor.requires_grad
+        self.requires_grad = tensor.requires_grad
         self.has_history = _has_history(tensor)
         self._copy: torch.Tensor | None = None
         self._version = -1
@@ -131,7 +133,7 @@ class TensorNote:
         return (
             tensor is not None
             and tensor is value
-            and tensor.requires_grad is self._requires_grad
+            and tensor.requires_grad is self.requires_grad
             and (not self.has_history or self._version < 0 or tensor._version == self._version)
         )
 
@@ -153,7 +155,7 @@ class TensorNote:
             raise GoneError
         if not self.has_history:
             found = as_kind(alias.detach(), self.kind)
-            return found.requires_grad_(self._requires_grad)
+            return found.requires_grad_(self.requires_grad)
         if alias._version == self._version or self._version < 0:
             content = alias
         elif self._copy is not None:

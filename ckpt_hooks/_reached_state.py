@@ -10,12 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ._attributes import AttributeNotes, AttributesUndo
+from ._attributes import AttributeNotes
+from ._lent_attributes import AttributesUndo
 from ._module_plan import ModulePlan, epoch, has_new_parts, plan_of
 from ._module_state import State, StateUndo, capture_state
 from ._noted_values import Complain
 from ._reach import Reached
-from ._torch import storage_of
+from ._unwritten import Unwritten
 from ._weights import Noted, references_of
 
 __all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
@@ -30,7 +31,7 @@ class ReachedState:
         plans: Those of the modules.
     """
 
-    __slots__ = ("_attributes", "_contents", "_epoch", "_with_buffers", "generators", "parameters", "plans")
+    __slots__ = ("_attributes", "_contents", "_epoch", "_unwritten", "_with_buffers", "generators", "parameters", "plans")
 
     generators: Sequence[torch.Generator]
     parameters: Noted
@@ -38,11 +39,17 @@ class ReachedState:
     _attributes: AttributeNotes
     _contents: State | None
     _epoch: int
+    _unwritten: Sequence[Unwritten]
     _with_buffers: bool
 
     def storages(self) -> frozenset[int | None]:
         """Returns which storages hold what may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
+
+    def close_idle(self) -> None:
+        """Ends forward of a module that need not be looked at."""
+        if self._contents is not None:
+            self._contents.settle()
 
     def close(self, *, failed: bool) -> None:
         """Ends forward.
@@ -50,14 +57,16 @@ class ReachedState:
         Args:
             failed: Whether it has ended by an exception, and may not have come to what it changes.
         """
-        for plan in () if failed else self.plans:
-            plan.has_run()
-        contents = self._contents
+        contents, written = self._contents, _NO_TENSORS
         if contents is not None:
             if not contents.settle():
                 self._contents = None
             elif contents.parameters:  # which a rerun finds as they were
                 self.parameters.leave_out(contents.parameters)
+            if any(plan.learning.is_learning() for plan in self.plans):
+                written = contents.written()
+        for plan in self.plans:
+            plan.has_run(written, failed=failed)
 
 
 class Rewound:
@@ -80,41 +89,59 @@ class Rewound:
         """Puts back what forward found; returns which storages get another content for the rerun."""
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
-        if state._contents is None and not attributes.may_initialise:
+        kept = [one for one in state._unwritten if self._may_be_written(one)] if state._unwritten else ()
+        if state._contents is None and not (kept or attributes.may_initialise):
             return _NO_STORAGES
         undo = self._contents = StateUndo()
         if attributes.may_initialise:
             undo.watch_trained(state.plans, self._complain)
-        if state._contents is None:
-            return _NO_STORAGES
-        state._contents.rewind(undo, self._complain)
-        return frozenset(storage_of(tensor) for tensor, *_ in undo.exchanged)
+        for one in kept:
+            undo.keep(one.tensors)
+        if state._contents is not None:
+            state._contents.rewind(undo, self._complain)
+        return undo.storages()
+
+    def _may_be_written(self, unwritten: Unwritten) -> bool:
+        """Whether the rerun may write to tensors that forward has not written to, since hooks or flags are other ones.
+
+        Raises:
+            MutationError: If one was written to since forward began.
+        """
+        unwritten.check(self._complain)
+        return self._attributes.may_initialise or not unwritten.hooks.hold()
 
     def restore(self) -> None:
         """Puts back what :meth:`put_back` found.
 
         Raises:
-            MutationError: If the rerun initialised parameters once more. They are as they were before it.
+            MutationError: If the rerun initialised parameters once more. They are as they were before it. Or if it wrote to a
+                tensor that forward has not written to.
         """
         try:
             if self._contents is not None:
                 self._contents.restore()
+            for unwritten in self._state._unwritten:
+                unwritten.check(self._complain)
         finally:
             self._attributes.restore()
 
 
 _NO_STORAGES: frozenset[int | None] = frozenset()
+_NO_TENSORS: Sequence[torch.Tensor] = ()
+_NO_UNWRITTEN: Sequence[Unwritten] = ()
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
-def state_of_idle(plan: ModulePlan) -> ReachedState:
-    """Returns the state of a module whose attributes are all of it (:func:`ckpt_hooks._module_plan.idle_plan`)."""
+def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
+    """Returns the state of a module that need not be looked at (:func:`ckpt_hooks._module_plan.idle_plan`)."""
+    unwritten, pack = plan.learning.unwritten, plan.learning.pack
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
     state._attributes = plan.notes
-    state._contents = None
-    state._with_buffers = True
+    state._contents = None if pack is None or not preserve_buffers else State((), (pack,), ())
+    state._unwritten = _NO_UNWRITTEN if unwritten is None or not preserve_buffers else (unwritten,)
+    state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)
     state.generators = _NO_GENERATORS
     return state
@@ -141,5 +168,7 @@ def state_of(reached: Reached, *, preserve_buffers: bool) -> ReachedState | None
     state.parameters = Noted(references_of(plans, reached.tensors))
     state._with_buffers = preserve_buffers
     state._contents, generators = capture_state(plans, reached.tensors) if preserve_buffers else (None, [])
+    found = [plan.learning.unwritten for plan in plans] if preserve_buffers else ()
+    state._unwritten = [one for one in found if one is not None]
     state.generators = [*reached.generators, *generators]
     return state

@@ -127,7 +127,8 @@ class FunctionFrame(CallingFrame):
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
-                self._state, self._variables = state_of_idle(plan), variables_in(plan) if plan.functions else None
+                self._state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
+                self._variables = variables_in(plan) if plan.functions else None
                 self._objects = notes_of(function, objects)
             else:
                 reached = reach(function, objects)
@@ -179,6 +180,8 @@ class FunctionFrame(CallingFrame):
         if self._plain:
             close_frame(self)
             self._arguments.close()
+            if self._state is not None:
+                self._state.close_idle()
             self.complete = error is None
             return
         if self._keeps_all:

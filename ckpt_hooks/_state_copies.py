@@ -37,8 +37,6 @@ def is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 # The latest copy of each tensor, with its version, as long as somebody holds that copy.
 _copies: dict[int, tuple[weakref.ref[torch.Tensor], int, weakref.ref[torch.Tensor]]] = {}
-# The latest copies of tensors that a module owns, which the next step will need as well.
-_lasting: dict[int, torch.Tensor] = {}
 
 
 def known_copy(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -51,20 +49,8 @@ def known_copy(tensor: torch.Tensor) -> torch.Tensor | None:
     return None
 
 
-def take_copy(tensor: torch.Tensor, *, lasts: bool) -> torch.Tensor:
-    """Returns a copy of a tensor, which others get as well as long as it is the latest.
-
-    Args:
-        tensor: The tensor.
-        lasts: Whether the copy is kept as long as the tensor.
-    """
+def take_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor, which others get as well as long as it is the latest and somebody holds it."""
     copy, key = copy_of(tensor), id(tensor)
-
-    def forget(_: weakref.ref[torch.Tensor]) -> None:
-        _copies.pop(key, None)
-        _lasting.pop(key, None)
-
-    _copies[key] = weakref.ref(tensor, forget), tensor._version, weakref.ref(copy)
-    if lasts:
-        _lasting[key] = copy
+    _copies[key] = weakref.ref(tensor, lambda _: _copies.pop(key, None)), tensor._version, weakref.ref(copy)
     return copy
