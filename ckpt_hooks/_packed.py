@@ -7,18 +7,21 @@ puts them back.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import torch
+from typing_extensions import ParamSpec
 
 from ._bytes import memcmp, memcpy, same_bytes
 from ._noted_values import TensorNote
 from ._refit import is_plain
 from ._state_copies import has_storage
-from ._torch import set_versions, storage_of
+from ._torch import num_dispatch_modes, past_all_modes, set_versions, storage_of
 
 __all__ = ["Pack", "PackedCopy", "pack_up"]
 
@@ -43,6 +46,24 @@ def _is_small(noted: TensorNote) -> bool:
     )
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+_PLAIN = torch.empty(0)
+
+
+def _apart(function: Callable[P, R]) -> Callable[P, R]:
+    """Has a function run past all dispatch modes: its copies are not theirs to see, and hold values under a fake mode too."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not num_dispatch_modes():
+            return function(*args, **kwargs)
+        result: R = past_all_modes(_PLAIN, functools.partial(function, *args, **kwargs))
+        return result
+
+    return run
+
+
 class Pack:
     """Small tensors, as rows of bytes.
 
@@ -51,6 +72,7 @@ class Pack:
 
     __slots__ = ("_latest", "_layouts", "_offsets", "_pointers", "_rows", "_sizes", "notes", "storages")
 
+    @_apart
     def __init__(self, notes: Sequence[TensorNote]) -> None:
         """Takes notes of tensors, each of which is small."""
         self.notes = notes
@@ -78,6 +100,7 @@ class Pack:
         """Returns the version of each tensor."""
         return list(map(_version, self._rows))
 
+    @_apart
     def read(self) -> torch.Tensor:
         """Returns a copy of all bytes."""
         return torch.cat(self._rows)
@@ -90,6 +113,7 @@ class Pack:
         self._latest = weakref.ref(copy)
         return copy
 
+    @_apart
     def write(self, content: torch.Tensor, versions: Sequence[int], found: Sequence[int] | None = None) -> None:
         """Gives the tensors a content and versions.
 
@@ -109,13 +133,16 @@ class Pack:
         if memcpy is None or (self.versions() if found is None else found) != versions:
             set_versions(tuple(self._rows), tuple(versions))
 
-    def pieces(self, content: torch.Tensor) -> Iterable[tuple[TensorNote, torch.Tensor]]:
+    @_apart
+    def pieces(self, content: torch.Tensor) -> list[tuple[TensorNote, torch.Tensor]]:
         """Returns the tensors' notes, and a tensor for each with its part of a copy."""
-        for noted, piece in zip(self.notes, torch.split_with_sizes(content, self._sizes), strict=True):
-            alias = noted.alias
-            if alias is not None:
-                yield noted, piece.clone().view(alias.dtype).reshape(alias.shape)
+        return [
+            (noted, piece.clone().view(alias.dtype).reshape(alias.shape))
+            for noted, piece in zip(self.notes, torch.split_with_sizes(content, self._sizes), strict=True)
+            if (alias := noted.alias) is not None
+        ]
 
+    @_apart
     def differences(self, content: torch.Tensor) -> list[bool]:
         """Returns of each tensor whether its bytes differ from those in a copy."""
         if memcmp is None:
