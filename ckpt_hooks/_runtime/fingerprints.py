@@ -70,8 +70,8 @@ class Fingerprints:
             self.taken.append(None if kept else past_modes(self._fingerprint, tensor))
         else:
             self._sequence = sequence_number()
-            self._waiting.append((len(self.taken), tensor, tensor._version))
             self.taken.append(None)
+            self._waiting.append((len(self.taken) - 1, tensor, tensor._version))
 
     def finish(self) -> None:
         """Takes those that wait, but for tensors that were modified meanwhile, or that are never filled."""
