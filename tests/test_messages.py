@@ -44,7 +44,7 @@ aten = torch.ops.aten
 MM, SIN = aten.mm.default, aten.sin.default
 
 
-ERFINV = torch.ops.aten.erfinv.default  # which no other list names: it is warned of a list once
+I1E = torch.ops.aten.special_i1e.default  # which no other list names: it is warned of a list once
 
 
 def selective_pair():
