@@ -222,38 +222,28 @@ def _run(
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
         result = run_plainly(function, args, kwargs, context_fn)
     else:
-        result = _run_as_region(function, args, kwargs, options, context_fn, debug)
+        watch_fused_steps()
+        mark = mark_thread()
+        try:
+            contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
+            settings = current_settings()
+            if debug if settings.debug is None else settings.debug:
+                checked_flag(debug, "debug")
+                logs = OperatorLogs()
+                own = logs.forward, logs.recompute
+                pair = own if contexts is None else both(contexts, own)
+                frame = FunctionFrame(function, args, kwargs, options, pair, settings)
+                frame.explain = logs.explain
+            else:
+                frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
+            with frame:
+                result = function(*args, **kwargs)
+        except BaseException as error:
+            bring_back(mark, error)
+            raise
     if type(result) in UNRUN:
         refuse_unrun(function, result)
     return result
-
-
-def _run_as_region(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    context_fn: Callable[[], ContextPair],
-    debug: bool,
-) -> Any:
-    watch_fused_steps()
-    mark = mark_thread()
-    try:
-        contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
-        settings = current_settings()
-        if debug if settings.debug is None else settings.debug:
-            checked_flag(debug, "debug")
-            logs = OperatorLogs()
-            own = logs.forward, logs.recompute
-            frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
-            frame.explain = logs.explain
-        else:
-            frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
-        with frame:
-            return function(*args, **kwargs)
-    except BaseException as error:
-        bring_back(mark, error)
-        raise
 
 
 class CheckpointedFunction(Generic[P, R]):

@@ -121,7 +121,7 @@ def count_writes(operator: Any, args: Any) -> None:
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
         return
-    if not any(isinstance(mode, QuietDispatchMode) for mode in _active_modes()):
+    if not any(map(is_quiet, _active_modes())):
         for tensor in args[0]:
             increment_version(tensor)
 
@@ -157,7 +157,7 @@ def leave_modes(count: int) -> None:
     """
     while num_dispatch_modes() > count:
         mode = pop_dispatch_mode(None)
-        if isinstance(mode, QuietDispatchMode):
+        if is_quiet(mode):
             mode.abandoned()
 
 
@@ -176,14 +176,12 @@ def pause_modes() -> Sequence[PausableDispatchMode]:
 
 def only_quiet_modes() -> bool:
     """Whether all modes that are active on this thread are the package's own, which do not care for a ``detach``."""
-    return not num_dispatch_modes() or all(isinstance(mode, QuietDispatchMode) for mode in _active_modes())
+    return not num_dispatch_modes() or all(map(is_quiet, _active_modes()))
 
 
 def users_modes() -> list[str]:
     """Returns the names of the dispatch modes on this thread that are neither torch's for tracing nor the package's."""
-    return [
-        type(mode).__name__ for mode in _active_modes() if not (isinstance(mode, QuietDispatchMode) or is_tracing_mode(mode))
-    ]
+    return [type(mode).__name__ for mode in _active_modes() if not (is_quiet(mode) or is_tracing_mode(mode))]
 
 
 def is_without_values() -> bool:

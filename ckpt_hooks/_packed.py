@@ -12,21 +12,20 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from typing_extensions import ParamSpec
 
 from ._bytes import memcmp, memcpy, same_bytes
 from ._noted_values import TensorNote
 from ._refit import is_plain
-from ._state_copies import has_storage
-from ._torch import num_dispatch_modes, past_all_modes, set_versions, storage_of
+from ._state_copies import has_storage, is_compared
+from ._torch import past_all_modes, set_versions, storage_of
 
 __all__ = ["Pack", "PackedCopy", "pack_up"]
 
-#: Up to this size a tensor is small. One of one dimension is, up to the other size.
-_MOST_BYTES, _MOST_BYTES_1D = 1 << 16, 1 << 20
+#: How large a pack may be before it takes another tensor.
+_MOST_BYTES = 1 << 20
 
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
@@ -39,26 +38,24 @@ def _is_small(noted: TensorNote) -> bool:
         and is_plain(tensor)
         and tensor.device.type == "cpu"
         and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
-        and 0 < tensor.nbytes <= (_MOST_BYTES if tensor.dim() > 1 else _MOST_BYTES_1D)
+        and tensor.nbytes > 0
+        and is_compared(tensor)
         and tensor.is_contiguous()
         and has_storage(tensor)
         and (alias.shape, alias.data_ptr()) == (tensor.shape, tensor.data_ptr())  # not so where it was resized in place
     )
 
 
-P = ParamSpec("P")
 R = TypeVar("R")
 _PLAIN = torch.empty(0)
 
 
-def _apart(function: Callable[P, R]) -> Callable[P, R]:
+def _apart(function: Callable[..., R]) -> Callable[..., R]:
     """Has a function run past all dispatch modes: its copies are not theirs to see, and hold values under a fake mode too."""
 
     @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not num_dispatch_modes():
-            return function(*args, **kwargs)
-        result: R = past_all_modes(_PLAIN, functools.partial(function, *args, **kwargs))
+    def run(*args: Any) -> R:
+        result: R = past_all_modes(_PLAIN, function, *args)
         return result
 
     return run
@@ -201,7 +198,7 @@ def pack_up(notes: Iterable[TensorNote]) -> tuple[Pack | None, list[TensorNote]]
     for noted in notes:
         if noted.reference() is None:
             continue
-        if _is_small(noted) and total < _MOST_BYTES_1D:
+        if _is_small(noted) and total < _MOST_BYTES:
             packed.append(noted)
             total += noted.alias.nbytes if noted.alias is not None else 0
         else:

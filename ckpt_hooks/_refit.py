@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ._torch import FAKE, num_dispatch_modes, past_all_modes, set_grad_enabled, set_versions, storage_of
+from ._torch import FAKE, past_all_modes, set_grad_enabled, set_versions, storage_of
 
 __all__ = [
     "PLAIN",
@@ -74,7 +74,7 @@ def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor.data``, without a word to dispatch modes: one that traces would return a fake tensor."""
-    data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data") if num_dispatch_modes() else tensor.data
+    data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data")
     return data
 
 
@@ -83,10 +83,8 @@ def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> tor
 
     Dispatch modes do not see it made. One that reuses what operators returned would take it for an operator of the region.
     """
-    if num_dispatch_modes():
-        copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
-        return copy
-    return _copy_of(tensor, strides)
+    copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
+    return copy
 
 
 def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
@@ -130,7 +128,7 @@ def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
         tensor: Has no history.
         version: What its version counter should say.
     """
-    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor) if num_dispatch_modes() else _alias(tensor)
+    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor)
     if version > 0:
         set_versions((alias,), (version,))
     return alias
@@ -216,10 +214,7 @@ def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tens
     versions: list[int] = []
     try:
         for tensor, version, content, layout in tensors:
-            if num_dispatch_modes():
-                past_all_modes(tensor, _fill, tensor, content, layout)
-            else:
-                _fill(tensor, content, layout)
+            past_all_modes(tensor, _fill, tensor, content, layout)
             filled.append(tensor)
             versions.append(version)
     finally:

@@ -10,7 +10,7 @@ from ._bytes import same_bytes
 from ._refit import copy_of, same_layout
 from ._torch import FAKE
 
-__all__ = ["has_storage", "is_same", "known_copy", "take_copy"]
+__all__ = ["has_storage", "is_compared", "is_same", "known_copy", "take_copy"]
 
 #: Up to this size tensors on the CPU are compared byte by byte, since batch norm moves no version; its own, which have one
 #: dimension, up to the other size.
@@ -26,11 +26,16 @@ def has_storage(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= needed
 
 
+def is_compared(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is so small that its bytes are compared, if it is on the CPU."""
+    return tensor.nbytes <= (_COMPARED_BYTES if tensor.dim() > 1 else _COMPARED_BYTES_1D)
+
+
 def is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a tensor still equals its copy, if its version says so: other devices than the CPU are not made to wait."""
     if not same_layout(tensor, copy):
         return False
-    if copy.nbytes > (_COMPARED_BYTES if copy.dim() > 1 else _COMPARED_BYTES_1D):
+    if not is_compared(copy):
         return True
     return tensor.device.type == "cpu" and (type(tensor) is FAKE or same_bytes(tensor, copy))
 

@@ -133,6 +133,8 @@ def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: An
         function: The function.
         *args: Its arguments.
     """
+    if not num_dispatch_modes():
+        return function(*args)
     if type(tensor) in _PLAIN:
         return _past_modes(function, *args)
     with torch.utils._python_dispatch._disable_current_modes():

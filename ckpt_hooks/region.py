@@ -149,7 +149,8 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
     The block runs once. What it does is recorded below autograd, operator by operator, and in backward those operators run
     again that saved tensors depend on, no others; Python code does not. So there is nothing that a recompute could do twice or
     otherwise: counters, log lines, running statistics, Python's random numbers, globals that changed. It costs a few
-    microseconds an operator in forward, where :func:`ckpt_hooks.checkpoint` costs them in backward.
+    microseconds an operator in forward, where :func:`ckpt_hooks.checkpoint` costs them in backward; an operator that writes to
+    its argument costs two to three times as much.
 
     Kept until the graph lets go: tensors from outside that the operators which may run again read (parameters and other leaves
     as they are, others by way of the saved-tensor hooks around the region); what the policy says; the state of a random

@@ -12,12 +12,17 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks
+from ckpt_hooks import _policy
 
 
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
-    """Each test draws the same numbers whatever ran before it, and leaves no hooks, modes or settings behind."""
+    """Each test draws the same numbers whatever ran before it, and leaves no hooks, modes or settings behind.
+
+    A list of operators has warned in no earlier test.
+    """
     torch.manual_seed(0)
+    _policy._lists.clear()
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_function_stack() == 0

@@ -21,7 +21,6 @@ from ckpt_hooks._torch import (
     is_freed,
     is_kept_anyway,
     neg_view,
-    num_dispatch_modes,
     past_all_modes,
     storage_address,
     storage_of,
@@ -57,7 +56,7 @@ def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
         clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
             that share memory do so in the copy as well.
     """
-    copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones) if num_dispatch_modes() else _copy_in(tensor, clones)
+    copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones)
     return copy
 
 
