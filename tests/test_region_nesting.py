@@ -286,6 +286,28 @@ def test_save_on_cpu(where):
     assert_as_eager(program, x, w)
 
 
+@pytest.mark.parametrize("pack", [torch.clone, lambda tensor: tensor], ids=["copying", "handing back"])
+@pytest.mark.parametrize("where", ["around all", "between", "around each"])
+def test_hooks_around_a_region_whose_statistics_are_written_without_a_version(where, pack):
+    """Autograd saves running statistics in eval mode, and batch norm moves no version of theirs: hooks may have copied them."""
+    x, other = leaf(4, 2), leaf(3, 2)
+
+    def hooks(place):
+        return torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t) if where == place else contextlib.nullcontext()
+
+    def program(region):
+        norm = torch.nn.BatchNorm1d(2).double().eval()
+        with hooks("around all"), region(), hooks("between"):
+            with hooks("around each"), region():
+                y = norm(x)
+            norm.train()
+            with hooks("around each"), region():
+                norm(other)
+        return y.square()
+
+    assert_as_eager(program, x)
+
+
 def test_hooks_inside_a_region_see_the_tensors_themselves():
     """What they were given to save is theirs, and backward gets what they hand back."""
     x, packed = leaf(4), []

@@ -32,7 +32,7 @@ from ckpt_hooks._torch import (
 
 from .comparing import ComparedValues
 from .deciding import RECOMPUTE, Deciding
-from .kept import Kept
+from .kept import Hooks, Kept
 from .recorder import Recorder
 from .replay import Replay, bring_back
 from .values import Value, values_of
@@ -62,13 +62,25 @@ class RecordedFrame(Frame):
     Attributes:
         bytes: How large the tensors are that were saved in it.
         compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
+        hooks_around: Saved-tensor hooks of somebody's that are around it, in the innermost function frame; None when it has ended.
         outer: The recorded frame directly around it, on the same tape.
         pins: Its handles.
         start: The number of the latest value when it began.
         tape: What records; None when it has ended.
     """
 
-    __slots__ = ("_children", "_deciding", "_respect_hooks", "bytes", "compared", "outer", "pins", "start", "tape")
+    __slots__ = (
+        "_children",
+        "_deciding",
+        "_respect_hooks",
+        "bytes",
+        "compared",
+        "hooks_around",
+        "outer",
+        "pins",
+        "start",
+        "tape",
+    )
 
     passes: dict[int, Any]  # replays, by the key of the scope
 
@@ -84,6 +96,7 @@ class RecordedFrame(Frame):
         Frame.__init__(self, name, parent, current_settings().observer)
         self.bytes = 0
         self.compared: ComparedValues | None = None
+        self.hooks_around: Hooks | None = None
         self.pins: list[weakref.ref[Pin]] = []
         self._children: list[weakref.ref[RecordedFrame]] = []
         self._deciding = None if policy is None else Deciding(policy)
@@ -95,12 +108,18 @@ class RecordedFrame(Frame):
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
+        hooks = top_saved_tensors_hooks(False)
+        if hooks is not None:
+            if not are_of_frame(hooks):
+                self.hooks_around = hooks
+            elif outer is not None:
+                self.hooks_around = outer.hooks_around
         if outer is None or tape is None:
             watch_fused_steps()
             users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
             tape = self.tape = Recorder(
                 self.thread,
-                top_saved_tensors_hooks(False),
+                hooks,
                 respect_hooks=self._respect_hooks,
                 is_in_frame=self.parent is not None,
             )
@@ -134,7 +153,7 @@ class RecordedFrame(Frame):
         close_frame(self)
         if self.compared is not None:
             self.compared.close()
-        self.tape = None
+        self.tape = self.hooks_around = None
         self.complete = True
         if outer is None:
             tape.__exit__()
@@ -201,7 +220,7 @@ class RecordedFrame(Frame):
             store = tape.store_of(tensor)
             if store.blank:
                 value = tape.input_of(tensor, store)  # what it is when it has been written to
-            elif store.outside and tape.hooks is None:
+            elif store.outside and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 return [kept, tensor._version, self.path]
             else:

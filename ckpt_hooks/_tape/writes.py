@@ -26,7 +26,7 @@ from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 from .aliases import group_of, is_in
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
-from .kept import Clones, lost_to_write
+from .kept import Clones, Hooks, Kept, Packed, lost_to_write
 from .values import Op, Store, Value, cut, flatten, new_value
 
 if TYPE_CHECKING:
@@ -189,12 +189,23 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
     return changed
 
 
+def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
+    """Returns the value of a handle whose tensor was given to saved-tensor hooks, as plain autograd does when it saves it."""
+    kept = Kept()
+    kept.tensor, kept.version, kept.reason, kept.path = tensor, None, pin.value.store.reason, pin.frame.path
+    kept.is_fickle = kept.by_policy = False
+    value = new_value(pin.value.number, pin.value.store, pin.value.group)
+    value.tensor, value.saved = pin.value.tensor, Packed(kept, hooks)
+    return value
+
+
 def _look_at_pins(
     tape: Recorder, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
     """Finds handles of tensors in storages from outside that are about to be written to.
 
-    Those whose version will say so are lost. The others are returned, with what they stand for.
+    Those whose version will say so are lost. Those of regions with somebody's saved-tensor hooks around are handed to these,
+    which may copy. The others are returned, with what they stand for.
     """
     quiet = []
     for store in stores:
@@ -212,6 +223,8 @@ def _look_at_pins(
                 tensor = _face_of(store, pin.frame.alone(pin.value), targets)
             if tensor is None:
                 pin.value = _overwritten(pin.value, facts, pin.frame.path)
+            elif pin.frame.hooks_around is not None:
+                pin.value = _handed_over(pin, tensor, pin.frame.hooks_around)
             else:
                 quiet.append((pin, tensor, store))
     return quiet
