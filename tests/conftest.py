@@ -15,6 +15,21 @@ import ckpt_hooks
 from ckpt_hooks import _policy
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the cases that run torch's own implementation: those whose name in brackets has the word ``torch`` for a part."""
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call is not None and "torch" in call.id.split("-"):
+            item.add_marker("parity")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """The collector does not look again through what other modules and imports have left in memory, which takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def _seeded() -> Iterator[None]:
     """Each test draws the same numbers whatever ran before it, and leaves no hooks, modes or settings behind.

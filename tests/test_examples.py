@@ -29,6 +29,7 @@ def run_charlm(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_charlm_trains_alike_in_every_mode():
     """Losses are bitwise equal with dropout, memory is no more than torch's, JSON has what it says."""
     modes = ["none", "torch", "checkpoint", "sequential", "selective", "region"]
@@ -42,6 +43,7 @@ def test_charlm_trains_alike_in_every_mode():
     assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable", "dots_with_no_batch_dims_saveable"])
 def test_charlm_trains_alike_under_every_policy(policy):
     """And keeps no more than torch does under the same, where torch gets through: not if dropout writes to what is kept."""
@@ -55,6 +57,7 @@ def test_charlm_trains_alike_under_every_policy(policy):
     assert not compared or rows["selective"]["peak_bytes"] <= rows["torch_selective"]["peak_bytes"]
 
 
+@pytest.mark.slow
 def test_charlm_prints_a_table():
     modes = ["none", "checkpoint", "region:dots_saveable", "region:save_compute_and_communication"]
     result = run_charlm("--mode", ",".join(modes), *TINY)
@@ -65,6 +68,7 @@ def test_charlm_prints_a_table():
     assert verdict == "losses of all modes bitwise equal: yes"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

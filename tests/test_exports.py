@@ -80,6 +80,7 @@ def test_names_that_are_not_there():
     assert sorted(dir(ckpt_hooks)) == dir(ckpt_hooks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -106,6 +107,7 @@ def test_public_names_are_documented(name):
         assert "Args:" in text
 
 
+@pytest.mark.slow
 def test_every_module_imports_alone_and_has_a_docstring():
     """No module relies on another one having been imported first."""
     modules = [name for _, name, _ in pkgutil.walk_packages(ckpt_hooks.__path__, "ckpt_hooks.")]

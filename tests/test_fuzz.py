@@ -17,7 +17,7 @@ from tests.fuzz.programs import CONTAINERS, MODES, Region, walk
 from tests.fuzz.run import Tally, fuzz, is_failure, minimal
 from tests.fuzz.stateful import STATE
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 #: Modules that remember, functions that close over variables, flags that change.

@@ -13,7 +13,7 @@ from tests.fuzz.aliasing import check, recorded, script, shrunk
 from tests.fuzz.aliasing_programs import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_thread")]
 
 
 def first_difference(implementation, seeds):

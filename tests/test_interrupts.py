@@ -44,6 +44,7 @@ def left():
         "hooks": top_saved_tensors_hooks(False) is not None,
         "dispatch modes": num_dispatch_modes() > 0,
         "function modes": num_function_modes() > 0,
+        "modes that are not asked": torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python),
         "frame": stack.innermost is not None,
         "entry": bool(region._entered.open),
         "draws": num_draw_modes() > 0,
@@ -80,6 +81,7 @@ def _no_word_of_what_is_swallowed(monkeypatch):
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("_no_word_of_what_is_swallowed")
 def test_an_interrupt_anywhere_leaves_nothing_after_the_next_region(kind):

@@ -215,6 +215,7 @@ def nested_with(check):
     return lambda f: checkpoint(determinism_check=check)(lambda x: checkpoint(determinism_check=check)(f)(x) * 1)
 
 
+@pytest.mark.slow
 def test_values_of_collectives_of_two_processes(tmp_path):
     """No process sees memory that the others have not filled yet, which would end one of them and leave the other waiting."""
     context = torch.multiprocessing.get_context("spawn")

@@ -62,7 +62,7 @@ class RecordedFrame(Frame):
     Attributes:
         bytes: How large the tensors are that were saved in it.
         compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
-        hooks_around: Saved-tensor hooks of somebody's that are around it, in the innermost function frame; None when it has ended.
+        hooks_around: Saved-tensor hooks of somebody's around it, in the innermost function frame; None when it has ended.
         outer: The recorded frame directly around it, on the same tape.
         pins: Its handles.
         start: The number of the latest value when it began.
