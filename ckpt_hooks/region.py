@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from threading import get_ident
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -111,7 +112,14 @@ class _Leave(functools.partial[None]):
 
 
 class _Exit:
-    """The ``__exit__`` of regions: a new object for each entry."""
+    """The ``__exit__`` of regions: a new object for each entry.
+
+    To ``isinstance`` it is a function, which ``__exit__`` has to be for Dynamo to trace a ``with`` block. 2.15.
+    """
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return FunctionType
 
     def __get__(self, region: checkpoint_region | None, owner: type) -> Callable[..., None]:
         if region is None:
