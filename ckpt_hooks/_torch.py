@@ -217,7 +217,7 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
 
 
 def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a model holds a tensor anyway: a parameter or other leaf, a view of one, by its base, or autocast's cast of one."""
+    """Whether a model holds a tensor anyway: a parameter, another leaf, a view (by its base), or autocast's cast of one."""
     base: Any = tensor._base if tensor._is_view() else tensor
     if not base.requires_grad or base.is_leaf:
         return bool(base.requires_grad) or type(base) is torch.nn.Parameter

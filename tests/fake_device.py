@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import types
 import weakref
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from ckpt_hooks._transfers import Transfers
 
 _copy = torch.Tensor.copy_
 _numbers = itertools.count(1)
+_one_at_a_time = threading.RLock()
 
 
 class FakeEvent:
@@ -52,10 +54,11 @@ class FakeStream(torch.Stream):
 
     def run(self, end: int) -> None:
         """Does its work up to a place."""
-        while self.done < end:
-            todo, self.work[self.done] = self.work[self.done], None
-            self.done += 1
-            todo()
+        with _one_at_a_time:
+            while self.done < end:
+                todo, self.work[self.done] = self.work[self.done], None
+                self.done += 1
+                todo()
 
     def _wait(self, event: FakeEvent) -> None:
         if self.computes:
@@ -85,7 +88,6 @@ class FakeTransfers(Transfers):
 
     Attributes:
         main: The stream that computes.
-        running: The present stream.
         notes: What streams were told, copies and marks, in order.
         faults: What a real device would have gone wrong by.
         sources: The memory that each copy to the host has to read, while that is there.
@@ -97,7 +99,8 @@ class FakeTransfers(Transfers):
         self.faults: list[str] = []
         self.sources: list[weakref.ref[torch.UntypedStorage]] = []
         self.fetched: list[weakref.ref[torch.UntypedStorage]] = []
-        self.running = self.main = FakeStream("main", self.notes)
+        self.main = FakeStream("main", self.notes)
+        self._thread = threading.local()
         self._hosts: list[weakref.ref[torch.UntypedStorage]] = []
         self._streams: list[FakeStream] = []
 
@@ -117,6 +120,15 @@ class FakeTransfers(Transfers):
         finally:
             del torch.fake
         self._device = torch.device("cpu")
+
+    @property
+    def running(self) -> FakeStream:
+        """The present stream of this thread."""
+        return getattr(self._thread, "running", self.main)
+
+    @running.setter
+    def running(self, stream: FakeStream) -> None:
+        self._thread.running = stream
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         host = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
