@@ -9,14 +9,24 @@ device that it fetched and did not use.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ._torch import counted_detach, graph_task_id, set_versions
 from ._transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers
 
-__all__ = ["Batch", "Offloaded"]
+__all__ = ["Batch", "Offloaded", "Taker"]
+
+
+class Taker(Protocol):
+    """One of several who take a tensor.
+
+    Attributes:
+        task: The graph task that it has taken the tensor in last.
+    """
+
+    task: int
 
 
 class Offloaded:
@@ -24,10 +34,10 @@ class Offloaded:
 
     Attributes:
         batch: What it was sent as part of.
-        users: How many take it in one backward, for whom it comes back once.
+        takers: Those who take it, each once in a backward, if there are several: for them it comes back once.
     """
 
-    __slots__ = ("__weakref__", "_arrival", "_sent", "_taken", "_task", "_transfers", "_version", "batch", "users")
+    __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "batch", "takers")
 
     def __init__(
         self,
@@ -47,12 +57,12 @@ class Offloaded:
             max_stash_size: How many tensors are on their way to the host at most.
         """
         self.batch = batch
-        self.users = 1
+        self.takers: list[weakref.ref[Taker]] = []
         self._transfers = transfers
         self._version = tensor._version
         self._arrival: Arrival | None = None
-        # The graph task that has taken it last, and how often.
-        self._task, self._taken = -1, 0
+        # The graph task that has taken it last.
+        self._task = -1
         self._sent: Sent | None = None
         self._sent = transfers.send(tensor, stream, max_stash_size)
 
@@ -95,14 +105,18 @@ class Offloaded:
         with self._transfers.lock:
             self._arrival = None
 
-    def get(self) -> torch.Tensor:
-        """Returns the tensor on its device, in an object that nobody else has."""
-        task = graph_task_id()
+    def get(self, taker: Taker | None = None) -> torch.Tensor:
+        """Returns the tensor on its device, in an object that nobody else has.
+
+        Args:
+            taker: Who takes it, if that is one of several. As long as another one may, the tensor stays on the device.
+        """
+        task = self._task = graph_task_id()
+        stays = False
+        if taker is not None and task != -1:
+            taker.task = task
+            stays = any(other.task != task for reference in self.takers if (other := reference()) is not None)
         with self._transfers.lock:
-            if self._task != task:
-                self._task, self._taken = task, 0
-            self._taken += 1
-            stays = self._taken < self.users and task != -1
             arrival = self._arrival
             if arrival is not None and arrival.tensor._version != self._version:
                 arrival = self._arrival = None  # somebody wrote to it

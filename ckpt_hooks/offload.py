@@ -5,6 +5,7 @@ The ways there and back are those of :mod:`ckpt_hooks._transfers`. A tensor that
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from typing import Any
@@ -118,26 +119,31 @@ class _Saved:
 
     Attributes:
         storage: The memory that it was in, as long as that is there.
+        task: The graph task that has taken it last, where several operators saved it.
     """
 
-    __slots__ = ("__weakref__", "_max_stash_size", "_sent", "_stream", "_tensor", "_transfers", "_version", "storage")
+    __slots__ = ("__weakref__", "_max_stash_size", "_sent", "_stream", "_tensor", "_transfers", "_version", "storage", "task")
 
     def __init__(self, tensor: torch.Tensor, transfers: Transfers, max_stash_size: int) -> None:
         self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
         self._stream, self._max_stash_size = transfers.present_stream(), max_stash_size
         self._sent: Offloaded | None = None
+        self.task = -1
         self.storage = weakref.ref(tensor.untyped_storage())
 
     def send(self, shared: _Shared) -> None:
         """Sends it; what is left here tells of its version."""
-        shared.add(self._tensor, self)
+        if self._tensor._version == self._version:
+            shared.add(self._tensor, self)
         self._sent = Batch().send(self._tensor, self._transfers, self._stream, self._max_stash_size)
         self._tensor = version_witness(self._tensor)
 
-    def share(self) -> None:
-        """Has it be for one more operator."""
-        assert self._sent is not None
-        self._sent.users += 1
+    def again(self) -> _Saved:
+        """Returns the same for one more operator."""
+        saved, sent = copy.copy(self), self._sent
+        assert sent is not None
+        sent.takers = [*(sent.takers or [weakref.ref(self)]), weakref.ref(saved)]
+        return saved
 
     def get(self) -> torch.Tensor:
         """Returns it, on its device."""
@@ -154,7 +160,7 @@ class _Saved:
         if self._sent is None:
             return self._tensor
         self._sent.batch.fetch_with_next(self._max_stash_size)
-        return self._sent.get()
+        return self._sent.get(self if self._sent.takers else None)
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -182,11 +188,12 @@ class _Shared:
 
     def find(self, tensor: torch.Tensor) -> _Saved | None:
         """Returns what keeps a tensor, for one more operator, if the tensor was sent."""
-        found = self._sent.get(_identity(tensor))
+        identity = _identity(tensor)
+        found = self._sent.get(identity)
         if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
             return None
-        found.share()
-        return found
+        again = self._sent[identity] = found.again()
+        return again
 
     def add(self, tensor: torch.Tensor, saved: _Saved) -> None:
         """Notes a tensor that was sent."""

@@ -14,7 +14,7 @@ from torch.autograd import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ckpt_hooks import _transfers, checkpoint, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks import MutationError, _transfers, checkpoint, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks._offloaded import Batch, Offloaded
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.fake_device import fake_device
@@ -270,6 +270,46 @@ def test_a_tensor_is_another_one_after_a_write(transfers):
             del h
     del y
     assert transfers.count("send") == 12
+
+
+def test_a_result_that_was_written_to_before_it_is_saved_again(transfers):
+    """Each has its own version: who needs the first raises, who needs the second does not."""
+    x, w = leaf(32), leaf(32)
+    with offloading():
+        h = x.exp()
+        h.mul_(2)
+        y = h * w
+    expected = x.detach().exp() * 2
+    assert torch.equal(grad(y.sum(), w, retain_graph=True)[0], expected)
+    with pytest.raises(MutationError):
+        y.sum().backward()
+
+
+def test_a_result_that_is_saved_again(transfers):
+    """By the operator that made it and by one that reads it, as attention's weights are."""
+    x, w = leaf(32), leaf(32)
+    with offloading():
+        y = x.exp() * w
+    assert transfers.count("send") == 1
+    found = grad(y.sum(), (x, w))
+    assert transfers.count("fetch") == 1
+    assert torch.equal(found[0], w.detach() * x.detach().exp())
+    assert torch.equal(found[1], x.detach().exp())
+
+
+def test_nobody_waits_for_operators_that_are_gone(transfers):
+    """One that was dropped before backward keeps nothing on the device."""
+    x, most = leaf(32), []
+    with offloading(max_fwd_stash_size=1):
+        y = x * 1
+        for _ in range(6):
+            dropped = y.exp(), y.cos(), y.square()
+            y = y.sin()
+            y.register_hook(lambda g: most.append(transfers.on_device()))
+    del dropped
+    assert transfers.count("send") == 12  # in each turn, the input that four share, and a result
+    y.sum().backward()
+    assert max(most) <= 2
 
 
 class WritesToWhatItSaved(torch.autograd.Function):
