@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ._dispatch import unseen
+from ._offloaded import Batch
 from ._refit import refit
 from ._runtime.hooks import UNPACKS
 from ._runtime.passes import MISSING
 from ._torch import counted_detach, is_freed, storage_of, version_witness
+from ._transfers import Transfers
 from .errors import MutationError
-from .offload import Batch, Transfers
 
 __all__ = ["KeptOutput", "MovedOutput", "PackedOutput", "got", "packed_in", "recomputes"]
 

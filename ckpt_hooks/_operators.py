@@ -18,6 +18,7 @@ from ._torch import OVERLOAD, has_effects
 __all__ = [
     "KNOWN",
     "NEVER_KEPT",
+    "RECORD_STREAM",
     "SAC_IGNORED_OPS",
     "WRITES_UNSAID",
     "Facts",
@@ -64,6 +65,9 @@ class Kind(enum.Enum):
 
 #: Kinds of which no policy keeps anything, in regions of either kind.
 NEVER_KEPT = (Kind.VIEW, Kind.IGNORED, Kind.RANGE)
+
+#: Tells the allocator that a stream uses a tensor's memory. Its schema has it write to the tensor, in which it changes nothing.
+RECORD_STREAM: Any = torch.ops.aten.record_stream.default
 
 #: Operators of these libraries write to tensors that they are given, and neither their schemas nor versions tell:
 #: collectives that work in place, and the gathering and freeing of parameters.
@@ -136,7 +140,7 @@ def _takes_no_tensor(schema: Any) -> bool:
 
 def kind_of(operator: Any) -> Kind:
     """Returns what a recompute may do with an operator: an ``OpOverload``, or a higher-order operator."""
-    if operator in SAC_IGNORED_OPS:
+    if operator in SAC_IGNORED_OPS or operator is RECORD_STREAM:
         return Kind.IGNORED
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator

@@ -25,6 +25,7 @@ from ._alignment import compare_all
 from ._ambient.draws import Draw, skip_draw
 from ._dispatch import is_compiled_code_running, past_modes, unseen
 from ._kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in, recomputes
+from ._offloaded import Batch
 from ._operators import Kind
 from ._refit import copies_of
 from ._runtime.frame import Frame, RegionPath
@@ -32,8 +33,8 @@ from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
 from ._sequence import OperatorSequence
 from ._torch import counted_detach, storage_of, version_witness
+from ._transfers import transfers_for
 from .errors import DeterminismError
-from .offload import Batch, transfers_for
 
 __all__ = ["Selection", "tensors_of"]
 

@@ -83,8 +83,10 @@ storage_address: Callable[[torch.Tensor], int] = _c._storage_address
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 PastFunctionModes: Any = torch._C.DisableTorchFunction
 
-# A view that is the negative of what is in memory; what is public copies. 2.11 to 2.15.
+# A view that is the negative of what is in memory; what is public copies. And what sets, without a copy, whether a tensor is
+# the conjugate of what is in its memory, or the negative. 2.11 to 2.15.
 neg_view: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view
+set_conj, set_neg = _c._set_conj, _c._set_neg
 
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15.
 _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
@@ -212,6 +214,15 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
     To ask a view whether it is a leaf may give it a new place in the graph, where its base was written to, or raise.
     """
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
+
+
+def is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a model holds a tensor anyway: a parameter, another leaf, a view (by its base), or autocast's cast of one."""
+    base: Any = tensor._base if tensor._is_view() else tensor
+    if not base.requires_grad or base.is_leaf:
+        return bool(base.requires_grad) or type(base) is torch.nn.Parameter
+    node = base.grad_fn
+    return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
 def is_freed(tensor: torch.Tensor) -> bool:

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 from ckpt_hooks import _policy
+from tests.fake_device import FakeTransfers, fake_device
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,6 +69,13 @@ def no_gc() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+@pytest.fixture
+def transfers() -> Iterator[FakeTransfers]:
+    """Makes the host a device that offloads, from 1 KiB by policies; see :mod:`tests.fake_device`."""
+    with fake_device() as fake:
+        yield fake
 
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {

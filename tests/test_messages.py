@@ -28,7 +28,6 @@ from ckpt_hooks import (
     checkpoint_region,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
-    offload,
     policies,
     track_rng,
 )
@@ -36,9 +35,9 @@ from ckpt_hooks._rerun import FunctionFrame
 from ckpt_hooks._runtime.passes import MISSING
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
+from tests.fake_device import fake_device
 from tests.measure import leaf
 from tests.messages import messages, occurs, texts
-from tests.test_offload import FakeTransfers
 
 aten = torch.ops.aten
 MM, SIN = aten.mm.default, aten.sin.default
@@ -395,21 +394,14 @@ def memory_that_was_freed():
     backward(y)
 
 
-def offloading():
-    offload._transfers[torch.device("cpu")] = FakeTransfers()
-
-
 @provokes
 def a_tensor_on_the_host_that_was_written_to():
-    offloading()
-    try:
+    with fake_device():
         h = leaf(16, 16) * 1
-        with offload_saved_tensors():
+        with offload_saved_tensors(min_offload_size=0):
             y = h.sin()
         h.detach().zero_()
         backward(y)
-    finally:
-        del offload._transfers[torch.device("cpu")]
 
 
 @provokes
@@ -560,6 +552,7 @@ calls = {
     "an unknown source": lambda: track_rng("jax").__enter__(),
     "a number for a source": lambda: track_rng(3).__enter__(),
     "a size that is none": lambda: offload_saved_tensors("1 MB"),
+    "a stash for nothing": lambda: offload_saved_tensors(max_fwd_stash_size=0),
     "a name that is not there": lambda: ckpt_hooks.nothing,
 }
 PROVOCATIONS.update(calls)

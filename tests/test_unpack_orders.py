@@ -8,11 +8,10 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint, checkpoint_region, offload, policies
+from ckpt_hooks import checkpoint, checkpoint_region, policies
 from ckpt_hooks._torch import save_tensor
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import Calls, CountOps, leaf
-from tests.test_offload import FakeTransfers
 
 ORDERS = ["forward", "backward", *range(8)]
 
@@ -161,13 +160,11 @@ def test_unpacking_outside_of_backward(form, order):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("retained", [False, True])
-def test_offloaded_tensors(monkeypatch, order, retained):
+def test_offloaded_tensors(transfers, order, retained):
     """Each goes to the host once and comes back once for each time that it is wanted, if it goes when it was unpacked."""
-    transfers = FakeTransfers()
-    monkeypatch.setitem(offload._transfers, torch.device("cpu"), transfers)
     x = leaf(16, 16)
     tensors = [x * (number + 2) for number in range(6)]
-    with offload_saved_tensors():
+    with offload_saved_tensors(min_offload_size=1024):
         saved = dict(enumerate(map(save_tensor, tensors)))
     expected = [tensor.detach().clone() for tensor in tensors]
     for number in ordered(range(6), order):
@@ -181,9 +178,7 @@ def test_offloaded_tensors(monkeypatch, order, retained):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("form", ["checkpoint", "region"])
-def test_regions_whose_kept_outputs_are_on_the_host(monkeypatch, form, order):
-    transfers = FakeTransfers()
-    monkeypatch.setitem(offload._transfers, torch.device("cpu"), transfers)
+def test_regions_whose_kept_outputs_are_on_the_host(transfers, form, order):
     x, w = inputs()
     expected, gradients = plainly(x, w)
     policy = policies.offload_ops(torch.ops.aten.mm.default)
@@ -200,10 +195,8 @@ def test_regions_whose_kept_outputs_are_on_the_host(monkeypatch, form, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_offloading_around_regions(monkeypatch, order):
+def test_offloading_around_regions(transfers, order):
     """What a region takes from outside is on the host until it is wanted."""
-    transfers = FakeTransfers()
-    monkeypatch.setitem(offload._transfers, torch.device("cpu"), transfers)
     x, w = inputs()
     torch.manual_seed(0)
     expected = program(x.sin(), w)
@@ -211,7 +204,7 @@ def test_offloading_around_regions(monkeypatch, order):
     gradients = grad(expected.sum(), (x, w))
     for form in ("checkpoint", "region"):
         torch.manual_seed(0)
-        with offload_saved_tensors():
+        with offload_saved_tensors(min_offload_size=1024):
             y = FORMS[form](program, x, w)
         found = accesses(y)
         again = in_one_backward(lambda found=found: read(found, order))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._operators import WRITES_UNSAID, Kind
+from ckpt_hooks._operators import RECORD_STREAM, WRITES_UNSAID, Kind
 from ckpt_hooks._operators import facts_of as plain_facts_of
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
@@ -113,6 +113,7 @@ class OpFacts:
         is_like: Whether it looks at the shape of its first argument alone.
         is_fresh: Whether all that it returns is new, and worth keeping maybe.
         is_inplace_view: Whether it turns a tensor into a view of itself.
+        is_mark: Whether it tells the allocator which stream uses a tensor, and does nothing to the tensor.
         is_opaque: Whether nothing is known of what it does to its arguments.
         replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
         is_collective: Whether its result is complete only when somebody has waited for it.
@@ -133,6 +134,7 @@ class OpFacts:
         "is_fresh",
         "is_inplace_view",
         "is_like",
+        "is_mark",
         "is_opaque",
         "is_random",
         "is_trusted",
@@ -168,7 +170,8 @@ class OpFacts:
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
         self.replaces_storage = self.name in _REPLACES_STORAGE
-        self.written = () if schema is None else _written(schema, self.name)
+        self.is_mark = operator is RECORD_STREAM
+        self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
         self.is_view = (
@@ -201,6 +204,7 @@ class OpFacts:
             or self.is_blank
             or self.is_like
             or self.is_inplace_view
+            or self.is_mark
             or (self.looks_at_switches and not aten)
         )
 

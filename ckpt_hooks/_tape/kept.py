@@ -13,6 +13,7 @@ import torch
 
 from ckpt_hooks._fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._mutation import advice_for, change_in_words
+from ckpt_hooks._offloaded import Batch
 from ckpt_hooks._refit import is_plain, stand_in_for
 from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
@@ -26,9 +27,9 @@ from ckpt_hooks._torch import (
     storage_of,
     version_witness,
 )
+from ckpt_hooks._transfers import Transfers
 from ckpt_hooks._words import describe_kind
 from ckpt_hooks.errors import CheckpointError, MutationError
-from ckpt_hooks.offload import Batch, Transfers
 
 __all__ = [
     "Clones",

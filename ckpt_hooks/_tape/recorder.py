@@ -252,6 +252,8 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             self._look_closely(facts)
         if facts.is_opaque:
             return writes.run_opaque(self, func, facts, args, kwargs)
+        if facts.is_mark:
+            return writes.run_marking(self, facts, args, kwargs)
         if facts.is_blank:
             out = facts.call(*args, **kwargs)
             self.note_blank(out)

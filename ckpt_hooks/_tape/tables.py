@@ -16,10 +16,12 @@ from typing import Any
 import torch
 
 from ckpt_hooks._fused_steps import num_fused_steps
+from ckpt_hooks._offloaded import Batch
+from ckpt_hooks._operators import Kind
 from ckpt_hooks._refit import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._runtime.frame import RegionPath
 from ckpt_hooks._torch import FAKE, counted_detach, is_kept_anyway, storage_address, storage_of
-from ckpt_hooks.offload import Batch, transfers_for
+from ckpt_hooks._transfers import transfers_for
 
 from .aliases import alias_of, group_in
 from .around import Around
@@ -171,7 +173,8 @@ class Tables:
         kept = Kept()
         kept.tensor, kept.version, kept.reason, kept.path = counted_detach(tensor), None, reason, self.path
         kept.is_fickle, kept.by_policy = False, True
-        transfers = transfers_for(tensor) if decision == OFFLOAD and not self.is_in_frame else None
+        to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
+        transfers = transfers_for(tensor) if to_host else None
         if transfers is not None:
             self._batch = self._batch or Batch()
             kept = Moved(kept, self._batch, transfers)
@@ -379,6 +382,15 @@ class Tables:
                 saved = value.saved
                 value.saved = saved.sealed(None if saved.by_policy and not self.respect_hooks else self.hooks)
         self._held_for_frame.clear()
+
+
+def _is_cast_of_leaf(value: Value) -> bool:
+    """Whether a value is what autocast makes of a parameter, and keeps until its block ends."""
+    if value.op is None or value.op.facts.kind is not Kind.CAST:
+        return False
+    source = value.op.args[0]
+    saved = source.saved if type(source) is Value else None
+    return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
 
 
 def _reason_for(tensor: torch.Tensor) -> str:

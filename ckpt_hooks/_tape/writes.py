@@ -32,7 +32,7 @@ from .values import Op, Store, Value, cut, flatten, new_value
 if TYPE_CHECKING:
     from .recorder import Recorder
 
-__all__ = ["run_inplace_view", "run_opaque", "run_writing"]
+__all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
 
 _Tensor = torch.Tensor
 
@@ -279,6 +279,19 @@ def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any
     for tensor in flatten(out):
         if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
             tape.note_outside(tensor, f"returned by {func}")
+    return out
+
+
+def run_marking(tape: Recorder, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs an operator that tells of a tensor which stream uses it; a replay runs it for those who read the tensor after it."""
+    target: torch.Tensor = args[0]
+    out = facts.call(*args, **kwargs)
+    before = tape.known.get(id(target))
+    if before is not None and before.saved is None and before.store.address == storage_of(target):
+        op, _ = tape.op_of(facts, args, kwargs)
+        op.number = tape.number + 1
+        tape.number += 2
+        tape.register(target, new_value(tape.number, before.store, before.group, op, before))
     return out
 
 
