@@ -7,6 +7,8 @@ import threading
 
 import pytest
 import torch
+import torch.utils.flop_counter
+from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import current, streams
@@ -156,6 +158,25 @@ def test_nothing_is_asked_of_one_device_or_none_in_use(install, devices, initial
 
 
 # Streams
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", ["strided", "coo", "csr", "csc", "subclass"])
+def test_memory_is_marked_of_what_a_tensor_is_made_of(monkeypatch, layout):
+    dense = torch.eye(3)
+    tensor, count = {
+        "strided": (dense, 1),
+        "coo": (dense.to_sparse(), 2),
+        "csr": (dense.to_sparse_csr(), 3),
+        "csc": (dense.to_sparse_csc(), 3),
+        "subclass": (TwoTensor(dense, dense + 1), 2),
+    }[layout]
+    marked = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: marked.append(args))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        current.mark_used(tensor, "stream")
+    assert len(marked) == count
+    assert all(type(part) is torch.Tensor and part.layout is torch.strided for part, _ in marked)
 
 
 def test_a_rerun_runs_on_the_stream_of_forward(install):

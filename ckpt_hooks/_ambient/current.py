@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_hooks._dispatch import unseen
+from ckpt_hooks._dispatch import past_modes
 from ckpt_hooks._torch import cuda_device, cuda_stream_data, sparse_parts
 
 from . import streams
@@ -24,15 +24,18 @@ from . import streams
 __all__ = ["Current", "Made", "capture"]
 
 
-@unseen
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
     """Keeps the memory of a tensor from being used again before a stream is through with what it was told so far."""
+    past_modes(_mark_used, tensor, stream)
+
+
+def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
     parts = _parts(tensor)
     if parts is None:
         tensor.record_stream(stream)
     else:
         for part in parts:
-            mark_used(part, stream)
+            _mark_used(part, stream)
 
 
 def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
