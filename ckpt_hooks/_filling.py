@@ -29,7 +29,7 @@ from ._boundaries import NO_MARKS, first_difference
 from ._dispatch import is_without_values, only_quiet_modes, past_modes, unseen
 from ._leftovers import Leftovers
 from ._refit import stand_in_for
-from ._runtime.fingerprints import leaves_memory_unfilled
+from ._runtime.fingerprints import may_be_unfilled
 from ._runtime.frame import Frame, Mark, format_path
 from ._runtime.passes import MISSING
 from ._torch import detach_past_modes, sequence_number, storage_of
@@ -320,7 +320,7 @@ class Filling:
 
     def _is_unfilled(self, index: int) -> bool:
         """Whether a tensor is memory that an operator saves and never fills, and which no result of that operator told of."""
-        return index in self._without_grad and leaves_memory_unfilled(node_of(self._frame, index))
+        return index in self._without_grad and may_be_unfilled(node_of(self._frame, index), self.values[index])
 
     def _compare_grad(self) -> None:
         expected = [index for index in self._frame.without_grad if index < len(self.values)]

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 
 from . import _ambient
+from ._ambient.current import Current, Made
+from ._ambient.current import capture as capture_current
 from ._ambient.draws import RecordDraws
 from ._ambient.rng import default_generators_lock
 from ._arguments import Arguments, HandedOut, Hooks, Restored
@@ -69,6 +71,7 @@ class FunctionFrame(CallingFrame):
 
     __slots__ = (
         "_compared",
+        "_current",
         "_finish",
         "_keeps_all",
         "_options",
@@ -114,6 +117,7 @@ class FunctionFrame(CallingFrame):
         self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
         self._keeps_all = False
+        self._current: Current | None = None
         self.explain = None
 
     def __enter__(self) -> FunctionFrame:
@@ -143,6 +147,7 @@ class FunctionFrame(CallingFrame):
                     generators = self._state.generators
                 self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
+            self._current = capture_current()
             self._context = copy_context() or None
             concurrent = is_concurrent(self.thread)
             left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()
@@ -220,6 +225,25 @@ class FunctionFrame(CallingFrame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
+        current = self._current
+        if current is None:
+            return self._recompute_here(wanted)
+        before = current.enter()
+        try:
+            return self._recompute_here(wanted)
+        finally:
+            try:
+                current.leave(before)
+            except BaseException:
+                current.leave(before)
+                raise
+
+    def made(self) -> Made | None:
+        """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""
+        return None if self._current is None else Made(self._current)
+
+    def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Reruns the function on the devices and streams that are current."""
         return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:

@@ -264,6 +264,11 @@ def set_global_device_mode(mode: object | None) -> None:
         GLOBAL_DEVICE.device_context = mode
 
 
+# The current device of CUDA, and number, device and kind of a device's current stream, without a look whether CUDA is
+# initialised and without an object: 0.1 us each. None in builds without CUDA. 2.11 to 2.15.
+cuda_device: Callable[[], int] | None = getattr(_c, "_cuda_getDevice", None)
+cuda_stream_data: Callable[[int], tuple[int, int, int]] | None = getattr(_c, "_cuda_getCurrentStream", None)
+
 # ``torch.set_grad_enabled`` without its object. 2.11 to 2.15.
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 

@@ -26,7 +26,7 @@ from ckpt_hooks._words import describe_kind
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
-from .passes import MISSING, NO_PASSES, Ending, Pass, Scope, drop_at_end, graph_task_scope
+from .passes import MISSING, NO_PASSES, Ending, HandsOut, Pass, Scope, drop_at_end, graph_task_scope
 from .threads import this_thread
 
 __all__ = ["FIRST", "Frame", "Handle", "Kept", "Mark", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
@@ -206,6 +206,10 @@ class Frame(abc.ABC):
             path: That region.
         """
 
+    def made(self) -> HandsOut | None:
+        """Returns what hands the values of a recompute to streams of devices; None where no device is in use."""
+        return None
+
     def _bring_back(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Recomputes, and tells the observer."""
         observer = self.observer
@@ -242,10 +246,10 @@ class Frame(abc.ABC):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:
-                return Pass(self._bring_back((index,)))
+                return Pass(self._bring_back((index,)), self.made())
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self._bring_back(None))
+                opened = Pass(self._bring_back(None), self.made())
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
@@ -269,6 +273,8 @@ class Frame(abc.ABC):
                 wanted += taken[since + 1 :]
                 del taken[since:]
             values = self._bring_back(frozenset(wanted))
+            if opened.made is not None:
+                opened.made.renew()
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
             for position in wanted:
                 if position < len(values):  # handles that are dead by now are not brought back

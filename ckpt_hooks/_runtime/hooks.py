@@ -55,6 +55,8 @@ def unpack(packed: Any) -> torch.Tensor:
     else:
         values[index] = MISSING
         opened.taken.append(index)
+    if opened.made is not None:
+        opened.made.hand_out(value)
     return value
 
 

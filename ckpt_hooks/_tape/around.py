@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient import autocast, flags
+from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._dispatch import pause_modes, resume_modes
 from ckpt_hooks._torch import (
     BelowAutograd,
@@ -27,25 +29,31 @@ class Around:
 
     Attributes:
         switches: Those of the process.
+        current: Devices and streams that were current; None where no accelerator was in use as the outermost region began.
         grad: Whether gradients were enabled.
     """
 
-    __slots__ = ("grad", "switches")
+    __slots__ = ("current", "grad", "switches")
 
-    def __init__(self, switches: flags.Snapshot, grad: bool) -> None:
+    def __init__(self, switches: flags.Snapshot, grad: bool, current: Current | None = None) -> None:
         self.switches = switches
         self.grad = grad
+        self.current = current
 
 
 _latest = Around(flags.capture(), torch.is_grad_enabled())
 
 
-def look_around() -> Around:
-    """Returns what an operator would run under now; the same object as long as that is the same."""
+def look_around(current: Current | None) -> Around:
+    """Returns what an operator would run under now; the same object as long as that is the same.
+
+    Args:
+        current: Devices and streams that are current.
+    """
     global _latest
     latest, switches, grad = _latest, flags.capture(), torch.is_grad_enabled()
-    if latest.switches is not switches or latest.grad is not grad:
-        latest = _latest = Around(switches, grad)
+    if latest.switches is not switches or latest.grad is not grad or latest.current is not current:
+        latest = _latest = Around(switches, grad, current)
     return latest
 
 
@@ -55,7 +63,28 @@ class Below:
     Dispatch modes of the user's see them, those of the package do not.
     """
 
-    __slots__ = ("_before", "_casts", "_grad", "_guard", "_modes", "_paused", "_transforms", "_undo")
+    __slots__ = (
+        "_before",
+        "_casts",
+        "_current",
+        "_grad",
+        "_guard",
+        "_home",
+        "_modes",
+        "_paused",
+        "_tensors",
+        "_transforms",
+        "_undo",
+    )
+
+    def __init__(self, home: Current | None = None) -> None:
+        """Prepares to replay.
+
+        Args:
+            home: Devices and streams that are current, and will be again in the end.
+        """
+        self._home = self._current = home
+        self._tensors: Mapping[int, torch.Tensor] = {}
 
     def __enter__(self) -> Below:
         self._paused = pause_modes() if num_dispatch_modes() else ()
@@ -71,14 +100,29 @@ class Below:
         self._guard.__enter__()
         return self
 
-    def under(self, around: Around) -> None:
-        """Makes what operators run under the same as at forward; undone in the end."""
+    def under(self, around: Around, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Makes what operators run under the same as at forward; undone in the end.
+
+        Args:
+            around: What they ran under.
+            tensors: What they may read.
+        """
+        self._tensors = tensors
+        if around.current is not self._current:
+            self._move(around.current)
         set_grad_enabled(around.grad)
         undo = flags.enter(around.switches)
         if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 
+    def _move(self, current: Current | None) -> None:
+        """Makes other streams current, which wait for those of the operators before, and may read what is there."""
+        if current is not None and self._current is not None and current != self._current:
+            self._current.move(current, self._tensors.values())
+        self._current = current or self._current
+
     def __exit__(self, *exc_info: object) -> None:
+        self._move(self._home)
         self._guard.__exit__(None, None, None)
         if self._undo is not None:
             flags.leave(self._undo)

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_hooks._comparing import modes_in_words
 from ckpt_hooks._dispatch import is_without_values, past_modes, users_modes
-from ckpt_hooks._runtime.fingerprints import Fingerprints, leaves_memory_unfilled
+from ckpt_hooks._runtime.fingerprints import Fingerprints, may_be_unfilled
 from ckpt_hooks._runtime.frame import format_path
 from ckpt_hooks._torch import current_node
 from ckpt_hooks._words import describe, describe_tensor
@@ -97,7 +97,7 @@ class ComparedValues:
             if past_modes(first_difference, [expected], [found]) is None:
                 return
         node = current_node()
-        if leaves_memory_unfilled(node) and index in self._without_grad:
+        if index in self._without_grad and may_be_unfilled(node, tensor):
             return
         grad_fn = None if node is None else node.name()
         region = format_path(pin.frame.path)

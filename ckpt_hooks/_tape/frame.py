@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._dispatch import is_without_values, users_modes
 from ckpt_hooks._fused_steps import watch_fused_steps
 from ckpt_hooks._policy import Policy
@@ -61,6 +62,7 @@ class RecordedFrame(Frame):
 
     Attributes:
         bytes: How large the tensors are that were saved in it.
+        current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
         compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
         hooks_around: Saved-tensor hooks of somebody's around it, in the innermost function frame; None when it has ended.
         outer: The recorded frame directly around it, on the same tape.
@@ -75,6 +77,7 @@ class RecordedFrame(Frame):
         "_respect_hooks",
         "bytes",
         "compared",
+        "current",
         "hooks_around",
         "outer",
         "pins",
@@ -105,6 +108,7 @@ class RecordedFrame(Frame):
         self.outer: RecordedFrame | None = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         self.tape: Recorder | None = None if self.outer is None else self.outer.tape
         self.start = 0
+        self.current: Current | None = None
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
@@ -127,7 +131,7 @@ class RecordedFrame(Frame):
             tape.__enter__()
         else:
             outer._children.append(weakref.ref(self))
-        self.start = tape.number
+        self.start, self.current = tape.number, tape.current
         self._lock = tape.lock
         try:
             pack, release = self._packing(tape)
@@ -363,6 +367,8 @@ def unpack(packed: Any) -> torch.Tensor:
                 left = replay.readers[number] - 1
                 replay.readers[number] = left
                 tensor = replay.tensors[number] if left else replay.tensors.pop(number)
+                if replay.made is not None:
+                    replay.made.hand_out(tensor)
             else:
                 tensor = frame.bring_back(pin)
     if frame.observer is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled_code_running
@@ -50,6 +51,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
     """Records for the outermost region of a thread, and for those directly within it (Rule 14).
 
     Attributes:
+        current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
         deciding: What the innermost region's policy says; None where it has none.
         users_modes: Names of the dispatch modes of the user's that are active around the outermost region.
     """
@@ -64,18 +66,22 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._task = graph_task_id()
         self._forget = self.known.pop
         self._seen: list[Around] = []
+        self.current = capture_current()
         self._look()
 
     def _look(self) -> None:
         """Finds out what operators run under now."""
+        current = None if self.current is None else capture_current()
         for around in self._seen:
-            if around.switches.guard.check():
+            if around.switches.guard.check() and around.current == current:
                 break
         else:
-            around = look_around()
+            around = look_around(current)
             self._seen = [around, *self._seen[:3]]
         self.around = around
         self._check = around.switches.guard.check
+        if current is not None:
+            self._check = current.checking(self._check)
         self._without_grad = not around.grad
 
     def _look_closely(self, facts: OpFacts) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.draws import draw_again
 from ckpt_hooks._refit import stand_in_for
 from ckpt_hooks._torch import storage_address
@@ -43,12 +44,26 @@ class Replay:
         crossing: What it reads of the frame around, as long as that is there.
         held: What was asked for and has been overwritten since, likewise.
         key: Of the scope that it is for, None for none.
+        made: Hands values to streams of devices; None where no accelerator was in use in forward.
         readers: How often each value will be read yet.
         taken: In a group of backwards, the handles that were asked for.
         tensors: What is there, by the number of the value.
     """
 
-    __slots__ = ("_cloned", "_plan", "_ran", "_whole", "crossing", "frame", "held", "key", "readers", "taken", "tensors")
+    __slots__ = (
+        "_cloned",
+        "_plan",
+        "_ran",
+        "_whole",
+        "crossing",
+        "frame",
+        "held",
+        "key",
+        "made",
+        "readers",
+        "taken",
+        "tensors",
+    )
 
     def __init__(self, frame: RecordedFrame, roots: Iterable[Value], key: int | None) -> None:
         """Makes a plan.
@@ -60,6 +75,7 @@ class Replay:
         """
         self.frame = frame
         self.key = key
+        self.made = None if frame.current is None else Made(frame.current)
         self.taken: set[int] = set()
         self.tensors: dict[int, torch.Tensor] = {}
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
@@ -104,6 +120,8 @@ class Replay:
             self.tensors.pop(number, None)
             if self.held:
                 self.held.pop(number, None)
+        if self.made is not None:
+            self.made.hand_out(tensor)
         return tensor
 
     def put(self, value: Value, tensor: torch.Tensor) -> None:
@@ -127,6 +145,8 @@ class Replay:
 
     def run(self, work: Work) -> None:
         """Does some work, for which the values of the frame around are there."""
+        if self.made is not None:
+            self.made.renew()
         self._fetch(work)
         steps = work.steps
         if not steps:
@@ -136,7 +156,7 @@ class Replay:
         self._ran.update(steps)
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
-        with Below() as below:
+        with Below(self.frame.current) as below:
             while todo:
                 op = todo.pop()
                 if type(op) is Value:
@@ -145,7 +165,7 @@ class Replay:
                 assert type(op) is Op
                 if op.around is not around:
                     around = op.around
-                    below.under(around)
+                    below.under(around, tensors)
                 facts = op.facts
                 if not op.is_plain:
                     self._run_any(op)
@@ -225,7 +245,23 @@ class Replay:
 
 
 def bring_back(replay: Replay, value: Value) -> None:
-    """Brings back a value that a replay expects and does not have."""
+    """Brings back a value that a replay expects and does not have, on the devices and streams that the tape began on."""
+    current = replay.frame.current
+    if current is None:
+        _bring_back(replay, value)
+        return
+    before = current.enter()
+    try:
+        _bring_back(replay, value)
+    finally:
+        try:
+            current.leave(before)
+        except BaseException:
+            current.leave(before)
+            raise
+
+
+def _bring_back(replay: Replay, value: Value) -> None:
     todo: list[tuple[Replay, Value | None, Work | None, list[tuple[Replay, Value]]]] = [(replay, value, None, [])]
     replays = {id(replay): replay}
     try:

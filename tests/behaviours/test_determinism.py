@@ -300,6 +300,110 @@ def test_operators_that_save_memory_which_they_do_not_fill(kind, check, around):
         y.sum().backward()
 
 
+MAKES = []
+
+
+@torch.library.custom_op("ckpt_hooks_tests::memory", mutates_args=())
+def memory_of(x: torch.Tensor) -> torch.Tensor:
+    """Returns what the last of ``MAKES`` does: other memory each time."""
+    return MAKES[-1]()
+
+
+def operator(node, *, saves_result):
+    """Returns an operator with a node of that name, which saves memory besides its input."""
+
+    def forward(ctx, x):
+        y, memory = x.exp(), memory_of(x)
+        ctx.save_for_backward(*((x, y, memory) if saves_result else (x, memory)))
+        ctx.mark_non_differentiable(memory)
+        return y, memory
+
+    def backward(ctx, grad, _):
+        return grad * ctx.saved_tensors[0].exp()
+
+    name = node.removesuffix("Backward")
+    made = type(name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    return lambda x: made.apply(x)[0]
+
+
+SEEDS = {
+    "state of a generator": lambda n: torch.tensor([n, n], dtype=torch.uint64),
+    "seed": lambda n: torch.tensor(n),
+    "offset": lambda n: torch.tensor(n, dtype=torch.uint64),
+    "unused": lambda n: torch.tensor(float(n)),
+}
+BYTES = {"workspace": lambda n: torch.full((9,), n, dtype=torch.uint8)}
+FILLED = {
+    "logsumexp": lambda n: torch.full((2, 3), float(n)),
+    "lengths": lambda n: torch.tensor([0, n], dtype=torch.int32),
+}
+ATTENTION = [
+    "ScaledDotProductFlashAttentionBackward",
+    "ScaledDotProductEfficientAttentionBackward",
+    "ScaledDotProductCudnnAttentionBackward",
+    "ScaledDotProductFusedAttentionOverrideableBackward",
+    "FlashAttentionBackward",
+    "EfficientAttentionBackward",
+    "CudnnAttentionBackward",
+]
+LIBRARIES = [
+    "CudnnRnnBackward",
+    "MiopenRnnBackward",
+    "CudnnBatchNormBackward",
+    "MiopenBatchNormBackward",
+    "NativeBatchNormBackward",
+    "BatchNormWithUpdateBackward",
+    "BatchNormNoUpdateBackward",
+]
+
+
+def save_memory(node, make, check, around, *, saves_result):
+    """Runs a region with an operator of that name, to which memory is never the same, forward and backward."""
+    values = iter(range(1, 9))
+    MAKES[:] = [lambda: make(next(values))]
+    function = operator(node, saves_result=saves_result)
+    x = leaf(3)
+    if around == "nothing":
+        y = Run("ours").having(determinism_check=check)(lambda x: function(x).sin(), x)
+    else:
+        with torch.utils.flop_counter.FlopCounterMode(display=False), ckpt_hooks.checkpoint_region():
+            y = function(x).sin()
+    y.sum().backward()
+    assert torch.equal(x.grad, x.exp().cos() * x.exp())
+
+
+@pytest.mark.parametrize("saves_result", [True, False])
+@pytest.mark.parametrize(("check", "around"), [("values", "nothing"), ("sampled_values", "nothing"), ("values", "a mode")])
+@pytest.mark.parametrize(
+    ("node", "make"),
+    [
+        *(pytest.param(node, make, id=f"{name} of {node}") for node in ATTENTION for name, make in SEEDS.items()),
+        *(pytest.param(node, make, id=f"{name} of {node}") for node in LIBRARIES for name, make in BYTES.items()),
+    ],
+)
+def test_memory_that_operators_of_devices_leave_unfilled(node, make, check, around, saves_result):
+    assert any(name.rstrip("0123456789") == node for name in dir(torch._C._functions))
+    save_memory(node, make, check, around, saves_result=saves_result)
+
+
+@pytest.mark.parametrize(
+    ("around", "message"), [("nothing", "Recomputed values differ"), ("a mode", "came to other values than forward")]
+)
+@pytest.mark.parametrize("saves_result", [True, False])
+@pytest.mark.parametrize(
+    ("node", "make"),
+    [
+        *(pytest.param(ATTENTION[0], make, id=name) for name, make in FILLED.items()),
+        *(pytest.param(ATTENTION[0], make, id=name) for name, make in BYTES.items()),
+        *(pytest.param(LIBRARIES[0], make, id=name) for name, make in (FILLED | SEEDS).items()),
+        *(pytest.param("OtherBackward", make, id=f"{name} of another") for name, make in (FILLED | SEEDS | BYTES).items()),
+    ],
+)
+def test_memory_that_such_operators_fill_is_compared(node, make, saves_result, around, message):
+    with pytest.raises(ckpt_hooks.DeterminismError, match=f"{message}(.|\n)*saved by {node}"):
+        save_memory(node, make, "values", around, saves_result=saves_result)
+
+
 def test_what_such_an_operator_fills_is_compared():
     """Its inputs and results, and of one that may fill all, what it fills."""
     lstm = nn.LSTM(4, 6, bidirectional=True)

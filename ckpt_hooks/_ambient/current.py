@@ -1,0 +1,236 @@
+"""The current device and the current stream of each device: noted in forward, made current again for a recompute.
+
+A thread of autograd's engine has a current device of its own, and on each device the stream of the node that it runs. Forward
+may have had others: ``device="cuda"`` then means another device, and what one stream makes another one reads too early. So a
+recompute runs on forward's devices and streams. These wait for the streams that ask for it, and those wait for these when it is
+done. A value that is handed to yet another stream is waited for there (:class:`Made`).
+
+No accelerator is initialised by asking, and where none is there is nothing to note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ckpt_hooks._dispatch import past_modes
+from ckpt_hooks._torch import cuda_device, cuda_stream_data, sparse_parts
+
+from . import streams
+
+__all__ = ["Current", "Made", "capture"]
+
+
+def mark_used(tensor: torch.Tensor, stream: Any) -> None:
+    """Keeps the memory of a tensor from being used again before a stream is through with what it was told so far."""
+    past_modes(_mark_used, tensor, stream)
+
+
+def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
+    parts = _parts(tensor)
+    if parts is None:
+        tensor.record_stream(stream)
+    else:
+        for part in parts:
+            _mark_used(part, stream)
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
+    """Returns the tensors that one of another class or layout is made of; None for one that has memory of its own."""
+    if is_traceable_wrapper_subclass(tensor):
+        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    if tensor.layout is torch.sparse_coo:
+        return [part for part in sparse_parts(tensor) if isinstance(part, torch.Tensor)]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None
+
+
+class _Accelerator:
+    """How to ask one kind of accelerator for what is current, and to tell it.
+
+    Attributes:
+        index: Returns the current device; None where there is one device.
+        module: The module of torch.
+        stream: Returns what tells a device's current stream; None where the module knows of none.
+    """
+
+    __slots__ = ("_indices", "index", "module", "stream")
+
+    def __init__(self, module: Any, count: int) -> None:
+        self.module = module
+        is_cuda = module is torch.cuda and cuda_device is not None
+        self._indices = tuple(range(count))
+        has_index = count > 1 and hasattr(module, "current_device") and hasattr(module, "set_device")
+        self.index: Callable[[], int] | None = None if not has_index else cuda_device if is_cuda else module.current_device
+        has_streams = hasattr(module, "current_stream") and hasattr(module, "set_stream")
+        self.stream: Callable[[int], Any] | None = (
+            None if not has_streams else cuda_stream_data if is_cuda else module.current_stream
+        )
+
+    def read(self) -> _Place:
+        """Returns what is current."""
+        index, stream = self.index, self.stream
+        return self, None if index is None else index(), () if stream is None else tuple(map(stream, self._indices))
+
+    def stream_of(self, told: Any) -> Any:
+        """Returns the stream that :attr:`stream` told of."""
+        if type(told) is tuple:
+            return torch.cuda.Stream(stream_id=told[0], device_index=told[1], device_type=told[2])  # type: ignore[no-untyped-call]
+        return told
+
+    def move(self, index: int | None, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
+        """Makes a device and streams current, which wait for others if they are not the same.
+
+        Args:
+            index: The device.
+            before: Streams to wait for, one a device.
+            after: Streams to make current, one a device.
+        """
+        for old, new in zip(before, after, strict=True):
+            if old != new:
+                stream = self.stream_of(new)
+                stream.wait_stream(self.stream_of(old))
+                self.module.set_stream(stream)  # which makes its device current
+        if index is not None and self.index is not None and self.index() != index:
+            self.module.set_device(index)
+
+
+#: An accelerator, its current device and what tells the current stream of each of its devices.
+_Place = tuple[_Accelerator, "int | None", tuple[Any, ...]]
+
+_known: dict[int, tuple[Any, int, _Accelerator]] = {}
+
+
+def _accelerator(module: Any) -> _Accelerator:
+    generators = getattr(module, "default_generators", None)
+    count = len(generators) if generators else module.device_count() if hasattr(module, "device_count") else 1
+    known = _known.get(id(module))
+    if known is None or known[0] is not module or known[1] != count:
+        known = _known[id(module)] = module, count, _Accelerator(module, count)
+    return known[2]
+
+
+def _read() -> list[_Place]:
+    return [_accelerator(module).read() for initialised, module in streams.find_devices() if initialised()]
+
+
+class Current:
+    """What is current on each accelerator in use; equal where that is the same."""
+
+    __slots__ = ("_places",)
+
+    def __init__(self, places: list[_Place]) -> None:
+        self._places = places
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Current and self._places == other._places
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def enter(self) -> Current | None:
+        """Makes this current on this thread, after what is current now; returns that, for :meth:`leave`."""
+        before = capture()
+        if before is not None and before != self:
+            try:
+                before.move(self)
+            except BaseException:
+                self.leave(before)
+                raise
+        return before
+
+    def leave(self, before: Current | None) -> None:
+        """Makes what :meth:`enter` found current again, after this and after what is current now."""
+        if before is None:
+            return
+        if before != self:
+            self.move(before)
+        now = capture()
+        if now is not None and now != before:  # the function has left it so, or was stopped before it had set it back
+            now.move(before)
+
+    def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
+        """Makes another one current, whose streams wait for the ones of this where they are not the same.
+
+        Args:
+            other: The other one.
+            tensors: What those streams will read.
+        """
+        places = {id(place[0]): place for place in self._places}
+        for accelerator, index, after in other._places:
+            before = places[id(accelerator)][2] if id(accelerator) in places else after
+            accelerator.move(index, before, after)
+            if before != after:
+                for tensor in tensors:
+                    other.mark(tensor)
+
+    def mark(self, tensor: torch.Tensor) -> None:
+        """Keeps the memory of a tensor until the stream of its device is through with it."""
+        found = self._place_of(tensor)
+        if found is not None:
+            accelerator, told = found
+            mark_used(tensor, accelerator.stream_of(told))
+
+    def _place_of(self, tensor: torch.Tensor) -> tuple[_Accelerator, Any] | None:
+        device = tensor.device
+        module = getattr(torch, device.type, None)
+        for accelerator, _, told in self._places:
+            if accelerator.module is module and told:
+                return accelerator, told[device.index or 0]
+        return None
+
+    def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
+        """Returns a function that says whether this is current still, and some check passes."""
+        places = self._places
+        return lambda: check() and _read() == places
+
+
+class Made:
+    """Where values were made. Another stream that they are handed to waits for that first."""
+
+    __slots__ = ("_current", "_waited")
+
+    def __init__(self, current: Current) -> None:
+        self._current = current
+        self._waited: list[Any] = []
+
+    def renew(self) -> None:
+        """Is told that there are more values."""
+        self._waited = []
+
+    def hand_out(self, tensor: torch.Tensor) -> None:
+        """Has the stream that is current on a value's device wait for the value, if that was made on another one."""
+        found = self._current._place_of(tensor)
+        if found is None:
+            return
+        accelerator, made = found
+        assert accelerator.stream is not None
+        now = accelerator.stream(tensor.device.index or 0)
+        if now == made:
+            return
+        stream = accelerator.stream_of(now)
+        if now not in self._waited:
+            stream.wait_stream(accelerator.stream_of(made))
+            self._waited.append(now)
+        mark_used(tensor, stream)
+
+
+_latest: Current | None = None
+
+
+def capture() -> Current | None:
+    """Returns what is current on this thread, the same object as long as that is the same; None if no accelerator is in use."""
+    global _latest
+    if len(streams.TORCH_NAMES) == streams.names_without_devices:
+        return None
+    places, latest = _read(), _latest
+    if not places:
+        return None
+    if latest is None or places != latest._places:
+        latest = _latest = Current(places)
+    return latest

@@ -1,0 +1,322 @@
+"""The current device and streams of recomputes: those of forward, with waits on both sides."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+import torch.utils.flop_counter
+from torch.testing._internal.two_tensor import TwoTensor
+
+from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks._ambient import current, streams
+from tests.fake_streams import FakeAccelerator, Order
+from tests.measure import leaf
+
+DEVICE = []
+
+
+@torch.library.custom_op("ckpt_hooks_tests::scaled_by_device", mutates_args=())
+def scaled_by_device(x: torch.Tensor) -> torch.Tensor:
+    """Does what an operator does that is given a device without an index: something else on each."""
+    return x * (2.0 + DEVICE[-1].current_device())
+
+
+scaled_by_device.register_autograd(lambda ctx, grad: grad * 2)
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a device in the place of the CPU."""
+    used = []
+
+    def put(*args, **kwargs):
+        device = FakeAccelerator(*args, **kwargs)
+        monkeypatch.setattr(torch, "cpu", device)
+        monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, "cpu"])
+        monkeypatch.setattr(streams, "_modules_known_for", -1)
+        monkeypatch.setattr(current, "mark_used", lambda tensor, stream: used.append((tensor, stream)))
+        torch.get_device_module.cache_clear()
+        DEVICE[:] = [device]
+        device.used = used
+        return device
+
+    yield put
+    monkeypatch.undo()
+    streams._modules_known_for = -1
+    torch.get_device_module.cache_clear()
+
+
+# The current device
+
+
+def test_a_rerun_has_the_current_device_of_forward(install):
+    device = install(3)
+    seen = []
+
+    def function(x):
+        seen.append(device.current_device())
+        device.set_device(2)
+        return x.sin().exp()
+
+    x = leaf(3)
+    device.set_device(1)
+    y = checkpoint(function, x).sum()
+    assert device.current_device() == 2  # as without the library
+    device.set_device(0)
+    y.backward()
+    assert seen == [1, 1]
+    assert device.current_device() == 0
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_it_is_set_back_on_a_thread_of_its_own(install, ends):
+    device = install(2)
+    found = []
+
+    def function(x):
+        if found:
+            assert device.current_device() == 1
+            if ends == "badly":
+                raise ValueError("told to")
+        return x.sin().exp()
+
+    device.set_device(1)
+    y = checkpoint(function, leaf(3)).sum()
+    found.append("forward")
+
+    def backward():
+        with contextlib.nullcontext() if ends == "well" else pytest.raises(ValueError, match="told to"):
+            y.backward()
+        found.append(device.current_device())
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    assert found == ["forward", 0]
+    assert device.current_device() == 1
+
+
+def test_a_rerun_inside_a_rerun(install):
+    device = install(3)
+    seen = []
+
+    def inner(x):
+        seen.append(("inner", device.current_device()))
+        return x.sin().exp()
+
+    def outer(x):
+        seen.append(("outer", device.current_device()))
+        device.set_device(2)
+        y = checkpoint(inner, x).cos().sin()
+        device.set_device(1)
+        return y
+
+    device.set_device(1)
+    y = checkpoint(outer, leaf(3)).sum()
+    device.set_device(0)
+    y.backward()
+    assert set(seen) == {("outer", 1), ("inner", 2)}
+    assert device.current_device() == 0
+
+
+def test_replayed_operators_have_that_of_forward(install):
+    """Each its own."""
+    device = install(3)
+
+    def function(x):
+        device.set_device(1)
+        y = scaled_by_device(x).sin()
+        device.set_device(2)
+        return scaled_by_device(y).exp()
+
+    x = leaf(3)
+    with checkpoint_region():
+        y = function(x)
+    device.set_device(0)
+    found = torch.autograd.grad(y.sum(), x)[0]
+    assert device.current_device() == 0
+    expected = torch.autograd.grad(function(x).sum(), x)[0]
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["function", "region"])
+@pytest.mark.parametrize(("devices", "initialized"), [(1, True), (2, False)])
+def test_nothing_is_asked_of_one_device_or_none_in_use(install, devices, initialized, kind):
+    device = install(devices, initialized=initialized)
+    x = leaf(3)
+    if kind == "function":
+        y = checkpoint(lambda x: x.sin().exp(), x)
+    else:
+        with checkpoint_region():
+            y = x.sin().exp()
+    y.sum().backward()
+    assert device.reads == 0
+    assert device.notes == []
+
+
+# Streams
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", ["strided", "coo", "csr", "csc", "subclass"])
+def test_memory_is_marked_of_what_a_tensor_is_made_of(monkeypatch, layout):
+    dense = torch.eye(3)
+    tensor, count = {
+        "strided": (dense, 1),
+        "coo": (dense.to_sparse(), 2),
+        "csr": (dense.to_sparse_csr(), 3),
+        "csc": (dense.to_sparse_csc(), 3),
+        "subclass": (TwoTensor(dense, dense + 1), 2),
+    }[layout]
+    marked = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *args: marked.append(args))
+    with torch.utils.flop_counter.FlopCounterMode(display=False):
+        current.mark_used(tensor, "stream")
+    assert len(marked) == count
+    assert all(type(part) is torch.Tensor and part.layout is torch.strided for part, _ in marked)
+
+
+def test_a_rerun_runs_on_the_stream_of_forward(install):
+    device = install()
+    side = device.stream("side")
+    x = leaf(3)
+    with Order(device) as order:
+        with device.on(side):
+            side.wait_stream(device.defaults[0])
+            y = checkpoint(lambda x: x.sin().exp().cos(), x)
+        device.defaults[0].wait_stream(side)
+        y = y.sum()
+        device.notes.clear()
+        order.ran.clear()
+        y.backward()
+    assert [one for one in order.ran if one[0] in ("sin", "exp")][:2] == [("sin", "side"), ("exp", "side")]
+    assert device.notes[:2] == ["side waits for default 0", "default 0 waits for side"]
+    assert device.current_stream() is device.defaults[0]
+    assert order.early == []
+    assert {str(stream) for _, stream in device.used} == {"default 0"}  # which reads what the other one made
+
+
+def test_without_other_streams_nothing_waits(install):
+    device = install(2)
+    checkpoint(lambda x: x.sin().exp(), leaf(3)).sum().backward()
+    with checkpoint_region():
+        y = leaf(3).sin().exp()
+    y.sum().backward()
+    assert device.notes == []
+    assert device.used == []
+
+
+def in_function(function, *args):
+    return checkpoint(function, *args)
+
+
+def in_region(function, *args):
+    with checkpoint_region():
+        return function(*args)
+
+
+@pytest.mark.parametrize("call", [in_function, in_region])
+def test_branches_on_two_streams(install, call):
+    """Each node unpacks on the stream that its operator ran on, as autograd has it."""
+    device = install()
+    main, side = device.defaults[0], device.stream("side")
+
+    def function(x):
+        h = x.sin()
+        side.wait_stream(main)
+        with device.on(side):
+            other = h.exp()
+            other = other.exp()
+        own = h.cos().cos()
+        main.wait_stream(side)
+        return own, other
+
+    def on(stream):
+        def enter(_):
+            stream.wait_stream(main if stream is side else side)
+            device.set_stream(stream)
+
+        return enter
+
+    x = leaf(3)
+    with Order(device) as order:
+        own, other = call(function, x)
+        for stream, node in ((main, own.grad_fn), (side, other.grad_fn)):
+            node.register_prehook(on(stream))
+            node.next_functions[0][0].register_prehook(on(stream))
+        own.grad_fn.next_functions[0][0].next_functions[0][0].register_prehook(on(main))
+        y = (own * other).sum()
+        order.ran.clear()
+        y.backward()
+        device.set_stream(main)
+    assert order.early == []
+    assert ("exp", "side") in order.ran
+    assert ("cos", "default 0") in order.ran
+    assert device.used
+    expected = x.detach().requires_grad_()
+    h = expected.sin()
+    (h.cos().cos() * h.exp().exp()).sum().backward()
+    assert torch.equal(x.grad, expected.grad)
+
+
+@pytest.mark.parametrize("call", [in_function, in_region])
+def test_a_value_for_another_stream_is_waited_for_there_once(install, call):
+    """As of nodes on the CPU, which autograd runs on whatever stream is current."""
+    device = install()
+    main, side, third = device.defaults[0], device.stream("side"), device.stream("third")
+    x = leaf(3)
+    with device.on(side):
+        y = call(lambda x: x.sin().exp().cos().exp(), x)
+    node = y.grad_fn.next_functions[0][0]
+    node.register_prehook(lambda _: device.set_stream(third))
+    device.notes.clear()
+    y.sum().backward()
+    assert device.notes == [
+        "side waits for default 0",
+        "default 0 waits for side",
+        "default 0 waits for side",  # to use what is handed out
+        "third waits for side",
+    ]
+    assert [str(stream) for _, stream in device.used] == ["default 0", "third", "third"]
+    device.set_stream(main)
+
+
+def test_a_value_by_itself(install):
+    """Outside of a backward."""
+    device = install()
+    side = device.stream("side")
+    with device.on(side):
+        y = checkpoint(lambda x: x.sin().exp(), leaf(3))
+    device.notes.clear()
+    assert torch.equal(y.grad_fn._saved_result, y)
+    assert device.notes[:2] == ["side waits for default 0", "default 0 waits for side"]
+    assert [str(stream) for _, stream in device.used] == ["default 0"]
+
+
+def test_streams_that_change_within_a_region_and_back(install):
+    """Replayed operators run one after the other, on the streams that they ran on."""
+    device = install()
+    main, side = device.defaults[0], device.stream("side")
+    x = leaf(3)
+    with Order(device) as order:
+        with checkpoint_region():
+            h = x.sin()
+            for _ in range(3):
+                side.wait_stream(main)
+                with device.on(side):
+                    h = h.exp()
+                main.wait_stream(side)
+                h = h.cos()
+        y = h.sum()
+        ran = order.ran.copy()
+        order.ran.clear()
+        device.notes.clear()
+        y.backward()
+    assert order.early == []
+    assert [one for one in ran if one[0] in ("exp", "cos")] == [("exp", "side"), ("cos", "default 0")] * 3
+    # The last cosine is that of the sine's backward.
+    assert [one for one in order.ran if one[0] in ("exp", "cos")] == [("exp", "side"), ("cos", "default 0")] * 3
+    assert device.current_stream() is main
