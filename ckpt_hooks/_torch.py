@@ -216,15 +216,6 @@ def is_kept_anyway(tensor: torch.Tensor) -> bool:
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
 
-def is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a model holds a tensor anyway: a parameter, another leaf, a view (by its base), or autocast's cast of one."""
-    base: Any = tensor._base if tensor._is_view() else tensor
-    if not base.requires_grad or base.is_leaf:
-        return bool(base.requires_grad) or type(base) is torch.nn.Parameter
-    node = base.grad_fn
-    return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
-
-
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor was freed, as frameworks do with parameters and what they gathered."""
     try:

@@ -28,7 +28,6 @@ import torch
 
 from ._torch import (
     PastFunctionModes,
-    is_weight,
     num_function_modes,
     past_all_modes,
     queue_callback,
@@ -283,13 +282,22 @@ def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> 
         or tensor.layout is not torch.strided
         or tensor.nbytes < (DEFAULT_MIN_OFFLOAD_SIZE if min_offload_size is None else min_offload_size)
         or not _is_dense(tensor)
-        or is_weight(tensor)
+        or _is_weight(tensor)
     ):
         return None
     found = _transfers.get(device)
     if found is None:
         found = _transfers.setdefault(device, Transfers(device))
     return found
+
+
+def _is_weight(tensor: torch.Tensor) -> bool:
+    """Whether a model holds a tensor anyway: a parameter, another leaf, a view (by its base), or autocast's cast of one."""
+    base: Any = tensor._base if tensor._is_view() else tensor
+    if not base.requires_grad or base.is_leaf:
+        return bool(base.requires_grad) or type(base) is torch.nn.Parameter
+    node = base.grad_fn
+    return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
