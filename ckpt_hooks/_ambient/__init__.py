@@ -5,9 +5,9 @@ where there is nothing out of the ordinary), ``enter`` makes the present equal t
 undo that (None where nothing had to be touched), ``leave`` undoes it. Whether there is anything out of the ordinary is asked
 here, in the cheapest way there is, before any of them is called.
 
-Most regions see what the one before them saw, and most recomputes find what they need: no autocast, no modes, no stream but
-the CPU's, no switch moved. To find that out is all that :func:`capture` and :func:`enter` do for them, in one function each;
-whatever is not as simple goes the long way.
+Most regions see what the one before them saw, and most recomputes find what they need: no autocast, no modes, no streams but
+torch's default ones, no switch moved. To find that out is all that :func:`capture` and :func:`enter` do for them, in one
+function each; whatever is not as simple goes the long way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .draws import ReplayDraws
 from .engine_image import HEAD, TAIL, Image, take_image
 from .flags import read_fast
 from .rng import read_cpu, write_cpu
-from .streams import TORCH_NAMES, any_device
+from .streams import TORCH_NAMES
 from .tracking import TRACKED
 
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
@@ -41,11 +41,10 @@ class Ambient:
         casts: Autocast, None where it is off.
         modes: Function modes.
         has_streams: Whether a recompute will set random streams back that are not torch's default ones.
-        is_simple: Whether there is nothing but flags and the state of the CPU's generator.
-        image: How that generator looks in that state, as long as this is the latest.
+        is_simple: Whether there is nothing but flags and states of torch's default generators.
     """
 
-    __slots__ = ("casts", "flags", "has_streams", "image", "is_simple", "modes", "streams")
+    __slots__ = ("casts", "flags", "has_streams", "is_simple", "modes", "streams")
 
     def __init__(
         self, streams: rng.Snapshot, switches: flags.Snapshot, casts: autocast.Snapshot | None, modes: function_modes.Snapshot
@@ -54,17 +53,17 @@ class Ambient:
         self.flags = switches
         self.casts = casts
         self.modes = modes
-        state, devices, others = streams
-        self.is_simple = state is not None and not (devices or others or casts or modes)
-        self.image: Image | None = None
+        state, _, others = streams
+        self.is_simple = state is not None and not (others or casts or modes)
         self.has_streams = bool(others)
 
 
-#: Of a simple one, the state of the CPU's generator, how it looked if that is also where the recompute began, and the
-#: switches; else what each module's ``enter`` answered.
-Undo = tuple[torch.Tensor, Image | None, flags.Snapshot] | list[Any]
+#: Of a simple one, the state of the CPU's generator, how it looked if that is also where the recompute began, the switches, and
+#: the states of devices; else what each module's ``enter`` answered.
+Undo = tuple[torch.Tensor, Image | None, flags.Snapshot, rng.States] | list[Any]
 
-_latest: Ambient | None = None
+#: The latest simple one, the state of the CPU's generator in it, and how the generator looks in that state.
+_latest: tuple[Ambient, torch.Tensor, Image] | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
@@ -77,34 +76,38 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     """
     global _latest
     latest = _latest
-    if (
-        latest is not None
-        and preserve_rng_state
-        and not (generators or TRACKED)
-        and (len(TORCH_NAMES) == streams.names_without_devices or not any_device())
-    ):
+    if latest is not None and preserve_rng_state and not (generators or TRACKED):
+        ambient, cpu, image = latest
+        switches = ambient.flags
         try:
-            if (
-                latest.image == (HEAD.raw, TAIL.raw)
-                and latest.flags.guard.check()
-                and read_fast() == latest.flags.unguarded
+            same = (
+                image == (HEAD.raw, TAIL.raw)
+                and switches.guard.check()
+                and read_fast() == switches.unguarded
                 and not num_function_modes()
-            ):
-                return latest
+            )
         except RuntimeError:  # from a switch, which says that it cannot be read this way
-            pass
-    image = take_image()
+            same = False
+        if same:
+            if len(TORCH_NAMES) == streams.names_without_devices:
+                return ambient
+            if switches.devices == flags.read_devices():
+                devices = rng.read_devices()
+                if devices is not ambient.streams[1]:
+                    ambient = Ambient((cpu, devices, ()), switches, None, _NO_MODES)
+                    _latest = ambient, cpu, image
+                return ambient
+    seen = take_image()
     ambient = Ambient(
         rng.capture(generators, preserve=preserve_rng_state),
         flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.is_simple and image is not None and image == take_image():  # so it was when the state was read
-        ambient.image = image
-        _latest = ambient
-        if latest is not None:
-            latest.image = None
+    if ambient.is_simple and seen is not None and seen == take_image():  # so it was when the state was read
+        state = ambient.streams[0]
+        assert state is not None
+        _latest = ambient, state, seen
     return ambient
 
 
@@ -115,35 +118,36 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         ambient: What was captured.
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
-    if (
-        ambient.is_simple
-        and default_generators
-        and not TRACKED
-        and (len(TORCH_NAMES) == streams.names_without_devices or not any_device())
-    ):
+    if ambient.is_simple and default_generators and not TRACKED:
+        switches = ambient.flags
         try:
-            switches = ambient.flags
-            if (
+            same = (
                 switches.guard.check()
                 and read_fast() == switches.unguarded
                 and not num_function_modes()
                 # Which torch's backward may hide from the stack. Of this thread, by its dict: an attribute that is not there is
                 # an exception, if only for a moment.
                 and GLOBAL_DEVICE.__dict__.get("device_context") is None
-            ):
-                captured, image = ambient.streams[0], ambient.image
-                assert captured is not None
-                if image == (HEAD.raw, TAIL.raw):
-                    return captured, image, switches
+            )
+        except RuntimeError:
+            same = False
+        if same:
+            captured, latest = ambient.streams[0], _latest
+            assert captured is not None
+            if len(TORCH_NAMES) != streams.names_without_devices:
+                entered = _enter_devices(ambient)
+                if entered is not None:
+                    return entered
+            elif latest is not None and latest[1] is captured and latest[2] == (HEAD.raw, TAIL.raw):
+                return captured, latest[2], switches, ()
+            else:
                 state = read_cpu()
                 try:
                     write_cpu(captured)
-                    return state, None, switches
+                    return state, None, switches, ()
                 except BaseException:  # Ctrl-C
                     write_cpu(state)
                     raise
-        except RuntimeError:
-            pass
     undo: list[Any] = [None, None, None, None]
     try:
         undo[0] = rng.enter(ambient.streams, defaults=default_generators)
@@ -158,12 +162,39 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
     return undo
 
 
+def _enter_devices(ambient: Ambient) -> Undo | None:
+    """Sets torch's default generators to states; returns what :func:`leave` needs, None where there is more to set."""
+    state, captured, _ = ambient.streams
+    assert state is not None
+    if ambient.flags.devices != flags.read_devices():
+        return None
+    devices = rng.enter_devices(captured)
+    if devices is None:
+        return None
+    undo: Undo | None = None
+    try:
+        latest = _latest
+        if latest is not None and latest[1] is state and latest[2] == (HEAD.raw, TAIL.raw):
+            return state, latest[2], ambient.flags, devices
+        undo = read_cpu(), None, ambient.flags, devices
+        write_cpu(state)
+    except BaseException:  # Ctrl-C
+        if undo is None:
+            rng.leave_streams(devices)
+        else:
+            leave(undo)
+        raise
+    return undo
+
+
 def leave(undo: Undo) -> None:
     """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
-    if len(undo) == 3:
-        state, image, switches = undo
+    if isinstance(undo, tuple):
+        state, image, switches, devices = undo
         if image != (HEAD.raw, TAIL.raw):
             write_cpu(state)
+        if devices:
+            rng.leave_streams(devices)
         if not switches.guard.check():
             switches.write()
         return
