@@ -145,13 +145,16 @@ def _call(call: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Gen
         return call(*args, **{**kwargs, "generator": generator})
     default = _default_generator(generator.device)
     with _one_draw:
-        before = default.get_state()
-        default.set_state(generator.get_state())
+        before, wanted = default.get_state(), generator.get_state()
+        if not same_bytes(before, wanted):  # see :mod:`.rng`
+            default.set_state(wanted)
         try:
             return call(*args, **kwargs)
         finally:
-            generator.set_state(default.get_state())
-            default.set_state(before)
+            after = default.get_state()
+            generator.set_state(after)
+            if not same_bytes(before, after):
+                default.set_state(before)
 
 
 def _draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_generator: bool) -> tuple[Any, Draw]:
