@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint
+from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, policies
+from ckpt_hooks._operators import drops_from_buffer
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
 
@@ -128,3 +129,112 @@ def test_a_layer_that_drops_out_sets_the_state_of_its_device_once_a_forward(inst
         devices.counted()
         checkpoint(inside, leaf(8))
         assert devices.counted()["set"] == 1
+
+
+# The operators that do the dropping
+
+
+class FakeRnn:
+    """Kernels for ``aten::_cudnn_rnn`` and its backward on the CPU, which advance the buffer that they are given."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    def forward(
+        self, input, weight, stride, weight_buf, hx, cx, mode, hidden, proj, layers, first, p, train, both, sizes, state
+    ):
+        self.runs += 1
+        mask = torch.ones_like(input)
+        if train and p:
+            buffer = int(state[0])
+            own = torch.Generator().manual_seed(buffer)
+            mask = (torch.rand(input.shape, generator=own) > p).to(input.dtype)
+            with torch._C._AutoDispatchBelowAutograd():
+                state.numpy()[0] = (buffer + 1) % 256  # by no operator, and counted by no version
+        return input.sin() * mask, hx * 1.0, torch.empty(0), mask, torch.empty(0)
+
+    def backward(
+        self, input, weight, stride, weight_buf, hx, cx, output, grad_output, grad_hy, grad_cy, mode, hidden, proj, layers,
+        first, p, train, both, sizes, state, reserve, output_mask,
+    ):  # fmt: skip
+        none = torch.empty(0)
+        return grad_output * input.cos() * reserve, torch.zeros_like(hx), none, [torch.zeros_like(one) for one in weight]
+
+
+@pytest.fixture
+def rnn(monkeypatch):
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        fake = FakeRnn()
+        library.impl("_cudnn_rnn", fake.forward, "CPU")
+        library.impl("_cudnn_rnn_backward", fake.backward, "CPU")
+        yield fake
+
+
+def run_rnn(x, buffer, *, p=0.5, train=True):
+    weight, hx = [torch.ones(2, dtype=x.dtype)], torch.zeros(1, dtype=x.dtype)
+    return torch.ops.aten._cudnn_rnn(x, weight, 1, None, hx, None, 0, 2, 0, 1, False, p, train, False, [], buffer)[0]
+
+
+def two_layers(x, buffer, **options):
+    return run_rnn(run_rnn(x.exp(), buffer, **options).exp(), buffer, **options).exp().sin()
+
+
+POLICIES = {
+    "nothing": policies.nothing_saveable,
+    "products": policies.dots_saveable,
+    "must recompute": lambda ctx, op, *args, **kwargs: CheckpointPolicy.MUST_RECOMPUTE,
+    "every second": lambda ctx, op, *args, **kwargs: op is torch.ops.aten.exp.default,
+}
+
+
+def call_recorded(policy):
+    return lambda function, *args, **options: checkpoint_region(policy=policy)(function)(*args, **options)
+
+
+CALLS = {
+    "recorded": call_recorded(None),
+    **{f"recorded, {name}": call_recorded(policy) for name, policy in POLICIES.items()},
+    **{
+        f"selective, {name}": lambda function, *args, policy=policy, **options: checkpoint(policy=policy)(function)(
+            *args, **options
+        )
+        for name, policy in POLICIES.items()
+    },
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_an_operator_that_advances_its_buffer_does_not_run_again(rnn, call):
+    x = leaf(8)
+
+    def step(call):
+        buffer = torch.full((4,), 7, dtype=torch.uint8)
+        return grad(call(two_layers, x, buffer).sum(), x)[0], buffer
+
+    expected, after = step(lambda function, *args: function(*args))
+    assert rnn.runs == 2
+    found, buffer = step(call)
+    assert rnn.runs == 4
+    assert torch.equal(found, expected)
+    assert torch.equal(buffer, after)
+
+
+@pytest.mark.parametrize("options", [{"p": 0.0}, {"train": False}])
+@pytest.mark.parametrize("call", [CALLS["recorded"], CALLS["selective, nothing"]], ids=["recorded", "selective"])
+def test_one_that_drops_nothing_runs_again(rnn, call, options):
+    x, buffer = leaf(8), torch.full((4,), 7, dtype=torch.uint8)
+    expected = grad(two_layers(x, buffer, **options).sum(), x)[0]
+    assert torch.equal(grad(call(two_layers, x, buffer, **options).sum(), x)[0], expected)
+    assert rnn.runs == 6
+
+
+@pytest.mark.parametrize("name", ["_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"])
+def test_what_is_known_of_such_operators(name):
+    operator = getattr(torch.ops.aten, name).default
+    positions = {argument.name: index for index, argument in enumerate(operator._schema.arguments)}
+    for dropout, train in ((0.5, True), (0.0, True), (0.5, False)):
+        args = [None] * len(positions)
+        args[positions["dropout"]], args[positions["train"]] = dropout, train
+        assert drops_from_buffer(operator, args, {}) == bool(dropout and train)
+        assert drops_from_buffer(operator, [], {"dropout": dropout, "train": train}) == bool(dropout and train)
+    assert not drops_from_buffer(torch.ops.aten.native_dropout.default, [], {"p": 0.5, "train": True})

@@ -17,7 +17,7 @@ import torch
 from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled_code_running
-from ckpt_hooks._operators import Kind
+from ckpt_hooks._operators import Kind, drops_from_buffer
 from ckpt_hooks._runtime.threads import RegionThread, is_concurrent
 from ckpt_hooks._torch import (
     FAKE,
@@ -282,7 +282,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
     def decide(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
         """Returns what the policy says of an operator that has run; of one of a backward in the region it is not asked."""
         deciding = self.deciding
-        if facts.looks_at_grad:
+        if facts.looks_at_grad or (facts.has_buffered_masks and drops_from_buffer(facts.operator, args, kwargs)):
             return SAVE
         if deciding is None or graph_task_id() != self._task:
             return SAVE if facts.is_collective or facts.has_effect else RECOMPUTE
