@@ -207,7 +207,7 @@ def same_operator(one: Any, other: Any) -> bool:
 @functools.cache
 def _buffered_masks(operator: Any) -> tuple[int, int] | None:
     """Returns where dropout and training are among the arguments of an operator whose masks come from a buffer."""
-    schema = getattr(operator, "_schema", None)
+    schema: Any = getattr(operator, "_schema", None)
     library, _, name = ("", "", "") if schema is None else schema.name.partition("::")
     if library != "aten" or name not in _BUFFERED_MASKS:
         return None

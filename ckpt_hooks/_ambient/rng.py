@@ -153,9 +153,15 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
     states, present = dict(others), tuple(TRACKED)
     if defaults:
         states.update(devices)
-        present += tuple(device_streams(needed=False))
+        present += tuple(device_streams(needed=bool(devices)))
     # All are read before any is set: a generator may be there twice, explicit and as a device's default.
-    undo = tuple([(stream, stream.state()) for stream in dict.fromkeys([*states, *present])])
+    undo = tuple(
+        [
+            (stream, stream.state())
+            for stream in dict.fromkeys([*states, *present])
+            if states.get(stream) is not None or stream.is_readable()
+        ]
+    )
     try:
         for stream, present_state in undo:
             state = states.get(stream)

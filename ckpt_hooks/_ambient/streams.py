@@ -16,7 +16,7 @@ import torch
 from ckpt_hooks._bytes import same_bytes
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["TORCH_NAMES", "Stream", "device_streams", "find_devices", "is_same_state", "stream_of_generator"]
+__all__ = ["TORCH_NAMES", "Stream", "device_streams", "find_devices", "is_capturing", "is_same_state", "stream_of_generator"]
 
 
 def is_same_state(one: Any, other: Any) -> bool:
@@ -68,6 +68,10 @@ class Stream:
             self._seen = look, state
         return state
 
+    def is_readable(self) -> bool:
+        """Whether the state can be read now: not that of a generator on whose device a CUDA graph is being captured."""
+        return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)
+
     def holds(self, state: Any) -> bool:
         """Whether the stream is known to be in a state."""
         seen = self._seen
@@ -90,6 +94,12 @@ class Stream:
 
 
 _SEED_AND_OFFSET = struct.Struct("=QQ")
+
+
+def is_capturing(device_type: str) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
+    capturing = getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
 
 
 def stream_of_generator(generator: torch.Generator) -> Stream:
