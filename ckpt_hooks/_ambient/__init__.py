@@ -42,9 +42,10 @@ class Ambient:
         modes: Function modes.
         has_streams: Whether a recompute will set random streams back that are not torch's default ones.
         is_simple: Whether there is nothing but flags and states of torch's default generators.
+        image: How the CPU's generator looked in its state, if that is known.
     """
 
-    __slots__ = ("casts", "flags", "has_streams", "is_simple", "modes", "streams")
+    __slots__ = ("casts", "flags", "has_streams", "image", "is_simple", "modes", "streams")
 
     def __init__(
         self, streams: rng.Snapshot, switches: flags.Snapshot, casts: autocast.Snapshot | None, modes: function_modes.Snapshot
@@ -55,15 +56,17 @@ class Ambient:
         self.modes = modes
         state, _, others = streams
         self.is_simple = state is not None and not (others or casts or modes)
+        self.image: Image | None = None
         self.has_streams = bool(others)
 
 
-#: Of a simple one, the state of the CPU's generator, how it looked if that is also where the recompute began, the switches, and
-#: the states of devices; else what each module's ``enter`` answered.
-Undo = tuple[torch.Tensor, Image | None, flags.Snapshot, rng.States] | list[Any]
+#: The state of the CPU's generator, how it looked if that is also where the recompute began, and the switches.
+_SimpleUndo = tuple[torch.Tensor, Image | None, flags.Snapshot]
+#: Of a simple one, that, and the states of devices where there are some; else what each module's ``enter`` answered.
+Undo = _SimpleUndo | tuple[_SimpleUndo, rng.States] | list[Any]
 
-#: The latest simple one, the state of the CPU's generator in it, and how the generator looks in that state.
-_latest: tuple[Ambient, torch.Tensor, Image] | None = None
+#: The latest simple one whose image is known.
+_latest: Ambient | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
@@ -77,37 +80,46 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     global _latest
     latest = _latest
     if latest is not None and preserve_rng_state and not (generators or TRACKED):
-        ambient, cpu, image = latest
-        switches = ambient.flags
         try:
-            same = (
-                image == (HEAD.raw, TAIL.raw)
-                and switches.guard.check()
-                and read_fast() == switches.unguarded
+            if (
+                latest.image == (HEAD.raw, TAIL.raw)
+                and latest.flags.guard.check()
+                and read_fast() == latest.flags.unguarded
                 and not num_function_modes()
-            )
-        except RuntimeError:  # from a switch, which says that it cannot be read this way
-            same = False
-        if same:
-            if len(TORCH_NAMES) == streams.names_without_devices:
-                return ambient
-            if switches.devices == flags.read_devices():
-                devices = rng.read_devices()
-                if devices is not ambient.streams[1]:
-                    ambient = Ambient((cpu, devices, ()), switches, None, _NO_MODES)
-                    _latest = ambient, cpu, image
-                return ambient
-    seen = take_image()
+            ):
+                if len(TORCH_NAMES) == streams.names_without_devices:
+                    return latest
+                found = _with_devices(latest)
+                if found is not None:
+                    return found
+        except (
+            RuntimeError
+        ):  # from a switch, which says that it cannot be read this way; from a device, which will say it again
+            pass
+    image = take_image()
     ambient = Ambient(
         rng.capture(generators, preserve=preserve_rng_state),
         flags.capture(),
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.is_simple and seen is not None and seen == take_image():  # so it was when the state was read
-        state = ambient.streams[0]
-        assert state is not None
-        _latest = ambient, state, seen
+    if ambient.is_simple and image is not None and image == take_image():  # so it was when the state was read
+        ambient.image = image
+        _latest = ambient
+    return ambient
+
+
+def _with_devices(latest: Ambient) -> Ambient | None:
+    """Returns the latest one, or the same with the states that devices have now; None where their switches have moved."""
+    global _latest
+    if latest.flags.devices != flags.read_devices():
+        return None
+    devices = rng.read_devices()
+    if devices is latest.streams[1]:
+        return latest
+    ambient = Ambient((latest.streams[0], devices, ()), latest.flags, None, _NO_MODES)
+    ambient.image = latest.image
+    _latest = ambient
     return ambient
 
 
@@ -119,35 +131,28 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
         default_generators: Whether the default generators are set back; if not, they are not touched at all.
     """
     if ambient.is_simple and default_generators and not TRACKED:
-        switches = ambient.flags
         try:
-            same = (
+            switches = ambient.flags
+            if (
                 switches.guard.check()
                 and read_fast() == switches.unguarded
                 and not num_function_modes()
                 # Which torch's backward may hide from the stack. Of this thread, by its dict: an attribute that is not there is
                 # an exception, if only for a moment.
                 and GLOBAL_DEVICE.__dict__.get("device_context") is None
-            )
+            ):
+                if len(TORCH_NAMES) != streams.names_without_devices:
+                    entered = _enter_devices(ambient)
+                    if entered is not None:
+                        return entered
+                else:
+                    captured, image = ambient.streams[0], ambient.image
+                    assert captured is not None
+                    if image == (HEAD.raw, TAIL.raw):
+                        return captured, image, switches
+                    return _enter_cpu(captured, switches)
         except RuntimeError:
-            same = False
-        if same:
-            captured, latest = ambient.streams[0], _latest
-            assert captured is not None
-            if len(TORCH_NAMES) != streams.names_without_devices:
-                entered = _enter_devices(ambient)
-                if entered is not None:
-                    return entered
-            elif latest is not None and latest[1] is captured and latest[2] == (HEAD.raw, TAIL.raw):
-                return captured, latest[2], switches, ()
-            else:
-                state = read_cpu()
-                try:
-                    write_cpu(captured)
-                    return state, None, switches, ()
-                except BaseException:  # Ctrl-C
-                    write_cpu(state)
-                    raise
+            pass
     undo: list[Any] = [None, None, None, None]
     try:
         undo[0] = rng.enter(ambient.streams, defaults=default_generators)
@@ -162,41 +167,47 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
     return undo
 
 
+def _enter_cpu(captured: torch.Tensor, switches: flags.Snapshot) -> _SimpleUndo:
+    state = read_cpu()
+    try:
+        write_cpu(captured)
+        return state, None, switches
+    except BaseException:  # Ctrl-C
+        write_cpu(state)
+        raise
+
+
 def _enter_devices(ambient: Ambient) -> Undo | None:
-    """Sets torch's default generators to states; returns what :func:`leave` needs, None where there is more to set."""
-    state, captured, _ = ambient.streams
-    assert state is not None
+    """Sets torch's default generators to states; None, with nothing set, where there is more to set."""
+    captured, image = ambient.streams[0], ambient.image
+    assert captured is not None
     if ambient.flags.devices != flags.read_devices():
         return None
-    devices = rng.enter_devices(captured)
+    devices = rng.enter_devices(ambient.streams[1])
     if devices is None:
         return None
-    undo: Undo | None = None
     try:
-        latest = _latest
-        if latest is not None and latest[1] is state and latest[2] == (HEAD.raw, TAIL.raw):
-            return state, latest[2], ambient.flags, devices
-        undo = read_cpu(), None, ambient.flags, devices
-        write_cpu(state)
+        if image == (HEAD.raw, TAIL.raw):
+            return (captured, image, ambient.flags), devices
+        return _enter_cpu(captured, ambient.flags), devices
     except BaseException:  # Ctrl-C
-        if undo is None:
-            rng.leave_streams(devices)
-        else:
-            leave(undo)
+        rng.leave_streams(devices)
         raise
-    return undo
 
 
 def leave(undo: Undo) -> None:
     """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
-    if isinstance(undo, tuple):
-        state, image, switches, devices = undo
+    if len(undo) == 3:
+        state, image, switches = undo
         if image != (HEAD.raw, TAIL.raw):
             write_cpu(state)
-        if devices:
-            rng.leave_streams(devices)
         if not switches.guard.check():
             switches.write()
+        return
+    if isinstance(undo, tuple):
+        simple, devices = undo
+        rng.leave_streams(devices)
+        leave(simple)
         return
     for position, leave_one in zip((3, 2, 1, 0), _LEAVE, strict=True):
         value, undo[position] = undo[position], None  # each is undone once, though an exception may have this called again
