@@ -134,7 +134,8 @@ def checkpoint(
             their device, which is waited for once a recompute. Where values are compared, a recompute that draws from
             ``random`` or from NumPy's global state is an error too, unless that is tracked (:func:`ckpt_hooks.track_rng`).
             ``"none"`` compares nothing. Under a dispatch mode of the user's, which may change results and is not entered
-            again, ``"default"`` is ``"values"``.
+            again, ``"default"`` is ``"values"``. With ``torch.backends.cudnn.benchmark`` cuDNN may choose another algorithm for
+            the recompute, whose values differ in the last bits.
         debug: Whether an error in a recompute lists the operators of both runs. Slow.
         early_stop: Whether a recompute ends, by an exception, as soon as everything that is needed is there. False takes 5 to
             10% off a step of operators on small tensors, and costs the region's last operators on large ones.

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from ._ambient.recurrent import recurrent_layers
 from ._attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
 from ._noted_values import TensorNote
 from ._packed import Pack
@@ -76,6 +77,7 @@ class ModulePlan:
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
         parameters: The module and its submodules as far as they have parameters of their own; see :mod:`ckpt_hooks._weights`.
+        recurrent: The recurrent layers in it; see :mod:`ckpt_hooks._ambient.recurrent`.
         root: Refers to the module weakly.
     """
 
@@ -96,6 +98,7 @@ class ModulePlan:
         "lock",
         "notes",
         "parameters",
+        "recurrent",
         "root",
     )
 
@@ -113,6 +116,7 @@ class ModulePlan:
         #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
+        self.recurrent = recurrent_layers(modules)
         self.lock: Any = threading.RLock() if before is None else before.lock
         self.learning: Learning = Learning(self._modules, None if before is None else before.learning)
         self.notes = AttributeNotes([note for module in modules if (note := note_module(module)) is not None])

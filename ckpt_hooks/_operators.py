@@ -7,6 +7,7 @@ neither is done by handing out what it returned. Some schemas do not tell: those
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,9 @@ __all__ = [
     "Facts",
     "Kind",
     "call_of",
+    "drops_from_buffer",
     "facts_of",
+    "has_buffered_masks",
     "kind_of",
     "may_be_left_out",
     "same_operator",
@@ -106,6 +109,10 @@ WRITES_UNSAID = dict.fromkeys(
     ),
     ("running_mean", "running_var"),
 )
+
+#: Draw the masks of recurrent layers from a buffer of the device, which they advance though their schemas do not say so; and
+#: the one that makes that buffer, whose seed is a number among its arguments.
+_BUFFERED_MASKS = frozenset({"_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"})
 
 #: Operators of operators that compute an output of their own and do nothing else. Others may write to their arguments.
 _PURE_HIGHER_ORDER = frozenset({"flex_attention"})
@@ -199,6 +206,34 @@ def same_operator(one: Any, other: Any) -> bool:
         and packet is getattr(other, "overloadpacket", None)
         and facts_of(other)[1] in (Kind.RANDOM, Kind.FACTORY)
     )
+
+
+@functools.cache
+def _buffered_masks(operator: Any) -> tuple[int, int] | None:
+    """Returns where dropout and training are among the arguments of an operator whose masks come from a buffer."""
+    schema: Any = getattr(operator, "_schema", None)
+    library, _, name = ("", "", "") if schema is None else schema.name.partition("::")
+    if library != "aten" or name not in _BUFFERED_MASKS:
+        return None
+    names = [argument.name for argument in schema.arguments]
+    return names.index("dropout"), names.index("train")
+
+
+def drops_from_buffer(operator: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a call drops out by masks from a buffer that it advances: run again, it would drop other elements."""
+    found = _buffered_masks(operator)
+    if found is None:
+        return False
+    dropout, train = (
+        args[position] if position < len(args) else kwargs.get(name)
+        for position, name in zip(found, ("dropout", "train"), strict=True)
+    )
+    return bool(dropout and train)
+
+
+def has_buffered_masks(operator: Any) -> bool:
+    """Whether an operator may do that (:func:`drops_from_buffer`)."""
+    return _buffered_masks(operator) is not None
 
 
 def may_be_left_out(operator: Any) -> bool:

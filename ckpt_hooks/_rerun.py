@@ -19,6 +19,7 @@ from . import _ambient
 from ._ambient.current import Current, Made
 from ._ambient.current import capture as capture_current
 from ._ambient.draws import RecordDraws
+from ._ambient.recurrent import seed_masks_anew
 from ._ambient.rng import default_generators_lock
 from ._arguments import Arguments, HandedOut, Hooks, Restored
 from ._blame import blame, uninitialized
@@ -53,6 +54,9 @@ from ._variables import variables_in, variables_of
 from .errors import DeterminismError, MutationError
 
 __all__ = ["FunctionFrame"]
+
+_NO_GENERATORS: Sequence[torch.Generator] = ()
+_NO_LAYERS: Sequence[Any] = ()
 
 
 class FunctionFrame(CallingFrame):
@@ -126,12 +130,13 @@ class FunctionFrame(CallingFrame):
             if self._options.check.fingerprint is not None or (paused is not None and len(paused) != num_dispatch_modes()):
                 self._options, self._compared = compared(self._options)
             function, options = self._function, self._options
-            generators: Sequence[torch.Generator] = ()
+            generators, recurrent = _NO_GENERATORS, _NO_LAYERS
             # In the usual case it is a module that was looked at before, or a function of tensors.
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
                 self._state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
+                recurrent = plan.recurrent
                 self._variables = variables_in(plan) if plan.functions else None
                 self._objects = notes_of(function, objects)
             else:
@@ -145,9 +150,12 @@ class FunctionFrame(CallingFrame):
                         self._keeps_all, self._plain = True, False  # this once
                         return self
                     generators = self._state.generators
+                    recurrent = [layer for plan in self._state.plans for layer in plan.recurrent]
                 self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self._current = capture_current()
+            if recurrent and options.preserve_rng_state:
+                seed_masks_anew(recurrent)
             self._context = copy_context() or None
             concurrent = is_concurrent(self.thread)
             left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()

@@ -176,11 +176,15 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
         name: The region's name in errors.
         respect_saved_tensors_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the region.
+        preserve_rng_state: Whether a replay draws the random numbers that forward drew. If not, forward reads no state of a
+            generator, as while a CUDA graph is captured, and a replay draws new numbers; the streams outside are where they
+            were after it, unless a graph is being captured. The innermost region's counts.
 
     Raises:
         TypeError: If the policy is none.
         ValueError: If something in a list of operators is none.
-        RuntimeError: On entering, where saved-tensor hooks are disabled.
+        RuntimeError: On entering, where saved-tensor hooks are disabled; from a random operator, where ``preserve_rng_state``
+            holds while a CUDA graph is being captured.
         DeterminismError: In backward, where a dispatch mode of the user's around the region changed results.
         MutationError: In backward, where a tensor that is needed was modified in place since.
 
@@ -199,7 +203,12 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
     """
 
     def __init__(
-        self, *misplaced: Never, policy: Any = None, name: str | None = None, respect_saved_tensors_hooks: bool = True
+        self,
+        *misplaced: Never,
+        policy: Any = None,
+        name: str | None = None,
+        respect_saved_tensors_hooks: bool = True,
+        preserve_rng_state: bool = True,
     ) -> None:
         if misplaced:
             raise _misplaced_error(misplaced[0])
@@ -208,6 +217,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         self._respect_hooks = respect_saved_tensors_hooks is True or checked_flag(
             respect_saved_tensors_hooks, "respect_saved_tensors_hooks"
         )
+        self._preserve_rng_state = preserve_rng_state is True or checked_flag(preserve_rng_state, "preserve_rng_state")
         self._latest: weakref.ref[RecordedFrame] | None = None
 
     def __enter__(self) -> Self:
@@ -224,7 +234,12 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
                 if is_any_transform_active():
                     warn_of_transform(stacklevel=3)
                 elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-                    entry.frame = RecordedFrame(self._name, self._policy, respect_hooks=self._respect_hooks)
+                    entry.frame = RecordedFrame(
+                        self._name,
+                        self._policy,
+                        respect_hooks=self._respect_hooks,
+                        preserve_rng_state=self._preserve_rng_state,
+                    )
                     entry.frame.__enter__()
                     self._latest = weakref.ref(entry.frame)
         except BaseException as error:

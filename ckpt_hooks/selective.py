@@ -22,7 +22,7 @@ from ._aligning import Aligning
 from ._ambient.draws import num_draw_modes, watch_draw
 from ._dispatch import PausableDispatchMode, count_writes
 from ._filling import StopRecompute
-from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, facts_of, written_by
+from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, drops_from_buffer, facts_of, has_buffered_masks, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 from ._policy_warnings import warn_of_unseen
 from ._runtime.frame import format_path
@@ -73,7 +73,7 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         action = _CAST
     elif kind is Kind.FACTORY:
         action = _REPLAY
-    elif decision is None:
+    elif decision is None or has_buffered_masks(operator):
         action = _ASK
     elif kind in _LOOKED_AT:
         action = _LOOK
@@ -185,6 +185,8 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if decision is _PREFER_RECOMPUTE and kind is _SAVEABLE:
             return output
         decision = _decision_of(decision, func, kind)
+        if kind is _RANDOM and decision in _RECOMPUTES and drops_from_buffer(func, args, kwargs):
+            decision = CheckpointPolicy.MUST_SAVE
         if kind in _LOOKED_AT:
             self._look_at(func, kind, args, kwargs, output)
         elif kind is _VIEW:

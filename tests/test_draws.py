@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import queue
 import threading
 
@@ -195,6 +196,105 @@ def test_a_thread_that_runs_backward_for_another_one_does_not_count(worker):
     worker.run(lambda: y.sum().backward())
     assert set(found) == {0}
     assert len(found) > 1
+    assert not draws_are_noted()
+
+
+class EngineThread:
+    """A thread that Python has not started and that runs backward, as autograd has one for each device; it never ends."""
+
+    def __init__(self):
+        self.tasks, self.results = queue.Queue(), queue.Queue()
+        _thread.start_new_thread(self._work, ())
+
+    def _work(self):
+        while (loss := self.tasks.get()) is not None:
+            loss.backward()
+            del loss
+            self.results.put(None)
+
+    def start(self, loss):
+        self.tasks.put(loss)
+
+    def wait(self):
+        self.results.get(timeout=60)
+
+    def run(self, loss):
+        self.start(loss)
+        self.wait()
+
+
+@pytest.fixture
+def engine_thread():
+    """One, in a program whose main thread begins anew."""
+    threads._local.seat = None
+    thread = EngineThread()
+    yield thread
+    thread.tasks.put(None)
+
+
+class Reentrant(torch.autograd.Function):
+    """Runs a function as a region in backward, as regions in torch's reentrant checkpoint are run."""
+
+    @staticmethod
+    def forward(ctx, x, region, function):
+        ctx.save_for_backward(x)
+        ctx.region, ctx.function = region, function
+        return function(x.detach())
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.region(ctx.function, x)
+        return grad(y, x, gradient)[0], None, None
+
+
+REGIONS = [checkpoint, lambda function, x: checkpoint_region()(function)(x)]
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_thread_of_the_engine_does_not_count_when_its_backward_has_ended(engine_thread, region):
+    for _ in range(3):
+        x = leaf(2)
+        assert not draws_are_noted()
+        engine_thread.run(Reentrant.apply(checkpoint(lambda x: x.sin().exp(), x), region, lambda x: x.exp().sin()).sum())
+        assert torch.equal(x.grad, grad(x.sin().exp().exp().sin().sum(), x)[0])
+    assert len(threads._threads) >= 2  # it is there still
+    assert not draws_are_noted()
+
+
+@pytest.mark.parametrize("region", REGIONS)
+def test_a_thread_of_the_engine_counts_as_long_as_a_graph_of_its_is_alive(engine_thread, region):
+    kept = []
+
+    def keeping(function, x):
+        kept.append(region(lambda x: function(x.exp()), x))
+        return kept[0]
+
+    def run():
+        engine_thread.run(Reentrant.apply(leaf(2).exp(), lambda f, x: (keeping(f, x), f(x))[1], torch.sin).sum())
+
+    run()
+    assert draws_are_noted()
+    kept.clear()
+    assert not draws_are_noted()
+
+
+def test_a_thread_of_the_engine_counts_as_long_as_it_is_in_a_region(engine_thread):
+    inside, leave = threading.Event(), threading.Event()
+
+    def function(x):
+        if not x.requires_grad:
+            return x.sin()
+        inside.set()
+        leave.wait(60)
+        return x.sin()
+
+    engine_thread.start(Reentrant.apply(leaf(2), checkpoint, function).sum())
+    assert inside.wait(60)
+    assert draws_are_noted()
+    leave.set()
+    engine_thread.wait()
     assert not draws_are_noted()
 
 

@@ -12,8 +12,8 @@ import torch.backends.quantized
 import torch.backends.xnnpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks import _ambient, _torch_switches, checkpoint, checkpoint_region
-from ckpt_hooks._ambient import flags
+from ckpt_hooks import _torch_switches, checkpoint, checkpoint_region
+from ckpt_hooks._ambient import flags, streams
 from tests.behaviours.test_ambient import SETTINGS, written
 from tests.measure import leaf
 
@@ -309,7 +309,7 @@ def device_flags():
 def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
     """Where a device is in use; this one is made up."""
     monkeypatch.setattr(flags, "are_devices_in_use", lambda: True)
-    monkeypatch.setattr(_ambient, "any_device", lambda: True)
+    monkeypatch.setattr(streams, "names_without_devices", -1)
     read = getattr(torch._C, setter.replace("_set_", "_get_"))
     setting = read, getattr(torch._C, setter), other()
     x, seen = leaf(3, 3), []
@@ -336,6 +336,6 @@ def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
 
 def test_switches_for_devices_cost_nothing_without_one(monkeypatch):
     """They are not read, for some of them take longer than a whole region may."""
-    monkeypatch.setattr(flags, "_read_devices", lambda: pytest.fail("was read"))
+    monkeypatch.setattr(flags, "_read_device_flags", lambda: pytest.fail("was read"))
     monkeypatch.setattr(flags, "are_devices_in_use", lambda: False)
     checkpoint(torch.sin, leaf(3)).sum().backward()

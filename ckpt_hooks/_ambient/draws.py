@@ -17,6 +17,7 @@ import abc
 import functools
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +25,21 @@ import torch
 from ckpt_hooks._bytes import same_bytes
 from ckpt_hooks._dispatch import QuietDispatchMode, count_writes, unseen
 
+from .streams import is_capturing
+
 __all__ = [
+    "NO_DRAW",
     "Draw",
     "RecordDraws",
     "ReplayDraws",
-    "draw_again",
-    "draw_noting",
+    "call_with",
+    "default_generator",
+    "device_of",
+    "draw_apart",
     "drops_nothing",
+    "form_of",
+    "given_generator",
+    "handlers",
     "num_draw_modes",
     "skip_draw",
     "watch_draw",
@@ -52,18 +61,22 @@ class _Handlers(threading.local):
         self.latest: Draw | None = None
 
 
-_handlers = _Handlers()
+#: This thread's.
+handlers = _Handlers()
 _one_draw = threading.Lock()
 
-# For each operator that draws: where it takes a generator, or the overload that does; nothing for those that do not.
 _Form = tuple[Any, int]
-_NO_DRAW: _Form = (None, -1)
+NO_DRAW: _Form = (None, -1)
 
 
 @functools.cache
-def _form_of(operator: Any) -> _Form:
+def form_of(operator: Any) -> _Form:
+    """Returns the overload of an operator that takes a generator, or the operator, and at which position it takes one, or -1.
+
+    :data:`NO_DRAW` for those that do not draw.
+    """
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # operators of operators have none
-        return _NO_DRAW
+        return NO_DRAW
     names = [argument.name for argument in operator._schema.arguments]
     if "generator" in names:
         return operator, names.index("generator")
@@ -76,14 +89,16 @@ def _form_of(operator: Any) -> _Form:
     return operator, -1
 
 
-def _device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    """Returns the device that an operator draws on when it is called with some arguments."""
     device = kwargs.get("device")
     if device is None:
         device = next((value.device for value in args if isinstance(value, torch.Tensor)), "cpu")
     return torch.device(device)
 
 
-def _default_generator(device: torch.device) -> torch.Generator:
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns torch's generator of a device."""
     if device.type == "cpu":
         return torch.default_generator
     module: Any = getattr(torch, device.type)
@@ -96,7 +111,7 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> _Draws:
         super().__enter__()  # type: ignore[no-untyped-call]
-        _handlers.active.append(self)
+        handlers.active.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -104,13 +119,13 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
         super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
 
     def abandoned(self) -> None:
-        if self in _handlers.active:
-            _handlers.active.remove(self)
+        if self in handlers.active:
+            handlers.active.remove(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        form = _form_of(func)
-        if form is _NO_DRAW:
+        form = form_of(func)
+        if form is NO_DRAW:
             output = func(*args, **kwargs)
             count_writes(func, args)
             return output
@@ -139,28 +154,48 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
         """
 
 
-def _call(call: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Generator, *, takes_generator: bool) -> Any:
-    """Lets an operator draw from a generator, which must be of the right device."""
+def call_with(
+    call: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    generator: torch.Generator,
+    *,
+    takes_generator: bool,
+    is_draw: bool = True,
+) -> Any:
+    """Lets an operator draw from a generator, which must be of the right device.
+
+    Args:
+        call: The operator.
+        args: Its arguments, without a generator.
+        kwargs: Its keyword arguments.
+        generator: The generator.
+        takes_generator: Whether it takes one; if not, the default generator is set for the call.
+        is_draw: Whether it is known to draw. If not, it is not kept from running beside others, which it may wait for.
+    """
     if takes_generator:
         return call(*args, **{**kwargs, "generator": generator})
-    default = _default_generator(generator.device)
-    with _one_draw:
-        before = default.get_state()
-        default.set_state(generator.get_state())
+    default = default_generator(generator.device)
+    with _one_draw if is_draw else nullcontext():
+        before, wanted = default.get_state(), generator.get_state()
+        if not same_bytes(before, wanted):  # see :mod:`.rng`
+            default.set_state(wanted)
         try:
             return call(*args, **kwargs)
         finally:
-            generator.set_state(default.get_state())
-            default.set_state(before)
+            after = default.get_state()
+            generator.set_state(after)
+            if not same_bytes(before, after):
+                default.set_state(before)
 
 
-def _draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_generator: bool) -> tuple[Any, Draw]:
-    """Lets an operator draw what the default generator has next, though other threads draw from it."""
-    device = _device_of(args, kwargs)
-    default, own = _default_generator(device), torch.Generator(device)
+def draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_generator: bool) -> tuple[Any, Draw]:
+    """Lets an operator draw what the default generator has next, though other threads draw from it; returns states as well."""
+    device = device_of(args, kwargs)
+    default, own = default_generator(device), torch.Generator(device)
     state = default.get_state()
     own.set_state(state)
-    result = _call(call, args, kwargs, own, takes_generator=takes_generator)
+    result = call_with(call, args, kwargs, own, takes_generator=takes_generator)
     # Should another thread have drawn meanwhile, then both drew the same, which they may.
     with _one_draw:
         if same_bytes(default.get_state(), state):
@@ -180,21 +215,21 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
         self.states: list[torch.Tensor] = []
 
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
-        if _handlers.active[0] is not self:
+        if handlers.active[0] is not self:
             # The mode of the region around this one draws; this one notes from where.
             result = func(*args, **kwargs)
-            assert _handlers.latest is not None
-            self.states.append(_handlers.latest.before)
+            assert handlers.latest is not None
+            self.states.append(handlers.latest.before)
             return result
-        result, drawn = _draw_apart(operator, args, kwargs, takes_generator=takes_generator)
+        result, drawn = draw_apart(operator, args, kwargs, takes_generator=takes_generator)
         self.states.append(drawn.before)
-        _handlers.latest = drawn
+        handlers.latest = drawn
         return result
 
     def skip(self, device: torch.device, drawn: Draw) -> bool:
         self.states.append(drawn.before)
-        if _handlers.active[0] is self:
-            _default_generator(device).set_state(drawn.after)
+        if handlers.active[0] is self:
+            default_generator(device).set_state(drawn.after)
         return False
 
 
@@ -219,8 +254,8 @@ class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
         own.set_state(state)
 
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
-        device = _device_of(args, kwargs)
-        default = _default_generator(device)
+        device = device_of(args, kwargs)
+        default = default_generator(device)
         if default.device not in self._own:
             self.start(default, default.get_state())
         own = self._own[default.device]
@@ -228,20 +263,20 @@ class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
             own.set_state(self._states[self._count])
         self._count += 1
         before = own.get_state()
-        result = _call(operator, args, kwargs, own, takes_generator=takes_generator)
-        _handlers.latest = Draw(before, own.get_state())
+        result = call_with(operator, args, kwargs, own, takes_generator=takes_generator)
+        handlers.latest = Draw(before, own.get_state())
         return result
 
     def skip(self, device: torch.device, drawn: Draw) -> bool:
-        default = _default_generator(device)
+        default = default_generator(device)
         self.start(default, drawn.after)
         self._count += 1
         return True
 
 
-def _given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+def given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
     """Returns the generator that an operator was given, None where it draws from a default one."""
-    overload, position = _form_of(operator)
+    overload, position = form_of(operator)
     if overload is not operator or position < 0:
         return None
     given: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
@@ -250,7 +285,7 @@ def _given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def num_draw_modes() -> int:
     """Returns how many modes of this module are active on this thread."""
-    return len(_handlers.active)
+    return len(handlers.active)
 
 
 # For each operator that draws for dropout alone: where its probability is among the arguments; -1 for the others.
@@ -283,15 +318,17 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     """
     if drops_nothing(operator, args, kwargs):
         return None
-    generator = _given_generator(operator, args, kwargs)
-    if generator is None and _handlers.active and _form_of(operator) is not _NO_DRAW:
-        _handlers.latest = None
-        return lambda: _handlers.latest
+    generator = given_generator(operator, args, kwargs)
+    if generator is None and handlers.active and form_of(operator) is not NO_DRAW:
+        handlers.latest = None
+        return lambda: handlers.latest
     if generator is None:
-        device = _device_of(args, kwargs)
+        device = device_of(args, kwargs)
         if device.type == "meta":
             return None
-        generator = _default_generator(device)
+        generator = default_generator(device)
+    if generator.device.type != "cpu" and is_capturing(generator.device.type):
+        return None  # of a region that draws anew: others have refused to run
     watched, before = generator, generator.get_state()
 
     @unseen
@@ -313,71 +350,17 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
         drawn: What it drew in forward.
         modes: How many modes of this module (:func:`num_draw_modes`) have yet to hear of it.
     """
-    generator = _given_generator(operator, args, kwargs)
+    generator = given_generator(operator, args, kwargs)
     if generator is not None:
         generator.set_state(drawn.after)
         return
-    device = _device_of(args, kwargs)
-    if _form_of(operator) is not _NO_DRAW:
-        _handlers.latest = drawn
+    device = device_of(args, kwargs)
+    if form_of(operator) is not NO_DRAW:
+        handlers.latest = drawn
     elif modes:  # which do not see it draw either
         return
-    for mode in reversed(_handlers.active[:modes]):
+    for mode in reversed(handlers.active[:modes]):
         if mode.skip(device, drawn):
             return
     if modes == 0:
-        _default_generator(device).set_state(drawn.after)
-
-
-def draw_noting(
-    operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, shared: bool
-) -> tuple[Any, torch.Tensor | None]:
-    """Runs an operator that may draw, and notes what :func:`draw_again` needs.
-
-    Args:
-        operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        shared: Whether other threads may draw from the default generators meanwhile.
-
-    Returns:
-        What the operator returned, and the state of the generator that it drew from; None where it did not draw.
-    """
-    if drops_nothing(operator, args, kwargs):
-        return operator(*args, **kwargs), None
-    generator = _given_generator(operator, args, kwargs)
-    if generator is None:
-        device = _device_of(args, kwargs)
-        if device.type == "meta":
-            return operator(*args, **kwargs), None
-        form, position = _form_of(operator)
-        if shared and not _handlers.active and form is not None:
-            given = args[:position] if form is operator and position >= 0 else args
-            result, drawn = _draw_apart(form, given, kwargs, takes_generator=position >= 0)
-            return result, drawn.before
-        generator = _default_generator(device)
-    before = generator.get_state()
-    _handlers.latest = None
-    result = operator(*args, **kwargs)
-    if _handlers.latest is not None:  # from a generator of a mode around
-        return result, _handlers.latest.before
-    if _form_of(operator) is _NO_DRAW and same_bytes(before, generator.get_state()):
-        return result, None
-    return result, before
-
-
-def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
-    """Runs an operator that draws from a state of its generator, which nobody else sees changed.
-
-    Args:
-        operator: The operator.
-        args: Its arguments; a generator among them is not looked at.
-        kwargs: Its keyword arguments.
-        state: What :func:`draw_noting` returned.
-    """
-    form, position = _form_of(operator)
-    own = torch.Generator(_default_generator(_device_of(tuple(args), kwargs)).device)
-    own.set_state(state)
-    if form is None or position < 0:
-        return _call(operator, args, kwargs, own, takes_generator=False)
-    return _call(form, args[:position], kwargs, own, takes_generator=True)
+        default_generator(device).set_state(drawn.after)

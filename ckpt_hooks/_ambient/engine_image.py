@@ -11,9 +11,9 @@ numbers behind. If what is looked at does not change with every kind of draw, th
 compared as they come.
 
 Equal images are equal states. Every draw moves the position or a left-over number, and when the position comes round again, all
-the words are new: of these the first eight are looked at, 256 bits. (A state made by hand that agrees in all of that with the
-one before it, and differs in a later word, is not seen.) Images that differ may be of equal states (there is padding in them,
-and a draw of another thread may be under way), and then the state is read the long way, under the generator's lock.
+the words are new: of these the first eight are looked at, 256 bits. (A state made by hand that agrees in all of that with one
+that a region found, and differs in a later word, is not seen.) Images that differ may be of equal states (there is padding in
+them, and a draw of another thread may be under way), and then the state is read the long way, under the generator's lock.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from ckpt_hooks._torch_switches import (
     new_state_guard,
 )
 
-__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_common", "read_fast"]
+__all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_common", "read_devices", "read_fast"]
 
 
 def _reader(getters: list[Callable[[], Any]], variables: list[tuple[dict[str, Any], str]]) -> Callable[[], list[Any]]:
@@ -61,7 +61,7 @@ read_common = _reader([*_some, CUDNN_PRECISION[0]], [])
 _NUM_COMMON = len(_some) + 1
 _read_defaults = _reader([getter for getter, _ in PRECISION_DEFAULTS], [])
 _read_guarded = _reader([getter for getter, _ in GUARDED_FLAGS], [])
-_read_devices = _reader([getter for getter, _ in DEVICE_FLAGS], [])
+_read_device_flags = _reader([getter for getter, _ in DEVICE_FLAGS], [])
 # The first two of the guarded ones are looked at after a recompute.
 (_get_default_dtype, _), (_are_deterministic, _) = GUARDED_FLAGS[:2]
 
@@ -71,6 +71,11 @@ def _read_unguarded() -> list[Any]:
         return read_fast()
     except RuntimeError:
         return _read_slow()
+
+
+def read_devices() -> list[Any] | None:
+    """Returns the switches for devices; None where no device is in use."""
+    return _read_device_flags() if DEVICE_FLAGS and are_devices_in_use() else None
 
 
 def _read_cudnn_precision() -> Any:
@@ -141,7 +146,7 @@ def capture() -> Snapshot:
     """Returns the switches; regions that saw the same share one snapshot."""
     global _latest
     latest, unguarded = _latest, _read_unguarded()
-    devices = _read_devices() if DEVICE_FLAGS and are_devices_in_use() else None
+    devices = read_devices()
     if not latest.holds(unguarded) or devices != latest.devices:
         latest = _latest = Snapshot(unguarded, devices)
     return latest
@@ -150,7 +155,7 @@ def capture() -> Snapshot:
 def enter(captured: Snapshot) -> Undo:
     """Makes the switches what they were at :func:`capture`, in the same gradient mode; returns how to undo that."""
     unguarded = _read_unguarded()
-    devices = None if captured.devices is None else _read_devices()
+    devices = None if captured.devices is None else _read_device_flags()
     if captured.holds(unguarded) and devices == captured.devices:
         return captured, None
     before = Snapshot(unguarded, devices)

@@ -3,10 +3,13 @@
 A recompute starts from the state that forward started from and leaves every stream where it found it. Reading touches no
 stream.
 
+A state is set only where it differs from the one that the stream has: a CUDA generator that is set has cuDNN seed its dropout
+masks of recurrent layers anew, and a recompute that draws nothing must not change what those drop next.
+
 The state of the CPU's generator is 5 KB. Regions between which nothing was drawn start from the same state and share one copy
 of it, so that a model without randomness keeps one, however many regions it has. The road not taken: to compare the state
 before and after forward, and to keep none where they are equal. A function that draws inside ``torch.random.fork_rng`` leaves
-the generator as it was, and still needs to know from where to draw again.
+the generator as it was, and still needs to know from where to draw again. States of devices are shared in the same way.
 """
 
 from __future__ import annotations
@@ -19,23 +22,90 @@ import torch
 
 from ckpt_hooks._bytes import same_bytes
 
-from .streams import Stream, device_streams, find_devices, stream_of_generator
+from .streams import Stream, device_streams, find_devices, is_same_state, stream_of_generator
 from .tracking import TRACKED
 
-__all__ = ["Snapshot", "Undo", "capture", "default_generators_lock", "default_states", "enter", "leave"]
+__all__ = [
+    "Snapshot",
+    "States",
+    "Undo",
+    "capture",
+    "default_generators_lock",
+    "default_states",
+    "enter",
+    "enter_devices",
+    "leave",
+    "leave_streams",
+    "read_devices",
+]
 
 #: Held by the recompute that borrows the default generators; others that run meanwhile do without.
 default_generators_lock = threading.RLock()
 
-_States = tuple[tuple[Stream, Any], ...]
+#: Streams, each with a state.
+States = tuple[tuple[Stream, Any], ...]
 #: State of the CPU's generator, of those of devices, and of other streams; None for the first where nothing is to be restored.
-Snapshot = tuple["torch.Tensor | None", _States, _States]
+Snapshot = tuple["torch.Tensor | None", States, States]
 #: State of the CPU's generator and of other streams before a recompute; None for the first where it is not touched.
-Undo = tuple["torch.Tensor | None", _States]
+Undo = tuple["torch.Tensor | None", States]
 
-_NONE: _States = ()
+_NONE: States = ()
 read_cpu, write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
 _latest = read_cpu()
+_latest_devices: States = _NONE
+
+
+def read_devices() -> States:
+    """Returns the state of each initialised device's default stream; the same tuple as before, while none has moved.
+
+    Raises:
+        RuntimeError: If a CUDA graph is being captured.
+    """
+    global _latest_devices
+    if not find_devices():
+        return _NONE
+    known = _latest_devices
+    found, moved = [(stream, stream.state()) for stream in device_streams(needed=True)], True
+    if len(found) == len(known):
+        moved = False
+        for index, (stream, state) in enumerate(found):
+            if stream is known[index][0] and is_same_state(state, known[index][1]):
+                found[index] = known[index]
+            else:
+                moved = True
+    if moved:
+        known = _latest_devices = tuple(found)
+    return known
+
+
+def enter_devices(captured: States) -> States | None:
+    """Sets the devices' default streams to the states that :func:`read_devices` returned.
+
+    Returns:
+        The states before that. None, with nothing set, where other devices are initialised by now.
+
+    Raises:
+        RuntimeError: If a CUDA graph is being captured, and there are states to set.
+    """
+    streams = device_streams(needed=bool(captured)) if find_devices() else []
+    if len(streams) != len(captured) or any(one is not two for one, (two, _) in zip(streams, captured, strict=True)):
+        return None
+    before = tuple([(stream, stream.state()) for stream in streams])
+    try:
+        for (stream, present), (_, state) in zip(before, captured, strict=True):
+            if not is_same_state(present, state):
+                stream.write(state)
+    except BaseException:
+        leave_streams(before)
+        raise
+    return before
+
+
+def leave_streams(before: States) -> None:
+    """Sets each stream back to the state that it had, unless that is the state it has."""
+    for stream, state in before:
+        if type(state) is not torch.Tensor or not stream.holds(state):
+            stream.write(state)
 
 
 def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
@@ -48,7 +118,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     global _latest
     if not preserve:
         return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
-    devices = tuple([(stream, stream.read()) for stream in device_streams(needed=True)]) if find_devices() else _NONE
+    devices = read_devices()
     others = _NONE
     if generators or TRACKED:
         streams = (*TRACKED, *map(stream_of_generator, generators))
@@ -78,19 +148,26 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
     return before, undo
 
 
-def _enter_others(captured: Snapshot, *, defaults: bool) -> _States:
+def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
     cpu, devices, others = captured
     states, present = dict(others), tuple(TRACKED)
     if defaults:
         states.update(devices)
-        present += tuple(device_streams(needed=False))
+        present += tuple(device_streams(needed=bool(devices)))
     # All are read before any is set: a generator may be there twice, explicit and as a device's default.
-    undo = tuple([(stream, stream.read()) for stream in dict.fromkeys([*states, *present])])
+    undo = tuple(
+        [
+            (stream, stream.state())
+            for stream in dict.fromkeys([*states, *present])
+            if states.get(stream) is not None or stream.is_readable()
+        ]
+    )
     try:
-        for stream, _ in undo:
+        for stream, present_state in undo:
             state = states.get(stream)
             if state is not None:
-                stream.write(state)
+                if not is_same_state(present_state, state):
+                    stream.write(state)
             elif cpu is not None and stream.restart is not None:
                 # A device that was not in use yet when forward began: should forward have been the one to draw from it first,
                 # it drew from the start.
@@ -106,8 +183,7 @@ def leave(before: Undo) -> None:
     cpu, others = before
     if cpu is not None:
         write_cpu(cpu)
-    for stream, state in others:
-        stream.write(state)
+    leave_streams(others)
 
 
 def default_states(captured: Snapshot) -> list[tuple[torch.Generator, torch.Tensor]]:

@@ -7,18 +7,34 @@ is initialised by asking.
 from __future__ import annotations
 
 import functools
+import struct
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from ckpt_hooks._bytes import same_bytes
 from ckpt_hooks._torch import private_backend_name
 
-__all__ = ["TORCH_NAMES", "Stream", "any_device", "device_streams", "find_devices", "stream_of_generator"]
+__all__ = ["TORCH_NAMES", "Stream", "device_streams", "find_devices", "is_capturing", "is_same_state", "stream_of_generator"]
+
+
+def is_same_state(one: Any, other: Any) -> bool:
+    """Whether two states of one stream are known to be equal; those of other kinds than torch's count as different."""
+    return one is other or (
+        type(one) is type(other) is torch.Tensor
+        and one.is_cpu
+        and other.is_cpu
+        and one.nbytes == other.nbytes
+        and same_bytes(one, other)
+    )
 
 
 class Stream:
     """A random stream: how to read its state and how to set it.
+
+    The state of a CUDA generator is a seed and an offset. To ask for the two costs a tenth of what a state does, which is a new
+    tensor each time; so the latest state is kept with the two, and handed out as long as they are the same.
 
     Attributes:
         read: Returns the state.
@@ -27,7 +43,7 @@ class Stream:
         generator: The generator, where it is one.
     """
 
-    __slots__ = ("generator", "read", "restart", "write")
+    __slots__ = ("_look", "_seen", "generator", "read", "restart", "write")
 
     def __init__(
         self, read: Callable[[], Any], write: Callable[[Any], object], restart: Callable[[], object] | None = None
@@ -36,6 +52,54 @@ class Stream:
         self.write = write
         self.restart = restart
         self.generator: torch.Generator | None = None
+        #: Returns seed and offset, if these are the whole state; the latest two, and the state.
+        self._look: Callable[[], tuple[int, int]] | None = None
+        self._seen: tuple[tuple[int, int], Any] | None = None
+
+    def state(self) -> Any:
+        """Returns the state, which nobody may write to: the same object as before, while it is known to be the same."""
+        if self._look is None:
+            return self.read()
+        look, seen = self._look(), self._seen
+        if seen is not None and seen[0] == look:
+            return seen[1]
+        state = self.read()
+        if self._look() == look:  # no other thread has drawn in between
+            self._seen = look, state
+        return state
+
+    def is_readable(self) -> bool:
+        """Whether the state can be read now: not that of a generator on whose device a CUDA graph is being captured."""
+        return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)
+
+    def holds(self, state: Any) -> bool:
+        """Whether the stream is known to be in a state."""
+        seen = self._seen
+        if self._look is not None and seen is not None and seen[1] is state:
+            return seen[0] == self._look()
+        return is_same_state(self.read(), state)
+
+    def look_for_offset(self, generator: torch.Generator) -> None:
+        """Finds out whether a generator's state is its seed and its offset."""
+
+        def look() -> tuple[int, int]:
+            return generator.initial_seed(), generator.get_offset()
+
+        try:
+            state = generator.get_state()
+            if state.nbytes == _SEED_AND_OFFSET.size and bytes(state.tolist()) == _SEED_AND_OFFSET.pack(*look()):
+                self._look = look
+        except (AttributeError, RuntimeError, struct.error):  # the CPU's has no offset
+            pass
+
+
+_SEED_AND_OFFSET = struct.Struct("=QQ")
+
+
+def is_capturing(device_type: str) -> bool:
+    """Whether a CUDA graph is being captured on the current stream of a device type, when no state can be read."""
+    capturing = getattr(getattr(torch, device_type, None), "is_current_stream_capturing", None)
+    return capturing is not None and bool(capturing())
 
 
 def stream_of_generator(generator: torch.Generator) -> Stream:
@@ -48,6 +112,7 @@ def stream_of_generator(generator: torch.Generator) -> Stream:
 def _stream_of_default(generator: torch.Generator) -> Stream:
     stream = stream_of_generator(generator)
     stream.restart = lambda: generator.manual_seed(generator.initial_seed())
+    stream.look_for_offset(generator)
     return stream
 
 
@@ -68,11 +133,6 @@ def find_devices() -> list[Any]:
     if len(TORCH_NAMES) != _modules_known_for:
         _find_modules(private_backend_name())
     return _modules
-
-
-def any_device() -> bool:
-    """Whether an accelerator is initialised."""
-    return any(initialised() for initialised, _ in find_devices())
 
 
 def _find_modules(private_backend: str) -> None:

@@ -8,9 +8,10 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from typing_extensions import Self
 
-from .streams import Stream
+from .streams import Stream, stream_of_generator
 
 __all__ = ["TRACKED", "TrackedSource", "hold", "let_go", "shared_streams_lock", "track_rng"]
 
@@ -109,6 +110,8 @@ def _stream_of(source: Any) -> Stream:
         raise ValueError(
             f"source should be 'python', 'numpy' or an object that has a state, but got {source!r}. Pass the object that draws."
         )
+    if isinstance(source, torch.Generator):
+        return stream_of_generator(source)
     for read, write in (("get_state", "set_state"), ("getstate", "setstate")):
         if callable(getattr(source, read, None)) and callable(getattr(source, write, None)):
             return Stream(getattr(source, read), getattr(source, write))

@@ -4,6 +4,9 @@ Torch's default generators belong to the process, so a recompute may set them ba
 Threads are concurrent while two of them have a region open, its graph alive, or ran one of the last :data:`RECENT` regions.
 The last clause is for threads that train side by side: between two steps such a thread has no graph, and its next draw may
 come while another thread's forward is under way.
+
+A thread of autograd's own, on which torch's reentrant checkpoint or a backward of the user's runs regions, does not count as
+recent: it outlives every backward, and between two of them nothing runs there.
 """
 
 from __future__ import annotations
@@ -12,6 +15,8 @@ import threading
 from collections.abc import Callable
 from itertools import count
 from sys import getrefcount
+
+from ckpt_hooks._torch import graph_task_id
 
 __all__ = ["RECENT", "RegionThread", "is_concurrent", "this_thread"]
 
@@ -25,13 +30,16 @@ class RegionThread:
     """A thread that runs regions. Each of its frames holds it, so that its holders tell whether it has any.
 
     Attributes:
+        is_of_engine: Whether it is one of autograd's, as far as is known.
         latest: The number of the latest region that it ran, or recomputed, while another thread was there.
     """
 
-    __slots__ = ("latest",)
+    __slots__ = ("is_of_engine", "latest")
 
     def __init__(self) -> None:
-        self.latest = _next_region()
+        # Python has not started those, and they do nothing but backward.
+        self.is_of_engine = graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+        self.latest = -RECENT if self.is_of_engine else _next_region()
 
 
 _threads: list[RegionThread] = []  # its methods run to their end before another thread goes on
@@ -79,7 +87,7 @@ def is_concurrent(own: RegionThread) -> bool:
         return False
     threads = tuple(_threads)
     now, seat = _next_region(), _local.seat
-    if seat is not None and seat.thread is own:
+    if seat is not None and seat.thread is own and not (own.is_of_engine and graph_task_id() != -1):
         own.latest = now
     for thread, holders in zip(threads, list(map(getrefcount, threads)), strict=True):  # counted before zip holds them
         if thread is not own and (holders > _AT_REST or now - thread.latest < RECENT):

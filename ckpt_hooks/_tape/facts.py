@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._operators import RECORD_STREAM, WRITES_UNSAID, Kind
+from ckpt_hooks._operators import RECORD_STREAM, WRITES_UNSAID, Kind, has_buffered_masks
 from ckpt_hooks._operators import facts_of as plain_facts_of
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
@@ -102,6 +102,7 @@ class OpFacts:
         keywords: Names of arguments that are tensors or lists of them.
         written: What it writes to.
         single: Whether it returns one tensor.
+        has_buffered_masks: Whether it may drop out by masks that it would not draw again.
         has_effect: Whether it has an ordered effect, so that what it returned is kept.
         has_fresh: Whether it returns something that is not an argument, nor a view of one.
         is_fast: Whether it does nothing but take tensors by position and return tensors.
@@ -125,6 +126,7 @@ class OpFacts:
 
     __slots__ = (
         "call",
+        "has_buffered_masks",
         "has_effect",
         "has_fresh",
         "is_blank",
@@ -193,6 +195,7 @@ class OpFacts:
         self.is_trusted = namespace in _TRUSTED
         self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
         self.looks_at_all_switches = not aten or any(part in self.name for part in _LOOKS_AT_ALL_SWITCHES)
+        self.has_buffered_masks = has_buffered_masks(operator)
         self.looks_at_grad = aten and self.name in _LOOKS_AT_GRAD
         self.is_fast = self.is_trusted and not (
             self.is_opaque

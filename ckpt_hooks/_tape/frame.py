@@ -74,6 +74,7 @@ class RecordedFrame(Frame):
     __slots__ = (
         "_children",
         "_deciding",
+        "_draws_anew",
         "_respect_hooks",
         "bytes",
         "compared",
@@ -87,13 +88,16 @@ class RecordedFrame(Frame):
 
     passes: dict[int, Any]  # replays, by the key of the scope
 
-    def __init__(self, name: str, policy: Policy | None = None, *, respect_hooks: bool = True) -> None:
+    def __init__(
+        self, name: str, policy: Policy | None = None, *, respect_hooks: bool = True, preserve_rng_state: bool = True
+    ) -> None:
         """Makes a frame inside the innermost one of this thread.
 
         Args:
             name: The region's name.
             policy: What is kept.
             respect_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the outermost region.
+            preserve_rng_state: Whether a replay draws what forward drew.
         """
         parent = stack.innermost
         Frame.__init__(self, name, parent, current_settings().observer)
@@ -104,6 +108,7 @@ class RecordedFrame(Frame):
         self._children: list[weakref.ref[RecordedFrame]] = []
         self._deciding = None if policy is None else Deciding(policy)
         self._respect_hooks = respect_hooks
+        self._draws_anew = not preserve_rng_state
         # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
         self.outer: RecordedFrame | None = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         self.tape: Recorder | None = None if self.outer is None else self.outer.tape
@@ -144,7 +149,7 @@ class RecordedFrame(Frame):
             if outer is None:
                 tape.__exit__()
             raise
-        tape.path, tape.deciding = self.path, self._deciding
+        tape.path, tape.deciding, tape.draws_anew = self.path, self._deciding, self._draws_anew
         self.release = release
         stack.innermost = self
         if self.observer is not None:
@@ -166,7 +171,7 @@ class RecordedFrame(Frame):
                 parent.note_inside(tape.num_held(), self.path)
             tape.close()  # which calls hooks of the user's, who may raise
         else:
-            tape.path, tape.deciding = outer.path, outer._deciding
+            tape.path, tape.deciding, tape.draws_anew = outer.path, outer._deciding, outer._draws_anew
         if self.observer is not None:
             self.observer.exited(self, error)
         if self._deciding is not None and error is None:

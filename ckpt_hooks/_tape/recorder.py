@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.draws import draw_noting, drops_nothing
+from ckpt_hooks._ambient.draws import drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
+from ckpt_hooks._ambient.noted_draws import draw_noting
 from ckpt_hooks._dispatch import PausableDispatchMode, count_writes, is_compiled_code_running
-from ckpt_hooks._operators import Kind
+from ckpt_hooks._operators import Kind, drops_from_buffer
 from ckpt_hooks._runtime.threads import RegionThread, is_concurrent
 from ckpt_hooks._torch import (
     FAKE,
@@ -36,7 +37,7 @@ from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
 from .tables import Tables
-from .values import Op, Store, Unsettled, Value, cut, flatten, new_store, new_value
+from .values import ANEW, Op, Store, Unsettled, Value, cut, flatten, new_store, new_value
 
 __all__ = ["Recorder"]
 
@@ -53,6 +54,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
     Attributes:
         current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
         deciding: What the innermost region's policy says; None where it has none.
+        draws_anew: Whether a replay of that region draws other random numbers.
         users_modes: Names of the dispatch modes of the user's that are active around the outermost region.
     """
 
@@ -62,6 +64,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         PausableDispatchMode.__init__(self)
         self._thread = thread
         self.deciding: Deciding | None = None
+        self.draws_anew = False
         self.users_modes: Sequence[str] = ()
         self._task = graph_task_id()
         self._forget = self.known.pop
@@ -284,13 +287,16 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operator, and notes in ``op`` what it draws."""
         if not facts.is_random:
             return facts.call(*args, **kwargs)
+        if self.draws_anew:
+            op.draw = None if drops_nothing(func, args, kwargs) else ANEW
+            return facts.call(*args, **kwargs)
         out, op.draw = draw_noting(func, args, kwargs, shared=is_concurrent(self._thread))
         return out
 
     def decide(self, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
         """Returns what the policy says of an operator that has run; of one of a backward in the region it is not asked."""
         deciding = self.deciding
-        if facts.looks_at_grad:
+        if facts.looks_at_grad or (facts.has_buffered_masks and drops_from_buffer(facts.operator, args, kwargs)):
             return SAVE
         if deciding is None or graph_task_id() != self._task:
             return SAVE if facts.is_collective or facts.has_effect else RECOMPUTE

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ckpt_hooks._ambient.current import Made
-from ckpt_hooks._ambient.draws import draw_again
+from ckpt_hooks._ambient.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._refit import stand_in_for
 from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
@@ -25,7 +25,7 @@ from ckpt_hooks.errors import CheckpointError
 from .around import Around, Below
 from .kept import Clones, copy_in
 from .plan import Work, plan_for, work_for
-from .values import Op, Value, flatten, rebuild, values_of
+from .values import ANEW, Op, Value, flatten, rebuild, values_of
 
 if TYPE_CHECKING:
     from .frame import RecordedFrame
@@ -54,6 +54,7 @@ class Replay:
         "_cloned",
         "_plan",
         "_ran",
+        "_streams",
         "_whole",
         "crossing",
         "frame",
@@ -85,6 +86,7 @@ class Replay:
         self._ran: set[int] = set()
         self.held: dict[int, torch.Tensor] = {}
         self._cloned: Clones = {}
+        self._streams: OwnStreams = {}
 
     def has(self, value: Value) -> bool:
         """Whether a value is there."""
@@ -223,7 +225,12 @@ class Replay:
         elif facts.written and self._plan.in_order:
             self._hold(facts, args, kwargs)
         draw = op.draw
-        out = facts.call(*args, **kwargs) if draw is None else draw_again(facts.operator, args, kwargs, draw)
+        if draw is None:
+            out = facts.call(*args, **kwargs)
+        elif draw is ANEW:
+            out = draw_anew(facts.operator, args, kwargs, self._streams)
+        else:
+            out = draw_again(facts.operator, args, kwargs, draw)
         del args, kwargs
         self._ran.add(op.number)
         self._let_go(values)

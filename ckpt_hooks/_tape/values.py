@@ -23,7 +23,7 @@ from ckpt_hooks._torch import storage_of
 from .facts import OpFacts
 from .kept import Kept
 
-__all__ = ["Op", "Store", "Unsettled", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
+__all__ = ["ANEW", "Op", "Store", "Unsettled", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
 
 
 class Store:
@@ -68,6 +68,10 @@ class Store:
         return tensor is not None and (storage_of(tensor) or 0) == self.address
 
 
+#: Stands for the state that an operator drew from, where a replay is to draw what comes next.
+ANEW: Any = object()
+
+
 class Op:
     """An operator that ran.
 
@@ -77,7 +81,7 @@ class Op:
         args: Its positional arguments, with values in place of tensors.
         kwargs: Its keyword arguments, likewise.
         present: Which of its positional arguments are values.
-        draw: The state of the generator that it drew from, or None.
+        draw: The state of the generator that it drew from, :data:`ANEW`, or None.
         around: What it ran under.
         is_plain: Whether there is nothing to it but to call it: all of its tensors are in ``present``.
     """
@@ -89,7 +93,7 @@ class Op:
     args: list[Any]
     kwargs: dict[str, Any]
     present: tuple[int, ...]
-    draw: torch.Tensor | None
+    draw: Any
     around: Any
     is_plain: bool
 

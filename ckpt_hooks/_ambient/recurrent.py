@@ -1,0 +1,42 @@
+"""Recurrent layers that drop out on a device: forward begins as its recompute will, with masks that are seeded anew.
+
+cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which goes on from layer
+to layer. Torch seeds that buffer from its generator, in the first such layer after the generator's state was set. A recompute
+sets that state, and plain forward does not: without more, the recompute would draw once more than forward, and drop other
+elements. So a region with such a layer sets the state to what it is as forward begins. Its masks are others than those of the
+program without regions, and the same in both runs.
+
+The buffer belongs to the process: where several threads run such layers on one device, a recompute may drop other elements.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module, RNNBase
+
+__all__ = ["recurrent_layers", "seed_masks_anew"]
+
+
+def recurrent_layers(modules: Iterable[Module]) -> Sequence[weakref.ref[RNNBase]]:
+    """Returns the recurrent layers among modules, whether they drop out or not."""
+    return tuple(weakref.ref(module) for module in modules if isinstance(module, RNNBase))
+
+
+def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:
+    """Has the next recurrent layer seed its masks, on each device where one of these layers will drop out."""
+    devices = dict.fromkeys(
+        parameter.device
+        for reference in layers
+        if (layer := reference()) is not None and layer.training and layer.dropout
+        for parameter in layer.parameters(recurse=False)
+    )
+    for device in devices:
+        module: Any = getattr(torch, device.type, None)
+        generators = getattr(module, "default_generators", None)
+        if generators:
+            generator = generators[module.current_device() if device.index is None else device.index]
+            generator.set_state(generator.get_state())
