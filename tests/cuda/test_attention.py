@@ -45,7 +45,7 @@ def program_with(kernel: str, dropout: float, *, is_causal: bool = True):
         x = torch.randn(2, 100, 512, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
 
         def with_kernel(function, x):
-            with sdpa_kernel(SDPBackend[kernel]):
+            with sdpa_kernel(getattr(SDPBackend, kernel)):
                 return run(function, x)
 
         return step(with_kernel, module, x)

@@ -11,7 +11,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import checkpoint
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.cuda.device import WAYS, assert_as_eager, each, in_a_process, needs_two_devices
+from tests.cuda.device import WAYS, assert_as_eager, each, needs_two_devices
 
 pytestmark = needs_two_devices
 
@@ -88,37 +88,3 @@ def test_offload_from_two_devices():
         return [c, *grad(c.sum() + a.sum().to(c.device), [x, y])]
 
     assert_as_eager(program, checkpoint)
-
-
-class Inner(torch.autograd.Function):
-    """Runs a backward of its own in forward."""
-
-    @staticmethod
-    def forward(ctx, x):
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            return grad(x.sin().sum(), x)[0]
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient
-
-
-def backward_in_a_region_on_two_devices():
-    """Each device's thread may come to the region first, and the backward in it has work for both."""
-
-    def function(x, y):
-        inner = grad((x.sin().to(y.device) * y.cos()).sum(), [x, y], create_graph=True)
-        return (x * inner[0]).sin() + Inner.apply(x), (y * inner[1]).sin() + Inner.apply(y)
-
-    for _ in range(50):
-        x, y = on_both(100)
-        expected = grad([value.sum() for value in function(x, y)], [x, y])
-        for run in (checkpoint, WAYS["region"], WAYS["function in function"]):
-            found = grad([value.sum() for value in run(function, x, y)], [x, y])
-            assert all(map(torch.equal, found, expected))
-
-
-def test_no_deadlock():
-    """Where a backward in a rerun waits for a thread that waits for the region."""
-    in_a_process(__name__, "backward_in_a_region_on_two_devices", seconds=90)

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import grad
+from train_charlm import Block
 
 from ckpt_hooks import checkpoint, checkpoint_sequential
 from tests.cuda.device import DEVICE, UNDER_POLICIES, WAYS, assert_as_eager, each, needs_cuda, region, step, tensor
 from tests.measure import CountOps
-from train_charlm import Block
 
 pytestmark = needs_cuda
 

@@ -31,7 +31,7 @@ def held_after_forward(run, functions, x):
 
 
 def smooth(x):
-    """Saves three tensors."""
+    """Saves its input and two results, of which the last is what it returns."""
     return x.sin().exp().tanh()
 
 
@@ -40,7 +40,7 @@ def test_a_region_holds_its_input(run):
     """And the region after it holds its result."""
     x = tensor(SIDE, SIDE)
     assert held_after_forward(run, [smooth] * COUNT, x) == COUNT * MIB4
-    assert held_after_forward(eager, [smooth] * COUNT, x) == 3 * COUNT * MIB4 - MIB4 + MIB4
+    assert held_after_forward(eager, [smooth] * COUNT, x) == 2 * COUNT * MIB4
 
 
 @pytest.mark.parametrize("kind", ["function", "region"])

@@ -40,6 +40,12 @@ def hooked(function, *args):
         return function(*args)
 
 
+def region_in_hooks(function, *args):
+    """Runs a function as a recorded region whose inputs go to the host."""
+    with offload_saved_tensors(), checkpoint_region():
+        return function(*args)
+
+
 def mlp():
     return nn.Sequential(nn.Linear(SIDE, SIDE), nn.GELU(), nn.Linear(SIDE, SIDE)).to(DEVICE)
 
@@ -54,45 +60,44 @@ OFFLOADING = {
 
 
 @pytest.fixture
-def ways(monkeypatch):
-    """Notes the bytes of each tensor on its way, and whether its memory is that of a parameter that the test names."""
-    notes = {"sent": [], "fetched": [], "parameters": set()}
-    send, fetch = offload.Transfers.send, offload.Transfers.fetch
+def traffic(monkeypatch):
+    """Notes each tensor on its way: its bytes there and back, and the address of what it was."""
+    notes = {"sent": [], "fetched": [], "addresses": []}
+    kind = type(offload.transfers_for(torch.empty(SIDE, SIDE, device=DEVICE)))
+    send, fetch = kind.send, kind.fetch
 
     def noted_send(self, tensor, *args, **options):
-        assert tensor.untyped_storage().data_ptr() not in notes["parameters"]
         notes["sent"].append(tensor.nbytes)
+        notes["addresses"].append(tensor.untyped_storage().data_ptr())
         return send(self, tensor, *args, **options)
 
-    def noted_fetch(self, host, *args, **options):
-        notes["fetched"].append(host.nbytes)
-        return fetch(self, host, *args, **options)
+    def noted_fetch(self, sent, *args, **options):
+        notes["fetched"].append(getattr(sent, "host", sent).nbytes)
+        return fetch(self, sent, *args, **options)
 
-    monkeypatch.setattr(offload.Transfers, "send", noted_send)
-    monkeypatch.setattr(offload.Transfers, "fetch", noted_fetch)
+    monkeypatch.setattr(kind, "send", noted_send)
+    monkeypatch.setattr(kind, "fetch", noted_fetch)
     return notes
 
 
 @pytest.mark.parametrize("part", ["conjugate", "negative"])
-@pytest.mark.parametrize("kind", ["hooks", "function", "region"])
-def test_views_that_are_conjugates_or_negatives(kind, part):
+@each({name: run for name, run in OFFLOADING.items() if "products" not in name} | {"hooks around a region": region_in_hooks})
+def test_views_that_are_conjugates_or_negatives(run, part):
     """Torch's own copy to the host conjugates at once what the device has yet to write, so these stay or go as they are."""
-    names = (torch.ops.aten.mul.Tensor, torch.ops.aten._conj.default, torch.ops.aten._neg_view.default)
-    run = hooked if kind == "hooks" else under_policy(policies.offload_ops(*names), recorded=kind == "region")
+
+    def function(one, other):
+        return one * other * (one * other).conj()
 
     def program(run):
         x, w = (tensor(512, 512, dtype=torch.complex64) for _ in range(2))
-
-        def function(x):
-            delay()
-            other = (x * w).conj()
-            if part == "negative":
-                return (x * 1).imag * other.imag
-            return torch.mul(x * 1, other).real
-
-        y = run(function, x)
+        delay()
+        other = (x * w).conj()
+        one = x * 1
+        if part == "negative":
+            one, other = one.imag, other.imag
+        y = run(function, one, other)
         poison(512, 512, 2)
-        return [y, *grad(y.square().sum(), [x, w])]
+        return [y, *grad(torch.view_as_real(y).square().sum() if y.is_complex() else y.square().sum(), [x, w])]
 
     expected = expected_of(program)
     for _ in range(10):
@@ -135,32 +140,54 @@ def test_a_graph_that_is_retained(run):
     assert torch.cuda.memory_allocated() == before
 
 
-def test_weights_stay(ways):
+def test_weights_stay(traffic):
     """A linear layer saves a view of its weight, which is no leaf; only what is computed goes, each once each way."""
     module, x = mlp(), tensor(SIDE, SIDE)
-    ways["parameters"] = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     hooked(module, x).sum().backward()
-    assert (ways["sent"], ways["fetched"]) == ([MIB4] * 2, [MIB4] * 2)  # the input of GELU, and its output
+    weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    assert weights.isdisjoint(traffic["addresses"])
+    assert (traffic["sent"], traffic["fetched"]) == ([MIB4] * 2, [MIB4] * 2)  # the input of GELU, and its output
 
 
-def test_each_tensor_goes_once_each_way(ways):
-    """Also where one operator saves two."""
+def test_each_tensor_goes_once_each_way(traffic):
+    """Also where one operator saves two, and where a graph is retained."""
     x, y = tensor(SIDE, SIDE), tensor(SIDE, SIDE)
-    hooked(lambda x, y: (x * 2) * (y * 2), x, y).sum().backward()
-    assert (ways["sent"], ways["fetched"]) == ([MIB4] * 2, [MIB4] * 2)
+    z = hooked(lambda x, y: (x * 2) * (y * 2), x, y).sum()
+    z.backward(retain_graph=True)
+    assert (traffic["sent"], traffic["fetched"]) == ([MIB4] * 2, [MIB4] * 2)
+    z.backward()
+    assert (traffic["sent"], traffic["fetched"]) == ([MIB4] * 2, [MIB4] * 4)
 
 
-def test_a_policy_offloads_once_each_way(ways):
-    """What it names, and nothing else."""
+def test_a_tensor_that_several_operators_save_goes_once(traffic):
+    """As where queries, keys and values are made from it."""
+    x, weights = tensor(SIDE, SIDE), [tensor(SIDE, SIDE) for _ in range(3)]
+
+    def products(x):
+        h = x * 2
+        return sum(h @ weight for weight in weights)
+
+    hooked(products, x).sum().backward()
+    assert (traffic["sent"], traffic["fetched"]) == ([MIB4], [MIB4])
+
+
+def test_casts_of_weights_stay(traffic):
+    """Autocast makes them once for all of a forward, and holds them."""
     module, x = mlp(), tensor(SIDE, SIDE)
-    for kind in ("function, products", "region, products"):
-        ways["sent"].clear()
-        ways["fetched"].clear()
-        OFFLOADING[kind](module, x).sum().backward()
-        # The last product is not needed. A function frame cannot know when it sends it; it is not fetched for that.
-        assert set(ways["sent"]) == set(ways["fetched"]) == {MIB4}
-        assert len(ways["fetched"]) == 1
-        assert len(ways["sent"]) <= 2
+    h = x * 1
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y = hooked(module, h)
+    y.float().sum().backward()
+    assert traffic["sent"] == traffic["fetched"] == [MIB4 // 2] * 3  # the input, that of GELU, and its output
+
+
+@pytest.mark.parametrize("kind", ["function", "region"])
+def test_a_policy_offloads_once_each_way(traffic, kind):
+    """Products, and nothing else; that of a function's last layer, which backward has no need of, may be among them."""
+    module, x = mlp(), tensor(SIDE, SIDE)
+    OFFLOADING[f"{kind}, products"](module, x).sum().backward()
+    assert traffic["sent"] == traffic["fetched"]
+    assert traffic["sent"] in ([MIB4], [MIB4] * 2)
 
 
 def test_memory_of_the_device_is_free_meanwhile():

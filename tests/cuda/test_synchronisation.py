@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 
 import pytest
-import torch
 from torch import nn
+from train_charlm import Block
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint
 from tests.cuda.device import DEVICE, UNDER_POLICIES, WAYS, each, eager, needs_cuda, tensor
 from tests.cuda.test_offload import OFFLOADING
-from train_charlm import Block
 
 pytestmark = needs_cuda
 
@@ -29,7 +28,7 @@ class Convolutions(nn.Module):
 
 
 MODELS = {
-    "block": lambda: (Block(64, heads=4, dropout=0.1), (2, 32, 64)),
+    "block": lambda: (Block(256, heads=4, dropout=0.1), (4, 128, 256)),
     "convolutions": lambda: (Convolutions(), (2, 8, 16, 16)),
     "products": lambda: (nn.Sequential(nn.Linear(512, 512), nn.GELU(), nn.Linear(512, 512)), (512, 512)),
 }
