@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from typing import Any
 
 import pytest
 import torch
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, Any, Any]:
+    """Has pytest's summary say in one line that there is no device, and not in one a test."""
+    report = yield
+    if report.skipped and not torch.cuda.is_available() and isinstance(report.longrepr, tuple):
+        report.longrepr = (__file__, 1, report.longrepr[2])
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -32,6 +32,7 @@ CAPTURED = {
     "function in function": lambda function, *args: without_state(functools.partial(without_state, function), *args),
     "function, products saved": saving,
     "region": region,
+    "region without random state": functools.partial(region, preserve_rng_state=False),
     "region, products saved": functools.partial(region, policy=products),
     "region in function": functools.partial(without_state, region),
     "function in region": functools.partial(region, without_state),
@@ -75,8 +76,12 @@ def capture_all():
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)).to(DEVICE)
     inputs = [torch.randn(8, 64, device=DEVICE) for _ in range(3)]
-    expected = captured(eager, module, tensor(8, 64), inputs)
-    found = {name: differing(captured(run, module, tensor(8, 64), inputs), expected) for name, run in CAPTURED.items()}
+
+    def all_of(run):
+        return captured(run, module, torch.zeros(8, 64, device=DEVICE, requires_grad=True), inputs)
+
+    expected = all_of(eager)
+    found = {name: differing(all_of(run), expected) for name, run in CAPTURED.items()}
     assert {name: places for name, places in found.items() if places} == {}
 
 

@@ -186,8 +186,8 @@ def test_a_policy_offloads_once_each_way(traffic, kind):
     """Products, and nothing else; that of a function's last layer, which backward has no need of, may be among them."""
     module, x = mlp(), tensor(SIDE, SIDE)
     OFFLOADING[f"{kind}, products"](module, x).sum().backward()
-    assert traffic["sent"] == traffic["fetched"]
-    assert traffic["sent"] in ([MIB4], [MIB4] * 2)
+    assert {*traffic["sent"], *traffic["fetched"]} == {MIB4}
+    assert 1 <= len(traffic["fetched"]) <= len(traffic["sent"]) <= 2
 
 
 def test_memory_of_the_device_is_free_meanwhile():
