@@ -22,6 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="the first seed; each program takes the next one")
     parser.add_argument("--impl", choices=list(IMPLEMENTATIONS), default="ours", help="what runs the regions")
     parser.add_argument("--features", type=parse, default=parse("core"), help="as in core,buffers or all,-ambient")
+    parser.add_argument("--device", help="where the tensors of programs are, as in cuda")
     parser.add_argument("--stop-at-first", action="store_true", help="stop at the first program that differs")
     parser.add_argument("--scripts", type=int, default=1, help="how many of those that differ to shrink and print")
     options = parser.parse_args(arguments)
@@ -32,9 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     write = sys.stdout.write
     start = time.monotonic()
     tally = Tally()
-    for found in fuzz(implementation, range(options.seed, options.seed + options.programs), options.features, tally):
+    seeds = range(options.seed, options.seed + options.programs)
+    for found in fuzz(implementation, seeds, options.features, tally, options.device):
         if is_failure(found, options.features) and options.stop_at_first:
             break
+    if options.device is not None:
+        torch.get_device_module(options.device).synchronize()  # raises where a program has brought the device down
     write(
         f"{tally.programs} programs in {time.monotonic() - start:.0f} s, {tally.raising} of which raise under plain autograd; "
         f"{len(tally.differences)} differ under {implementation.name}\n"
@@ -48,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write(f"{number:12} {explanation}\n")
     failures = [found for found in tally.differences if is_failure(found, options.features)]
     for found in failures[: options.scripts]:
-        write(f"\n{minimal(found, implementation, options.features)}")
+        write(f"\n{minimal(found, implementation, options.features, options.device)}")
     return 1 if failures else 0
 
 

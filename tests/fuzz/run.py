@@ -16,7 +16,7 @@ from .implementations import Implementation, under_mode
 from .observe import difference, observe, plain
 from .prelude import copied, unchanged
 from .programs import Program
-from .scripts import load, script
+from .scripts import load, load_on, script
 from .shrink import shrink
 
 __all__ = ["Difference", "Tally", "check", "fuzz", "is_failure", "minimal"]
@@ -69,11 +69,13 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     return found is not None and not limits.get(found.kind)
 
 
-def check(program: Program, implementation: Implementation) -> tuple[Difference | None, tuple[str, str] | None]:
+def check(
+    program: Program, implementation: Implementation, device: str | None = None
+) -> tuple[Difference | None, tuple[str, str] | None]:
     """Runs a program twice; returns how the runs differ, if so, and the error of the plain one, if any."""
     source = program.source()
     try:
-        function = load(source, program.seed)
+        function = load(source, program.seed) if device is None else load_on(device, source, program.seed)
     except SyntaxError as error:
         return None, ("SyntaxError", str(error))
     expected, other = observe(function, plain), observe(function, implementation.start())
@@ -92,7 +94,7 @@ def check(program: Program, implementation: Implementation) -> tuple[Difference 
         kind = "clear error"
     elif kind != "no error" and program.after:
         unwritten = dataclasses.replace(program, after=[])
-        kind = kind if check(unwritten, implementation)[0] else "overlooked"
+        kind = kind if check(unwritten, implementation, device)[0] else "overlooked"
     if error is None and "BatchNorm" in source:
         intended = observe(_with_copies(function), plain)
         # With some of it in regions and some not, the other run is neither of the two. Copies of what rrelu saves are noise.
@@ -147,7 +149,11 @@ class Tally:
 
 
 def fuzz(
-    implementation: Implementation, seeds: Iterable[int], features: frozenset[str] = CORE, tally: Tally | None = None
+    implementation: Implementation,
+    seeds: Iterable[int],
+    features: frozenset[str] = CORE,
+    tally: Tally | None = None,
+    device: str | None = None,
 ) -> Iterator[Difference | None]:
     """Runs the program of each seed; yields after each one how it differs, or None.
 
@@ -156,10 +162,11 @@ def fuzz(
         seeds: Of the programs.
         features: What they are made of.
         tally: Where to count.
+        device: Where the tensors of programs are.
     """
     tally = Tally() if tally is None else tally
     for seed in seeds:
-        found, error = check(generate(seed, features), implementation)
+        found, error = check(generate(seed, features), implementation, device)
         tally.programs += 1
         tally.raising += error is not None
         if found is not None:
@@ -167,11 +174,13 @@ def fuzz(
         yield found
 
 
-def minimal(found: Difference, implementation: Implementation, features: frozenset[str] = CORE) -> str:
-    """Returns a short script that shows a difference."""
+def minimal(
+    found: Difference, implementation: Implementation, features: frozenset[str] = CORE, device: str | None = None
+) -> str:
+    """Returns a short script that shows a difference; of a program on a device, its function alone is to be had."""
 
     def still(program: Program) -> bool:
-        now, error = check(program, implementation)
+        now, error = check(program, implementation, device)
         if now is None or now.kind != found.kind or now.error != found.error:
             return False
         if found.kind in ("raised", "clear error", "strict", "kept"):
@@ -180,6 +189,6 @@ def minimal(found: Difference, implementation: Implementation, features: frozens
         return error is None or now.explanation[:70] == found.explanation[:70]
 
     program = shrink(generate(found.seed, features), still)
-    now, _ = check(program, implementation)
+    now, _ = check(program, implementation, device)
     explanation = (now or found).explanation.splitlines()[0]
     return script(program.source(), implementation, f"Seed {found.seed} under {implementation.name}: {explanation}")

@@ -20,7 +20,7 @@ import ckpt_hooks
 from . import observe, prelude
 from .implementations import Implementation
 
-__all__ = ["base_namespace", "load", "script"]
+__all__ = ["base_namespace", "load", "load_on", "script"]
 
 _IMPORTS = {
     "ckpt_hooks": ckpt_hooks,
@@ -53,6 +53,23 @@ def load(source: str, seed: int):
     namespace = dict(_BASE)
     exec(compile(source, f"<program {seed}>", "exec"), namespace)
     return namespace["program"]
+
+
+def load_on(device: str, source: str, seed: int):
+    """Returns the same function with its tensors on a device: by default, and under autocast of that device.
+
+    What it shows last is where it leaves the device's random stream.
+    """
+    read_state = getattr(torch.get_device_module(device), "get_rng_state", torch.get_rng_state)
+    program = load(source.replace('torch.autocast("cpu"', f"torch.autocast({torch.device(device).type!r}"), seed)
+
+    def there(run, see):
+        torch.manual_seed(seed)
+        with torch.device(device):
+            program(run, see)
+        see("stream", device, read_state())
+
+    return there
 
 
 def _mentions(source: str, name: str) -> bool:

@@ -1,0 +1,1 @@
+"""Benchmarks on a CUDA device, in one table: ``python -m bench.cuda``."""
