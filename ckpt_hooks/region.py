@@ -114,12 +114,15 @@ class _Leave(functools.partial[None]):
 class _Exit:
     """The ``__exit__`` of regions: a new object for each entry.
 
-    To ``isinstance`` it is a function, which ``__exit__`` has to be for Dynamo to trace a ``with`` block. 2.15.
+    It passes for a function, which ``__exit__`` has to be for Dynamo to trace a ``with`` block. 2.15.
     """
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         return FunctionType
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_leave_by_hand, name)
 
     def __get__(self, region: checkpoint_region | None, owner: type) -> Callable[..., None]:
         if region is None:
