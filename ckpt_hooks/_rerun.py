@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from . import _ambient
-from ._ambient.current import Current, Made
+from ._ambient.current import Current, Made, run_on
 from ._ambient.current import capture as capture_current
 from ._ambient.draws import RecordDraws
 from ._ambient.recurrent import seed_masks_anew
@@ -233,18 +233,7 @@ class FunctionFrame(CallingFrame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
-        current = self._current
-        if current is None:
-            return self._recompute_here(wanted)
-        before = current.enter()
-        try:
-            return self._recompute_here(wanted)
-        finally:
-            try:
-                current.leave(before)
-            except BaseException:
-                current.leave(before)
-                raise
+        return run_on(self._current, self._recompute_here, wanted)
 
     def made(self) -> Made | None:
         """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""

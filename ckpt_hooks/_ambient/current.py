@@ -11,7 +11,7 @@ No accelerator is initialised by asking, and where none is there is nothing to n
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -21,7 +21,9 @@ from ckpt_hooks._torch import cuda_device, cuda_stream_data, sparse_parts
 
 from . import streams
 
-__all__ = ["Current", "Made", "capture"]
+__all__ = ["Current", "Made", "capture", "run_on"]
+
+R = TypeVar("R")
 
 
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
@@ -123,10 +125,11 @@ def _read() -> list[_Place]:
 class Current:
     """What is current on each accelerator in use; equal where that is the same."""
 
-    __slots__ = ("_places",)
+    __slots__ = ("_by_device", "_places")
 
     def __init__(self, places: list[_Place]) -> None:
         self._places = places
+        self._by_device: dict[torch.device, tuple[_Accelerator, Any] | None] = {}
 
     def __eq__(self, other: object) -> bool:
         return type(other) is Current and self._places == other._places
@@ -171,13 +174,20 @@ class Current:
 
     def mark(self, tensor: torch.Tensor) -> None:
         """Keeps the memory of a tensor until the stream of its device is through with it."""
-        found = self._place_of(tensor)
+        found = self.place_of(tensor.device)
         if found is not None:
             accelerator, told = found
             mark_used(tensor, accelerator.stream_of(told))
 
-    def _place_of(self, tensor: torch.Tensor) -> tuple[_Accelerator, Any] | None:
-        device = tensor.device
+    def place_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
+        """Returns the accelerator of a device, and what told its current stream; None for a device without streams."""
+        try:
+            return self._by_device[device]
+        except KeyError:
+            found = self._by_device[device] = self._find(device)
+            return found
+
+    def _find(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
         module = getattr(torch, device.type, None)
         for accelerator, _, told in self._places:
             if accelerator.module is module and told:
@@ -188,6 +198,21 @@ class Current:
         """Returns a function that says whether this is current still, and some check passes."""
         places = self._places
         return lambda: check() and _read() == places
+
+
+def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R:
+    """Calls a function on devices and streams that were current earlier; where that was noted of none, as things are."""
+    if current is None:
+        return function(*args)
+    before = current.enter()
+    try:
+        return function(*args)
+    finally:
+        try:
+            current.leave(before)
+        except BaseException:
+            current.leave(before)
+            raise
 
 
 class Made:
@@ -205,12 +230,13 @@ class Made:
 
     def hand_out(self, tensor: torch.Tensor) -> None:
         """Has the stream that is current on a value's device wait for the value, if that was made on another one."""
-        found = self._current._place_of(tensor)
+        device = tensor.device
+        found = self._current.place_of(device)
         if found is None:
             return
         accelerator, made = found
         assert accelerator.stream is not None
-        now = accelerator.stream(tensor.device.index or 0)
+        now = accelerator.stream(device.index or 0)
         if now == made:
             return
         stream = accelerator.stream_of(now)

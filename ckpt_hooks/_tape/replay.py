@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt_hooks._ambient.current import Made
+from ckpt_hooks._ambient.current import Made, run_on
 from ckpt_hooks._ambient.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._refit import stand_in_for
 from ckpt_hooks._torch import storage_address
@@ -253,19 +253,7 @@ class Replay:
 
 def bring_back(replay: Replay, value: Value) -> None:
     """Brings back a value that a replay expects and does not have, on the devices and streams that the tape began on."""
-    current = replay.frame.current
-    if current is None:
-        _bring_back(replay, value)
-        return
-    before = current.enter()
-    try:
-        _bring_back(replay, value)
-    finally:
-        try:
-            current.leave(before)
-        except BaseException:
-            current.leave(before)
-            raise
+    run_on(replay.frame.current, _bring_back, replay, value)
 
 
 def _bring_back(replay: Replay, value: Value) -> None:
