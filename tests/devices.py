@@ -56,6 +56,19 @@ class PhiloxGenerator:
         return torch.rand(size, generator=own, dtype=torch.float64)
 
 
+class OnDevice(torch.Tensor):
+    """A tensor that says that it is on some device, and has no data."""
+
+    @staticmethod
+    def __new__(cls, device: str | torch.device) -> OnDevice:
+        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=torch.device(device))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> OnDevice:
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+        return OnDevice(args[0].device)
+
+
 class FakeDevices:
     """A device module as backends register them.
 

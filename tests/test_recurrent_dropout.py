@@ -13,22 +13,8 @@ from torch.autograd import grad
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, policies
 from ckpt_hooks._operators import drops_from_buffer
-from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
+from tests.devices import FakeDevices, OnDevice, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says that it is on some device, and has no data."""
-
-    @staticmethod
-    def __new__(cls, device):
-        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=torch.device(device))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-        return OnDevice(args[0].device)
-
 
 #: Masks and devices, where no region looks: what these hold is torch's own, and not part of a module.
 _held: dict[str, Any] = {}

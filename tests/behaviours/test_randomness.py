@@ -21,6 +21,7 @@ import torch.utils.checkpoint
 import ckpt_hooks
 from ckpt_hooks._ambient import streams
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, plain, runs, same
+from tests.devices import OnDevice
 from tests.measure import leaf
 from tests.test_threads import in_threads
 
@@ -127,19 +128,6 @@ class FakeDevice(types.SimpleNamespace):
 
     def states(self):
         return [generator.get_state() for generator in self.default_generators]
-
-
-class OnDevice(torch.Tensor):
-    """A tensor that says that it is on some device, and has no data."""
-
-    @staticmethod
-    def __new__(cls, device):
-        return torch.Tensor._make_wrapper_subclass(cls, (2,), device=torch.device(device))
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        assert func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-        return OnDevice(args[0].device)
 
 
 @dataclasses.dataclass
