@@ -24,8 +24,9 @@ from ._fused_steps import num_fused_steps, stepped_since
 from ._mutation import change_in_words
 from ._origins import Origins, has_history
 from ._refit import as_kind, refit
-from ._runtime.frame import Frame, RegionPath
+from ._runtime.frame import Frame
 from ._runtime.hooks import are_of_frame, unpack, unpack_observed
+from ._runtime.paths import RegionPath
 from ._saved_inputs import save_all
 from ._torch import (
     SavedTensor,

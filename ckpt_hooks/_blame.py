@@ -9,7 +9,8 @@ import torch
 
 from ._mutation import advice_for, change_in_words
 from ._reach import reach
-from ._runtime.frame import FIRST, Frame, RegionPath
+from ._runtime.frame import FIRST, Frame
+from ._runtime.paths import RegionPath
 from ._torch import current_node, storage_of
 from ._words import describe_tensor
 from .errors import CheckpointError, DeterminismError, MutationError

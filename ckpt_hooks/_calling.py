@@ -19,6 +19,7 @@ from ._failures import ExplainingFrame
 from ._filling import Filling
 from ._reached_state import ReachedState, Rewound
 from ._runtime.hooks import hand_back
+from ._runtime.patience import patient
 from ._torch import num_dispatch_modes, pop_saved_tensors_hooks, push_saved_tensors_hooks
 from ._variables import Loan, lend, take_back
 from ._weights import WatchReads
@@ -65,9 +66,9 @@ class CallingFrame(ExplainingFrame):
         with ExitStack() as undone:
             # Locks last of all that is waited for: what restores arguments takes locks of other frames.
             if ambient.has_streams:
-                undone.enter_context(shared_streams_lock)
+                undone.enter_context(patient(shared_streams_lock, self.path))
             for plan in () if state is None else sorted(state.plans, key=id):
-                undone.enter_context(plan.lock)
+                undone.enter_context(plan.lock if self.current is None else patient(plan.lock, self.path))
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))

@@ -9,7 +9,8 @@ from ._arguments import Arguments
 from ._boundaries import NO_MARKS
 from ._filling import TIP, Filling
 from ._reached_objects import ObjectNotes
-from ._runtime.frame import Frame, Mark, RegionPath, format_path
+from ._runtime.frame import Frame, Mark
+from ._runtime.paths import RegionPath, format_path
 from .errors import CheckpointError, DeterminismError
 
 __all__ = ["ExplainingFrame"]

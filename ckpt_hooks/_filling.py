@@ -30,8 +30,9 @@ from ._dispatch import is_without_values, only_quiet_modes, past_modes, unseen
 from ._leftovers import Leftovers
 from ._refit import stand_in_for
 from ._runtime.fingerprints import may_be_unfilled
-from ._runtime.frame import Frame, Mark, format_path
+from ._runtime.frame import Frame, Mark
 from ._runtime.passes import MISSING
+from ._runtime.paths import format_path
 from ._torch import detach_past_modes, sequence_number, storage_of
 from ._words import describe
 from .determinism import Check, version_of

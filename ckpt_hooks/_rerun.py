@@ -40,6 +40,7 @@ from ._runtime.hook_numbers import hooks_since, next_hook
 from ._runtime.hooks import close_frame, open_frame
 from ._runtime.interrupts import bring_back, mark_thread
 from ._runtime.passes import is_last_backward
+from ._runtime.patience import patient
 from ._runtime.settings import DEFAULTS, Settings, current_settings
 from ._runtime.stack import stack
 from ._runtime.threads import is_concurrent
@@ -75,7 +76,6 @@ class FunctionFrame(CallingFrame):
 
     __slots__ = (
         "_compared",
-        "_current",
         "_finish",
         "_keeps_all",
         "_options",
@@ -121,7 +121,7 @@ class FunctionFrame(CallingFrame):
         self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
         self._keeps_all = False
-        self._current: Current | None = None
+        self.current: Current | None = None
         self.explain = None
 
     def __enter__(self) -> FunctionFrame:
@@ -153,7 +153,7 @@ class FunctionFrame(CallingFrame):
                     recurrent = [layer for plan in self._state.plans for layer in plan.recurrent]
                 self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
-            self._current = capture_current()
+            self.current = capture_current()
             if recurrent and options.preserve_rng_state:
                 seed_masks_anew(recurrent)
             self._context = copy_context() or None
@@ -233,11 +233,11 @@ class FunctionFrame(CallingFrame):
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
-        return run_on(self._current, self._recompute_here, wanted)
+        return run_on(self.current, self._recompute_here, wanted)
 
     def made(self) -> Made | None:
         """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""
-        return None if self._current is None else Made(self._current)
+        return None if self.current is None else Made(self.current)
 
     def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function on the devices and streams that are current."""
@@ -284,7 +284,8 @@ class FunctionFrame(CallingFrame):
             elif state is None:
                 self._call_in_ambient(filling, wanted, call)
             else:
-                with state.plans[0].lock:
+                lock = state.plans[0].lock
+                with lock if self.current is None else patient(lock, self.path):
                     self._call_in_ambient(filling, wanted, call)
         except StopRecompute:
             pass

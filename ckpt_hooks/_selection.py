@@ -28,9 +28,10 @@ from ._kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in
 from ._offloaded import Batch
 from ._operators import Kind
 from ._refit import copies_of
-from ._runtime.frame import Frame, RegionPath
+from ._runtime.frame import Frame
 from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
+from ._runtime.paths import RegionPath
 from ._sequence import OperatorSequence
 from ._torch import counted_detach, storage_of, version_witness
 from ._transfers import transfers_for

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from ._operators import same_operator
-from ._runtime.frame import RegionPath, format_path
+from ._runtime.paths import RegionPath, format_path
 from ._torch import sequence_number
 from .errors import DeterminismError
 

@@ -28,6 +28,8 @@ from ._dispatch import unseen
 from ._module_plan import ModulePlan
 from ._reach import NOTHING, Reached, facts_of, has_names
 from ._refit import alias_with_history, as_kind
+from ._runtime.patience import INTERVAL, Patience
+from ._runtime.threads import on_engine_thread
 from ._torch import is_kept_anyway
 
 __all__ = ["Loan", "StandIns", "lend", "take_back", "variables_in", "variables_of"]
@@ -247,8 +249,10 @@ class Loan:
             _loans.add(id(self))
             self._use = self._look()
             _waiting.append(self)
-            while any(map(self._is_in_conflict, list(_uses.values()))):
-                _turn.wait()
+            patience = Patience() if on_engine_thread() else None
+            while (other := next(filter(self._is_in_conflict, list(_uses.values())), None)) is not None:
+                if not _turn.wait(None if patience is None else INTERVAL) and patience is not None:
+                    patience.look(other[0])
                 self._use = self._look()
             _waiting.remove(self)
             _uses[id(self._use)] = self._use

@@ -25,9 +25,9 @@ from ._filling import StopRecompute
 from ._operators import KNOWN, SAC_IGNORED_OPS, Kind, drops_from_buffer, facts_of, has_buffered_masks, written_by
 from ._policy import Policy, PolicyFn, SelectiveCheckpointContext, decision_of, policy_from
 from ._policy_warnings import warn_of_unseen
-from ._runtime.frame import format_path
 from ._runtime.hooks import are_of_frame
 from ._runtime.passes import MISSING
+from ._runtime.paths import format_path
 from ._runtime.stack import stack
 from ._selection import Selection
 from ._torch import (

@@ -14,8 +14,9 @@ from torch.autograd import grad
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, is_recomputing
 from ckpt_hooks._rerun import FunctionFrame
-from ckpt_hooks._runtime.frame import Observer, format_path
+from ckpt_hooks._runtime.frame import Observer
 from ckpt_hooks._runtime.observers import observe
+from ckpt_hooks._runtime.paths import format_path
 from ckpt_hooks._runtime.stack import stack
 from tests.measure import Calls, leaf
 

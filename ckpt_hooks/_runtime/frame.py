@@ -27,23 +27,11 @@ from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
 from .passes import MISSING, NO_PASSES, Ending, HandsOut, Pass, Scope, drop_at_end, graph_task_scope
+from .paths import RegionPath, format_path
+from .patience import patient
 from .threads import this_thread
 
-__all__ = ["FIRST", "Frame", "Handle", "Kept", "Mark", "Observer", "RegionPath", "format_path", "mutated_leaf", "overlap_error"]
-
-# Names of a region and of the regions around it, innermost first: a linked list, since building a tuple of all of them is
-# paid by every region and read by hardly any.
-RegionPath = tuple[str, "RegionPath | None"]
-
-
-def format_path(path: RegionPath | None) -> tuple[str, ...]:
-    """Returns the names of a path, outermost first."""
-    names: list[str] = []
-    while path is not None:
-        name, path = path
-        names.append(name)
-    return tuple(reversed(names))
-
+__all__ = ["FIRST", "Frame", "Handle", "Kept", "Mark", "Observer", "mutated_leaf", "overlap_error"]
 
 #: The number of the first tensor that a frame saves. Up here every sum is a new object; small integers are shared by all that
 #: use them, and their holders would tell nothing.
@@ -135,6 +123,7 @@ class Frame(abc.ABC):
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
         recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         observer: Who watches this frame, or None.
+        current: What was current on accelerators in forward; None where none is in use.
         release: Has the pack hook let go of the frame; set as long as forward runs.
         thread: The thread that runs the outermost region around it.
     """
@@ -144,6 +133,7 @@ class Frame(abc.ABC):
         "_endings",
         "_lock",
         "complete",
+        "current",
         "facts",
         "fingerprints",
         "numbers",
@@ -179,6 +169,7 @@ class Frame(abc.ABC):
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.
         self._lock = threading.RLock()
+        self.current: Any = None
 
     def alive(self) -> list[bool]:
         """Returns of each tensor packed whether its handle is alive."""
@@ -244,7 +235,7 @@ class Frame(abc.ABC):
         """
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
-        with self._lock:
+        with self._lock if self.current is None else patient(self._lock, self.path):
             if key == -1:
                 return Pass(self._bring_back((index,)), self.made())
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
@@ -263,7 +254,7 @@ class Frame(abc.ABC):
         Raises:
             OverlapError: In a group, whose backwards must not share a tensor.
         """
-        with self._lock:
+        with self._lock if self.current is None else patient(self._lock, self.path):
             taken = opened.taken
             wanted = [index]
             if index in taken:

@@ -18,12 +18,17 @@ from sys import getrefcount
 
 from ckpt_hooks._torch import graph_task_id
 
-__all__ = ["RECENT", "RegionThread", "is_concurrent", "this_thread"]
+__all__ = ["RECENT", "RegionThread", "is_concurrent", "on_engine_thread", "this_thread"]
 
 #: A thread that has neither a region nor a graph stops counting after this many regions of other threads.
 RECENT = 256
 
 _next_region = count().__next__
+
+
+def on_engine_thread() -> bool:
+    """Whether this is a thread of autograd's engine: one that runs a backward, and that Python has not started."""
+    return graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class RegionThread:
@@ -37,8 +42,7 @@ class RegionThread:
     __slots__ = ("is_of_engine", "latest")
 
     def __init__(self) -> None:
-        # Python has not started those, and they do nothing but backward.
-        self.is_of_engine = graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
+        self.is_of_engine = on_engine_thread()
         self.latest = -RECENT if self.is_of_engine else _next_region()
 
 

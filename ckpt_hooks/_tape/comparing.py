@@ -13,7 +13,7 @@ import torch
 from ckpt_hooks._comparing import modes_in_words
 from ckpt_hooks._dispatch import is_without_values, past_modes, users_modes
 from ckpt_hooks._runtime.fingerprints import Fingerprints, may_be_unfilled
-from ckpt_hooks._runtime.frame import format_path
+from ckpt_hooks._runtime.paths import format_path
 from ckpt_hooks._torch import current_node
 from ckpt_hooks._words import describe, describe_tensor
 from ckpt_hooks.determinism import first_difference, hash_of

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._dispatch import is_without_values, users_modes
 from ckpt_hooks._fused_steps import watch_fused_steps
 from ckpt_hooks._policy import Policy
@@ -78,7 +77,6 @@ class RecordedFrame(Frame):
         "_respect_hooks",
         "bytes",
         "compared",
-        "current",
         "hooks_around",
         "outer",
         "pins",
@@ -113,7 +111,6 @@ class RecordedFrame(Frame):
         self.outer: RecordedFrame | None = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         self.tape: Recorder | None = None if self.outer is None else self.outer.tape
         self.start = 0
-        self.current: Current | None = None
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape

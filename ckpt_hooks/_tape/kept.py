@@ -15,8 +15,8 @@ from ckpt_hooks._fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._mutation import advice_for, change_in_words
 from ckpt_hooks._offloaded import Batch
 from ckpt_hooks._refit import is_plain, stand_in_for
-from ckpt_hooks._runtime.frame import RegionPath, format_path
 from ckpt_hooks._runtime.hooks import are_of_frame
+from ckpt_hooks._runtime.paths import RegionPath, format_path
 from ckpt_hooks._torch import (
     counted_detach,
     is_freed,

@@ -19,7 +19,7 @@ from ckpt_hooks._fused_steps import num_fused_steps
 from ckpt_hooks._offloaded import Batch
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._refit import PLAIN_OR_FAKE, is_dense
-from ckpt_hooks._runtime.frame import RegionPath
+from ckpt_hooks._runtime.paths import RegionPath
 from ckpt_hooks._torch import FAKE, counted_detach, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks._transfers import transfers_for
 

@@ -1,0 +1,19 @@
+"""The names of a region and of the regions around it.
+
+They are a linked list, innermost first: a tuple of all of them would be built by every region and read by hardly any.
+"""
+
+from __future__ import annotations
+
+__all__ = ["RegionPath", "format_path"]
+
+RegionPath = tuple[str, "RegionPath | None"]
+
+
+def format_path(path: RegionPath | None) -> tuple[str, ...]:
+    """Returns the names of a path, outermost first."""
+    names: list[str] = []
+    while path is not None:
+        name, path = path
+        names.append(name)
+    return tuple(reversed(names))
