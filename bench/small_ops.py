@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ckpt_hooks._dispatch import QuietDispatchMode
+from ckpt_hooks._core.modes import QuietDispatchMode
 
 from .interleave import interleave
 from .programs import in_a_row

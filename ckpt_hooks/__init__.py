@@ -17,16 +17,16 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
     )
 
 from ._ambient.tracking import track_rng
-from ._checkpoint import checkpoint, set_checkpoint_early_stop
-from ._contexts import noop_context_fn
-from ._runtime.groups import GraphExecGroup
-from ._runtime.stack import is_recomputing
-from ._sequential import checkpoint_sequential
-from .debug import set_checkpoint_debug_enabled
+from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
+from ._checkpoint.sequential import checkpoint_sequential
+from ._core.groups import GraphExecGroup
+from ._core.stack import is_recomputing
+from ._function.contexts import noop_context_fn
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
+from .report.debug import set_checkpoint_debug_enabled
 from .selective import SAC_IGNORED_OPS, create_selective_checkpoint_contexts
 
 if _TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Moving what autograd saves to the host while nobody needs it.
 
-The ways there and back are those of :mod:`ckpt_hooks._transfers`. A tensor that several operators save is sent once.
+The ways there and back are those of :mod:`ckpt_hooks._tensors.transfers`. A tensor that several operators save is sent once.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
-from ._mutation import AFTER_BACKWARD, advice_for, change_in_words
-from ._offloaded import Batch, Offloaded
+from ._core.mutation import AFTER_BACKWARD, advice_for, change_in_words
+from ._core.words import describe_kind
+from ._tensors.offloaded import Batch, Offloaded
+from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Transfers, transfers_for
 from ._torch import (
     counted_detach,
     is_kept_anyway,
@@ -24,8 +26,6 @@ from ._torch import (
     storage_address,
     version_witness,
 )
-from ._transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Transfers, transfers_for
-from ._words import describe_kind
 from .errors import MutationError
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]

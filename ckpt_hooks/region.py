@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
-from ._callables import UNRUN, check_runs, is_policy, refuse_unrun
-from ._misuse import check_alone, check_callable, checked_flag, described_as, name_of
-from ._policy import Policy, policy_from
-from ._runtime.interrupts import ThreadMark, bring_back, mark_thread
-from ._runtime.stack import stack
-from ._tape.frame import RecordedFrame
+from ._core.interrupts import ThreadMark, bring_back, mark_thread
+from ._core.misuse import check_alone, check_callable, checked_flag, described_as, name_of
+from ._core.stack import stack
+from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
+from ._function.transforms import warn_of_transform
+from ._recorded.frame import RecordedFrame
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
-from ._transforms import warn_of_transform
+from .policies.base import Policy, policy_from
 
 __all__ = ["KeptTensor", "checkpoint_name", "checkpoint_region"]
 

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from ckpt_hooks import _policy
+from ckpt_hooks.policies import base
 from tests.fake_device import FakeTransfers, fake_device
 
 
@@ -38,7 +38,7 @@ def _seeded() -> Iterator[None]:
     A list of operators has warned in no earlier test.
     """
     torch.manual_seed(0)
-    _policy._lists.clear()
+    base._lists.clear()
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_function_stack() == 0

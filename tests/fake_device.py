@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks import _transfers
-from ckpt_hooks._transfers import Transfers
+from ckpt_hooks._tensors import transfers
+from ckpt_hooks._tensors.transfers import Transfers
 
 _copy = torch.Tensor.copy_
 _numbers = itertools.count(1)
@@ -214,7 +214,7 @@ def fake_device(min_offload_size: int = 1024) -> Iterator[FakeTransfers]:
         min_offload_size: Bytes from which policies move a tensor.
     """
     fake = FakeTransfers()
-    before, cpu = _transfers.DEFAULT_MIN_OFFLOAD_SIZE, torch.device("cpu")
+    before, cpu = transfers.DEFAULT_MIN_OFFLOAD_SIZE, torch.device("cpu")
     library = torch.library.Library("aten", "IMPL")
     library.impl("record_stream", fake.record_stream, "CPU")
 
@@ -223,13 +223,13 @@ def fake_device(min_offload_size: int = 1024) -> Iterator[FakeTransfers]:
 
     try:
         torch.Tensor.copy_ = copy_  # type: ignore[assignment]
-        _transfers.DEFAULT_MIN_OFFLOAD_SIZE = min_offload_size
-        _transfers._transfers[cpu] = fake
+        transfers.DEFAULT_MIN_OFFLOAD_SIZE = min_offload_size
+        transfers._transfers[cpu] = fake
         yield fake
         fake.synchronize()
         assert fake.faults == []
     finally:
-        del _transfers._transfers[cpu]
-        _transfers.DEFAULT_MIN_OFFLOAD_SIZE = before
+        del transfers._transfers[cpu]
+        transfers.DEFAULT_MIN_OFFLOAD_SIZE = before
         del torch.Tensor.copy_
         library._destroy()

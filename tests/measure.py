@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks._runtime.frame import Observer
+from ckpt_hooks._core.frame import Observer
 
 
 class CountOps(TorchDispatchMode):

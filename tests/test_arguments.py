@@ -20,7 +20,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, MutationError, checkpoint
-from ckpt_hooks._arguments import Arguments
+from ckpt_hooks._function.arguments import Arguments
 
 
 class Point(collections.namedtuple("Point", ["x", "y"])):

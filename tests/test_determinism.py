@@ -8,7 +8,7 @@ import torch.nested
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ckpt_hooks.determinism import first_difference, hash_of, sample_of
+from ckpt_hooks._tensors.determinism import first_difference, hash_of, sample_of
 
 #: Every dtype there is, but for those of quantised tensors, which say more than numbers.
 DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)

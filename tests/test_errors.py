@@ -16,15 +16,7 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks.errors
-from ckpt_hooks import (
-    CheckpointError,
-    DeterminismError,
-    GraphExecGroup,
-    InternalError,
-    MutationError,
-    OverlapError,
-    checkpoint,
-)
+from ckpt_hooks import CheckpointError, DeterminismError, GraphExecGroup, InternalError, MutationError, OverlapError, checkpoint
 
 
 class CustomError(DeterminismError):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint_region
-from ckpt_hooks._tape.kept import Kept
+from ckpt_hooks._recorded.kept import Kept
 from tests.fuzz.aliasing import check, recorded, script, shrunk
 from tests.fuzz.aliasing_programs import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation

@@ -13,7 +13,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, region
 from ckpt_hooks._ambient.draws import num_draw_modes
-from ckpt_hooks._runtime.stack import stack
+from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import num_dispatch_modes, num_function_modes, top_saved_tensors_hooks
 
 _PACKAGE = os.path.dirname(ckpt_hooks.__file__)

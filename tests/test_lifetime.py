@@ -12,9 +12,11 @@ import torch
 from torch.autograd import grad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_hooks import CheckpointError, GraphExecGroup, _selection, _state_copies, checkpoint, is_recomputing
-from ckpt_hooks._runtime.observers import observe
-from ckpt_hooks._runtime.passes import MISSING, Pass
+from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.passes import MISSING, Pass
+from ckpt_hooks._function.selective import selection
+from ckpt_hooks._function.state import shared_copies
 from tests.measure import Frames, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -435,7 +437,7 @@ def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():
     data = [torch.ones(5) for _ in range(3)]
     for batch in data:
         checkpoint(lambda x, batch=batch: (x * batch.sum()).sin(), leaf(3)).sum().backward()
-    known = [_state_copies._copies[id(batch)][2]() for batch in data if id(batch) in _state_copies._copies]
+    known = [shared_copies._copies[id(batch)][2]() for batch in data if id(batch) in shared_copies._copies]
     assert known == [None] * 3
 
 
@@ -452,7 +454,7 @@ def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):
 def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_ends():
     inner = checkpoint(policy=[torch.ops.aten.exp.default])
     kept = []
-    attach = _selection.Selection.attach
+    attach = selection.Selection.attach
 
     def noting(self, *args, **kwargs):
         kept.append(self)
@@ -462,11 +464,11 @@ def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_e
         return x.sin().exp().cos(), x.cos().exp().sin()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_selection.Selection, "attach", noting)
+        patch.setattr(selection.Selection, "attach", noting)
         y, z = checkpoint(lambda x: inner(two)(x * 2), leaf(3))
     del z
     y.sum().backward(retain_graph=True)
-    packed = [one for entry in kept[0].entries.values() for one in _selection.packed_in(entry.value)]
+    packed = [one for entry in kept[0].entries.values() for one in selection.packed_in(entry.value)]
     assert packed
     assert all(one._value is MISSING for one in packed)
 

@@ -31,8 +31,8 @@ from ckpt_hooks import (
     policies,
     track_rng,
 )
-from ckpt_hooks._rerun import FunctionFrame
-from ckpt_hooks._runtime.passes import MISSING
+from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
 from tests.fake_device import fake_device

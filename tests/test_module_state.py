@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._module_plan import idle_plan, plan_of
-from ckpt_hooks._module_state import capture_state
+from ckpt_hooks._function.state.module_plan import idle_plan, plan_of
+from ckpt_hooks._function.state.module_state import capture_state
 
 
 def leaf(size):

@@ -11,8 +11,8 @@ from torch.autograd import grad
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, MutationError
-from ckpt_hooks._offloaded import Batch
-from ckpt_hooks._transfers import transfers_for
+from ckpt_hooks._tensors.offloaded import Batch
+from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import CountOps, SavesItsResult, leaf
 

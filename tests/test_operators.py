@@ -7,7 +7,7 @@ import torch
 LATEST_LOOKED_AT = (2, 15)
 
 # Operators that write to an argument which is neither the one they are called on nor an output. The first two save what they
-# write before they write it, and their input after that, which is what ``ckpt_hooks._filling`` goes by.
+# write before they write it, and their input after that, which is what ``ckpt_hooks._function.collector`` goes by.
 FRESH = {"rrelu_with_noise", "rrelu_with_noise_"}
 # These write to state that was there before the region ran, and the derivative does not read it.
 STATE = {

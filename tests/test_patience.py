@@ -11,7 +11,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointError, checkpoint, is_recomputing
-from ckpt_hooks._runtime import patience
+from ckpt_hooks._core import patience
 from tests.measure import leaf
 from tests.test_current import install  # noqa: F401 (a fixture)
 
@@ -149,7 +149,7 @@ def test_a_wait_for_variables_that_another_region_has_lent(install, monkeypatch)
     x = leaf(3)
     function = Region()
     monkeypatch.setattr("tests.test_patience.FUNCTION", [function])
-    monkeypatch.setattr("ckpt_hooks._variables.INTERVAL", patience.INTERVAL)
+    monkeypatch.setattr("ckpt_hooks._function.state.variables.INTERVAL", patience.INTERVAL)
     outputs = []
     for weight in (2.0, 3.0, 5.0):
         monkeypatch.setattr("tests.test_patience.WEIGHT", torch.tensor(weight))

@@ -17,7 +17,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
 from ckpt_hooks import policies as p
-from ckpt_hooks._policy import policy_from
+from ckpt_hooks.policies.base import policy_from
 from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._reach import NOTHING, reach
+from ckpt_hooks._function.state.closure_scan import NOTHING, reach
 
 MODULE = nn.Tanh()
 GENERATOR = torch.Generator()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, policies
-from ckpt_hooks._operators import drops_from_buffer
+from ckpt_hooks._operators.kinds import drops_from_buffer
 from tests.devices import FakeDevices, OnDevice, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks._refit import copy_of, fill_all, refit, stand_in_for
+from ckpt_hooks._tensors.copies import copy_of, fill_all, refit, stand_in_for
 
 
 def written(*shape: int) -> torch.Tensor:

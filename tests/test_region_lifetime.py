@@ -16,10 +16,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from train_charlm import peak_bytes
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_region, policies
-from ckpt_hooks._runtime.observers import observe
-from ckpt_hooks._tape.frame import RecordedFrame
-from ckpt_hooks._tape.recorder import Recorder
-from ckpt_hooks._tape.values import Op, Store, Value
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks._recorded.frame import RecordedFrame
+from ckpt_hooks._recorded.recorder import Recorder
+from ckpt_hooks._recorded.values import Op, Store, Value
 from tests.measure import Frames, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")

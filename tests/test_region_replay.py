@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
-from ckpt_hooks._tape import replay
+from ckpt_hooks._recorded import replay
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
 

@@ -13,11 +13,11 @@ from torch.autograd import grad
 
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, is_recomputing
-from ckpt_hooks._rerun import FunctionFrame
-from ckpt_hooks._runtime.frame import Observer
-from ckpt_hooks._runtime.observers import observe
-from ckpt_hooks._runtime.paths import format_path
-from ckpt_hooks._runtime.stack import stack
+from ckpt_hooks._core.frame import Observer
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._function.frame import FunctionFrame
 from tests.measure import Calls, leaf
 
 
@@ -149,7 +149,7 @@ def test_observers_see_a_failed_recompute():
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
 def test_under_a_transform_a_region_runs_unchecked(monkeypatch, transform):
     """Results are right, the function runs once, and one warning says what happened."""
-    monkeypatch.setattr(ckpt_hooks._transforms, "_warned", False)
+    monkeypatch.setattr(ckpt_hooks._function.transforms, "_warned", False)
     calls = Calls(lambda x: x.sin().exp().sum())
     x = torch.randn(4, 3, dtype=torch.float64)
     run = {

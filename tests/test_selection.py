@@ -14,9 +14,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, policies
-from ckpt_hooks._dispatch import is_compiled_code_running
-from ckpt_hooks._operators import Kind, facts_of, kind_of, written_by
-from ckpt_hooks._selection import Selection
+from ckpt_hooks._core.modes import is_compiled_code_running
+from ckpt_hooks._function.selective.selection import Selection
+from ckpt_hooks._operators.kinds import Kind, facts_of, kind_of, written_by
 from tests.measure import CountOps, Token, leaf
 
 aten = torch.ops.aten

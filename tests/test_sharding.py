@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, policies
-from ckpt_hooks.determinism import hash_of, sample_of
+from ckpt_hooks._tensors.determinism import hash_of, sample_of
 from tests.measure import CountOps
 
 if not torch.distributed.is_available():

@@ -12,8 +12,8 @@ import torch.backends.quantized
 import torch.backends.xnnpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks import _torch_switches, checkpoint, checkpoint_region
-from ckpt_hooks._ambient import flags, streams
+from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks._ambient import flags, streams, switches
 from tests.behaviours.test_ambient import SETTINGS, written
 from tests.measure import leaf
 
@@ -207,7 +207,7 @@ def verdicts():
 
 
 def test_every_switch_has_a_verdict():
-    """One that a new torch brings gets one here: restored, by an entry in ``_torch_switches.py``, or a sentence why not."""
+    """One that a new torch brings gets one here: restored, by an entry in ``_ambient/switches.py``, or a sentence why not."""
     for name in ("quantized", "xnnpack", "cudnn.rnn"):
         importlib.import_module(f"torch.backends.{name}")
     found = sorted(set(setters()))
@@ -299,7 +299,7 @@ def device_flags():
         "_set_cudnn_depthwise_kernel": lambda: "cudnn",
         "_set_native_aot_enabled": lambda: False,
     }
-    present = {setter.__name__ for _, setter in _torch_switches.DEVICE_FLAGS}
+    present = {setter.__name__ for _, setter in switches.DEVICE_FLAGS}
     return [pytest.param(name, other, id=name) for name, other in others.items() if name in present]
 
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from ckpt_hooks import checkpoint_region, policies
-from ckpt_hooks._tape import recorder, replay
-from ckpt_hooks._tape.facts import OpFacts
+from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._recorded import recorder, replay
 from tests.measure import CountOps
 from tests.regions import assert_same, gradients, plain
 

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 
 import ckpt_hooks
-from ckpt_hooks._operators import Kind
-from ckpt_hooks._runtime.threads import this_thread
-from ckpt_hooks._tape.facts import KNOWN, facts_of
-from ckpt_hooks._tape.plan import plan_for, work_for
-from ckpt_hooks._tape.recorder import Recorder
-from ckpt_hooks._tape.replay import Replay, bring_back
+from ckpt_hooks._core.threads import this_thread
+from ckpt_hooks._operators.facts import KNOWN, facts_of
+from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._recorded.recorder import Recorder
+from ckpt_hooks._recorded.replay import Replay, bring_back
+from ckpt_hooks._recorded.schedule import plan_for, work_for
 from tests.measure import CountOps
 from tests.regions import assert_same
 

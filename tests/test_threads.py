@@ -69,9 +69,9 @@ def test_rule_11_two_backwards_over_one_frame_at_once():
 
 def test_rule_11_one_recompute_for_two_threads_of_one_backward():
     """Two threads that unpack under one key, as two engine threads do: the second one waits and finds the values there."""
-    from ckpt_hooks._runtime.frame import FIRST, Frame
-    from ckpt_hooks._runtime.groups import GraphExecGroup, group_scope
-    from ckpt_hooks._runtime.hooks import unpack
+    from ckpt_hooks._core.frame import FIRST, Frame
+    from ckpt_hooks._core.groups import GraphExecGroup, group_scope
+    from ckpt_hooks._function.packing import unpack
     from ckpt_hooks._torch import set_graph_exec_group
 
     recomputing, both_here = threading.Event(), threading.Event()
@@ -166,21 +166,21 @@ def test_backward_on_another_thread():
 
 def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
     """One makes the plan, which the others do not see before it is whole: of two plans, each would have a lock of its own."""
-    from ckpt_hooks import _module_plan
+    from ckpt_hooks._function.state import module_plan
 
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    children_of, found, others = _module_plan._children_of, [], []
+    children_of, found, others = module_plan._children_of, [], []
 
     def meanwhile(modules):
         if not others:
-            found.append(_module_plan.idle_plan(module))
-            others.append(threading.Thread(target=lambda: found.append(_module_plan.plan_of(module))))
+            found.append(module_plan.idle_plan(module))
+            others.append(threading.Thread(target=lambda: found.append(module_plan.plan_of(module))))
             others[0].start()
             others[0].join(0.05)  # it waits for this one
         return children_of(modules)
 
-    monkeypatch.setattr(_module_plan, "_children_of", meanwhile)
-    plan = _module_plan.plan_of(module)
+    monkeypatch.setattr(module_plan, "_children_of", meanwhile)
+    plan = module_plan.plan_of(module)
     others[0].join()
     assert found == [None, plan]
 

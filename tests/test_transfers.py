@@ -14,8 +14,9 @@ from torch.autograd import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from ckpt_hooks import MutationError, _transfers, checkpoint, checkpoint_name, checkpoint_region, policies
-from ckpt_hooks._offloaded import Batch, Offloaded
+from ckpt_hooks import MutationError, checkpoint, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks._tensors.offloaded import Batch, Offloaded
+from ckpt_hooks._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, transfers_for
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.fake_device import fake_device
 from tests.measure import CountOps, leaf
@@ -200,12 +201,12 @@ def test_a_view_of_a_weight_is_not_asked_for_its_place_in_the_graph(transfers):
     w = leaf(1)
     base.mul_(w.detach().sum().float())
     base.requires_grad_()
-    assert _transfers.transfers_for(base, 0) is None
+    assert transfers_for(base, 0) is None
     h = leaf(16, 16) * 1
     turned = h.t()
     h.mul_(2)
     with CountOps() as ops:
-        assert _transfers.transfers_for(turned, 0) is transfers
+        assert transfers_for(turned, 0) is transfers
     assert not ops.counts
     del view
 
@@ -442,11 +443,11 @@ def test_two_threads_that_want_one_tensor(transfers, is_there):
 def test_the_threshold_by_default():
     """It is where the time to start two copies is about the time that they take."""
     signature = inspect.signature(offload_saved_tensors)
-    assert signature.parameters["min_offload_size"].default == _transfers.DEFAULT_MIN_OFFLOAD_SIZE == 256 * 1024
+    assert signature.parameters["min_offload_size"].default == DEFAULT_MIN_OFFLOAD_SIZE == 256 * 1024
     assert signature.parameters["max_fwd_stash_size"].default == 5
-    with fake_device(_transfers.DEFAULT_MIN_OFFLOAD_SIZE) as fake:
-        assert _transfers.transfers_for(torch.ones(1 << 16)) is fake
-        assert _transfers.transfers_for(torch.ones((1 << 16) - 1)) is None
+    with fake_device(DEFAULT_MIN_OFFLOAD_SIZE) as fake:
+        assert transfers_for(torch.ones(1 << 16)) is fake
+        assert transfers_for(torch.ones((1 << 16) - 1)) is None
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "5", None])

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_hooks._dispatch import past_modes
+from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch import cuda_device, cuda_stream_data, sparse_parts
 
 from . import streams

@@ -4,7 +4,7 @@ Torch's default generators belong to the process. A recompute that sets one back
 and a forward whose draws another thread's interleave with cannot be repeated from where it started. So where threads besides
 the main one run regions, and where two recomputes overlap, a dispatch mode notes the state at each draw of a forward, and gives
 it to that draw in a recompute, which touches no default generator. That costs microseconds an operator, which is why a program
-of one thread goes by :mod:`ckpt_hooks._ambient.rng` instead.
+of one thread goes by :mod:`.rng` instead.
 
 An operator that takes no generator runs on the default one, set for that call alone. Which operators draw is told by their
 tags (``nondeterministic_seeded``); to take the untagged ones of other libraries for such as well would have them wait for each
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._bytes import same_bytes
-from ckpt_hooks._dispatch import QuietDispatchMode, count_writes, unseen
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, unseen
 
 from .streams import is_capturing
 

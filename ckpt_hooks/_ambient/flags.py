@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ckpt_hooks._torch_switches import (
+from .switches import (
     ABSENT,
     CUDNN_PRECISION,
     DEVICE_FLAGS,

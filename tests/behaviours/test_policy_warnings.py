@@ -189,4 +189,4 @@ def test_preferences_are_no_claims(run, answer):
 @pytest.fixture
 def fresh_warnings(monkeypatch):
     """Functions of which nothing was said yet, whatever ran before."""
-    monkeypatch.setattr("ckpt_hooks._policy._warned", set())
+    monkeypatch.setattr("ckpt_hooks.policies.base._warned", set())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_hooks import GraphExecGroup, checkpoint_name, checkpoint_region, policies
-from ckpt_hooks._tape import replay
+from ckpt_hooks._recorded import replay
 from ckpt_hooks._torch import num_dispatch_modes
 
 ATEN = torch.ops.aten

@@ -13,7 +13,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, policies
-from ckpt_hooks._dispatch import QuietDispatchMode
+from ckpt_hooks._core.modes import QuietDispatchMode
 
 from .observe import plain
 

@@ -1,0 +1,1 @@
+"""``checkpoint`` and ``checkpoint_sequential``, called as in ``torch.utils.checkpoint``."""

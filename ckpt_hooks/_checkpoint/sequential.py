@@ -1,0 +1,93 @@
+"""``checkpoint_sequential``: functions in a row, in segments that are regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.misuse import reentrant_error, segments_error, steps_error
+
+from .checkpoint import checkpoint
+
+__all__ = ["checkpoint_sequential"]
+
+
+def checkpoint_sequential(
+    functions: torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]],
+    segments: int,
+    input: Any,
+    use_reentrant: bool | None = None,
+    *,
+    preserve_rng_state: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Runs functions one after the other, in segments, of which all but the last are regions.
+
+    Kept until backward: the input of each segment, and everything of the last segment, which backward needs first.
+
+    Args:
+        functions: What to call in order, each with the output of the one before: a ``torch.nn.Sequential``, a
+            ``torch.nn.ModuleList`` or a sequence of callables.
+        segments: Into how many segments to cut; the last one takes what does not divide evenly. The square root of the number
+            of functions is a good start.
+        input: What the first function gets.
+        use_reentrant: None or False, as for :func:`checkpoint`.
+        preserve_rng_state: As for :func:`checkpoint`.
+        **kwargs: None are known.
+
+    Returns:
+        What the last function returns.
+
+    Raises:
+        TypeError: If more than one input is given.
+        ValueError: If ``segments`` is not between 1 and the number of functions, or an option is unknown.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_sequential
+        >>> layers = [torch.nn.Linear(4, 4) for _ in range(9)]
+        >>> y = checkpoint_sequential(layers, 3, torch.ones(2, 4, requires_grad=True))
+    """
+    if kwargs:
+        raise ValueError(
+            f"Unexpected keyword arguments: {', '.join(kwargs)}. checkpoint_sequential takes preserve_rng_state only. For "
+            "other options, call each segment by itself: checkpoint(policy=...)(function)(input)."
+        )
+    if use_reentrant is not None and not isinstance(use_reentrant, bool):
+        raise TypeError(
+            "checkpoint_sequential takes one input, but got another positional argument of type "
+            f"{type(use_reentrant).__name__}. Pack several tensors into a tuple that the first function unpacks."
+        )
+    if use_reentrant:
+        raise reentrant_error(use_reentrant)
+    try:
+        steps: list[Callable[[Any], Any]] = list(functions)
+    except TypeError:
+        raise steps_error(functions) from None
+    if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
+        raise segments_error(steps, segments, input)
+    size = len(steps) // segments
+    for start in range(0, size * (segments - 1), max(size, 1)):
+        input = checkpoint(
+            _Segment(steps[start : start + size], start),
+            input,
+            preserve_rng_state=preserve_rng_state,
+        )
+    return _Segment(steps[size * (segments - 1) :], size * (segments - 1))(input)
+
+
+class _Segment:
+    """Some of the functions of :func:`checkpoint_sequential`, as one."""
+
+    __slots__ = ("__qualname__", "steps")
+
+    def __init__(self, steps: list[Callable[[Any], Any]], start: int) -> None:
+        self.steps = steps
+        self.__qualname__ = f"checkpoint_sequential[{start}:{start + len(steps)}]"
+
+    def __call__(self, value: Any) -> Any:
+        for step in self.steps:
+            value = step(value)
+        return value

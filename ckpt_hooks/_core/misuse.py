@@ -1,0 +1,202 @@
+"""Wrong calls of the public functions, and what to write instead.
+
+None of this runs in a right call: a call that has failed is looked at afterwards, and a decoration once.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from .words import describe_tensor
+
+__all__ = [
+    "check_alone",
+    "check_callable",
+    "checked_flag",
+    "described_as",
+    "explain_call",
+    "name_of",
+    "reentrant_error",
+    "segments_error",
+    "steps_error",
+]
+
+
+def name_of(value: Any) -> str:
+    """Returns how a message calls a function: by the name in its definition, a module by that of its class."""
+    if isinstance(value, Module):
+        return type(value).__name__
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) and name.isidentifier() else "function"
+
+
+def described_as(value: Any) -> str:
+    """Returns what was given instead of something else: a tensor with shape and type, a module or function by name."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor, {describe_tensor(value)}"
+    if isinstance(value, Module):
+        return f"a module, {name_of(value)}"
+    if inspect.isroutine(value) or isinstance(value, type):
+        return f"{name_of(value)!r}"
+    if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{value!r} of type {type(value).__name__}"
+
+
+def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
+    """Returns the error for a direct call of ``checkpoint`` that has failed with a ``TypeError`` or an ``AttributeError``.
+
+    Args:
+        function: What was given for a function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        None where the failure is the function's own affair.
+    """
+    if not callable(function):
+        return TypeError(f"checkpoint takes a function and its arguments, but got {_not_callable(function, args)}")
+    if args or kwargs or _can_be_called(function):
+        return None
+    name = name_of(function)
+    return TypeError(
+        f"checkpoint got the function {name!r} and no arguments for it, and {name} takes {_parameters(function)}. A decorator "
+        f"is written with parentheses: `@checkpoint()`. A direct call has the arguments in it: `checkpoint({name}, *args)`."
+    )
+
+
+def _not_callable(value: Any, args: Sequence[Any] = ()) -> str:
+    """Returns what was given instead of a function, and the right form."""
+    described = described_as(value)
+    if any(map(callable, args)):
+        return f"{described}, first. The function comes first: write `checkpoint(block, x)`."
+    if isinstance(value, torch.Tensor):
+        return (
+            f"{described}, in place of the function. A block that was called already has kept its activations: write "
+            "`checkpoint(block, x)`, and not `checkpoint(block(x))`."
+        )
+    return f"{described} in place of the function, which cannot be called. Write `checkpoint(function, *args)`."
+
+
+def _can_be_called(function: Any) -> bool:
+    """Whether a function can be called without arguments, for all that is known."""
+    try:
+        inspect.signature(function.forward if isinstance(function, Module) else function).bind()
+    except TypeError:
+        return False
+    except ValueError:  # no signature is known
+        return True
+    return True
+
+
+def _parameters(function: Any) -> str:
+    return str(inspect.signature(function.forward if isinstance(function, Module) else function))
+
+
+def check_callable(function: Any, form: str) -> None:
+    """Checks what the curried form is applied to.
+
+    Args:
+        function: What was given for a function.
+        form: How the curried form is written, as in ``"checkpoint(...)"``.
+
+    Raises:
+        TypeError: If it cannot be called.
+    """
+    if not callable(function) and not hasattr(type(function), "__get__"):  # as static methods have
+        called = " A block that was called already has kept its activations." if isinstance(function, torch.Tensor) else ""
+        raise TypeError(
+            f"{form} takes a function, but got {described_as(function)}.{called} Write `{form}(block)(x)`, and not "
+            f"`{form}(block(x))`."
+        )
+
+
+def check_alone(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
+    """Checks that the curried form is applied to a function, and not to a function and its arguments.
+
+    Args:
+        function: The function.
+        others: What was given besides, by position.
+        named: What was given besides, by name.
+        form: How the curried form is written, as in ``"checkpoint(...)"``.
+
+    Raises:
+        TypeError: If there is anything besides the function.
+    """
+    if others or named:
+        raise TypeError(
+            f"{form} takes the function alone, but got {len(others) + len(named)} more, {_listed(others, named)}. They are "
+            f"arguments of what it returns: write `{form}({name_of(function)})(*args)`, with two pairs of parentheses."
+        )
+
+
+def _listed(others: Sequence[Any], named: Mapping[str, Any]) -> str:
+    words = [*map(described_as, others), *(f"{name}={value!r}" for name, value in named.items())]
+    return words[0] if len(words) == 1 else f"the first {words[0]}"
+
+
+def checked_flag(value: Any, name: str, *, others: Iterable[Any] = ()) -> bool:
+    """Returns an option that is yes or no as a boolean.
+
+    Args:
+        value: What was given.
+        name: The option.
+        others: Other values that it may have.
+
+    Raises:
+        TypeError: If it is neither a boolean, nor 0 or 1, nor one of the others.
+    """
+    if isinstance(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
+        return bool(value)
+    choices = " or ".join(map(str, (True, False, *others)))
+    raise TypeError(
+        f"{name} should be {choices}, but got {value!r} of type {type(value).__name__}. Pass {name}=False where that means no."
+    )
+
+
+def reentrant_error(use_reentrant: Any) -> Exception:
+    """Returns the error for a ``use_reentrant`` that is neither None nor False."""
+    if not (isinstance(use_reentrant, int) and use_reentrant == 1):
+        return TypeError(
+            f"use_reentrant should be None or False, but got {use_reentrant!r} of type {type(use_reentrant).__name__}. Leave "
+            "the flag out, or pass use_reentrant=False."
+        )
+    return ValueError(
+        "use_reentrant=True, but this engine is non-reentrant. It records the graph in forward and recomputes when backward "
+        "asks for a saved tensor, so autograd.grad, keyword arguments, nested structures and inputs without gradients all "
+        "work, and a recompute stops early. Leave the flag out, or pass use_reentrant=False."
+    )
+
+
+def segments_error(functions: Sequence[Callable[..., Any]], segments: Any, input: Any) -> Exception:
+    """Returns the error for a number of segments that is none.
+
+    Args:
+        functions: What was given for functions.
+        segments: What was given for the number of segments.
+        input: What was given for the input.
+    """
+    if isinstance(input, int) and not isinstance(segments, (int, float, str, type(None))):
+        return TypeError(
+            f"checkpoint_sequential takes functions, segments and input in this order, but got {described_as(segments)} for "
+            f"segments and {input!r} for input. Write `checkpoint_sequential(functions, {input}, x)`."
+        )
+    return ValueError(
+        f"segments should be an integer between 1 and the number of functions ({len(functions)}), but got {segments!r}. Pass "
+        "the square root of the number of functions for a start."
+    )
+
+
+def steps_error(functions: Any) -> TypeError:
+    """Returns the error for functions of ``checkpoint_sequential`` that are not several."""
+    return TypeError(
+        f"checkpoint_sequential takes a torch.nn.Sequential or a sequence of callables, but got {described_as(functions)}. For "
+        "one function, write `checkpoint(function, x)`."
+    )

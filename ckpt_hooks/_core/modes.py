@@ -1,0 +1,263 @@
+"""What all dispatch modes of the package have in common: the compiler has no business in them, nor they in compiled code."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.autograd.graph import increment_version
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import ParamSpec, Self
+
+from ckpt_hooks._torch import (
+    dispatch_mode_at,
+    is_tracing_mode,
+    num_dispatch_modes,
+    num_function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+)
+
+__all__ = [
+    "PassOn",
+    "PausableDispatchMode",
+    "QuietDispatchMode",
+    "count_writes",
+    "is_compiled_code_running",
+    "is_quiet",
+    "is_without_values",
+    "leave_modes",
+    "modes_in_words",
+    "only_quiet_modes",
+    "past_modes",
+    "pause_modes",
+    "resume_modes",
+    "unseen",
+    "users_modes",
+]
+
+
+class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that neither imports Dynamo nor keeps compiled functions from running compiled."""
+
+    # Operators of operators, such as flex_attention, come here like others.
+    supports_higher_order_operators = True
+
+    # Without this Dynamo would be imported to wrap the handler.
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    # A compiled function that runs under this mode stays compiled.
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def abandoned(self) -> None:
+        """Is told that it was taken off its thread without being left."""
+
+
+class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
+    """A dispatch mode that watches a region's own operators.
+
+    Those that the package runs for its own purposes, and those of a recompute that happens in the middle of the region, are not
+    the region's: they run while the mode is paused, and it passes them on.
+
+    Attributes:
+        paused: How many times it is paused.
+    """
+
+    def __init__(self) -> None:
+        self.paused = 0  # and nothing of torch's: that is for its way to enter a mode
+        self._ranges = 0
+
+    def __enter__(self) -> Self:
+        push_dispatch_mode(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pop_dispatch_mode(None)
+
+    def note_range(self, operator: Any, args: Any) -> None:
+        """Is paused where FSDP gathers parameters in a region, of which it tells the profiler: a recompute finds them gathered.
+
+        Args:
+            operator: Begins or ends what a profiler shows.
+            args: Those of the operator.
+        """
+        if "exit" in operator._schema.name:
+            if self._ranges:
+                self._ranges -= 1
+                self.paused -= 1
+        elif self._ranges or str(args[0]).startswith("FSDP::"):
+            self._ranges += 1
+            self.paused += 1
+
+
+class PassOn(QuietDispatchMode):  # type: ignore[no-untyped-call]
+    """Does nothing, and is there: some operators of torch take other ways under any dispatch mode."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        count_writes(func, args)
+        return output
+
+
+def _active_modes() -> Iterator[Any]:
+    """Goes through the dispatch modes of this thread, from the outermost."""
+    return map(dispatch_mode_at, range(num_dispatch_modes()))
+
+
+def count_writes(operator: Any, args: Any) -> None:
+    """Counts the writes of an operator that torch does not count under a dispatch mode, and counts without one.
+
+    Those are the in-place operators over lists of tensors (``_foreach_mul_``). To be called by every mode of the package that
+    has passed such an operator on; the innermost of them counts.
+    """
+    schema = getattr(operator, "_schema", None)
+    if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
+        return
+    if not any(map(is_quiet, _active_modes())):
+        for tensor in args[0]:
+            increment_version(tensor)
+
+
+def is_compiled_code_running() -> bool:
+    """Whether the operator that runs is called by code that Inductor made, whose kernels reuse buffers behind everybody's back.
+
+    Such code runs with gradients off, so others are not even looked at. 2.11 to 2.15: its callers are modules of Inductor.
+    """
+    if torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(1)
+    for _ in range(12):
+        caller = frame.f_back
+        if caller is None:
+            return False
+        frame = caller
+        if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
+            return True
+    return False
+
+
+def is_quiet(mode: Any) -> bool:
+    """Whether a dispatch mode is the package's own."""
+    return isinstance(mode, QuietDispatchMode)
+
+
+def leave_modes(count: int) -> None:
+    """Takes the innermost dispatch modes off this thread, all but some.
+
+    Args:
+        count: How many stay.
+    """
+    while num_dispatch_modes() > count:
+        mode = pop_dispatch_mode(None)
+        if is_quiet(mode):
+            mode.abandoned()
+
+
+_NO_MODES: Sequence[PausableDispatchMode] = ()
+
+
+def pause_modes() -> Sequence[PausableDispatchMode]:
+    """Pauses the modes of that kind that are active on this thread; returns them for :func:`resume_modes`."""
+    if not num_dispatch_modes():
+        return _NO_MODES
+    modes = [mode for mode in _active_modes() if isinstance(mode, PausableDispatchMode)]
+    for mode in modes:
+        mode.paused += 1
+    return modes
+
+
+def only_quiet_modes() -> bool:
+    """Whether all modes that are active on this thread are the package's own, which do not care for a ``detach``."""
+    return not num_dispatch_modes() or all(map(is_quiet, _active_modes()))
+
+
+def users_modes() -> list[str]:
+    """Returns the names of the dispatch modes on this thread that are neither torch's for tracing nor the package's."""
+    return [type(mode).__name__ for mode in _active_modes() if not (is_quiet(mode) or is_tracing_mode(mode))]
+
+
+def is_without_values() -> bool:
+    """Whether torch traces on this thread: fake, functional and proxy tensors have no values to compare."""
+    return num_dispatch_modes() > 0 and any(map(is_tracing_mode, _active_modes()))
+
+
+def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:
+    """Ends :func:`pause_modes`."""
+    for mode in paused:
+        mode.paused -= 1
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def unseen(function: Callable[P, R]) -> Callable[P, R]:
+    """Makes a function pause those modes: what it does is the package's own business, though a mode of a region calls it."""
+
+    @functools.wraps(function)
+    def paused(*args: P.args, **kwargs: P.kwargs) -> R:
+        modes = pause_modes()
+        if not modes:
+            return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            resume_modes(modes)
+
+    return paused
+
+
+def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls a function without a word to dispatch modes and function modes, whoever they belong to.
+
+    Handlers of tensor subclasses are asked as ever, which they are not where the dispatcher's keys for modes are left out. The
+    modes by which torch traces stay, and so do default devices.
+    """
+    if not (num_dispatch_modes() or num_function_modes()):
+        return function(*args, **kwargs)
+    dispatch = [pop_dispatch_mode(None) for mode in list(_active_modes()) if not is_tracing_mode(mode)]
+    functions = [pop_function_mode() for _ in range(num_function_modes())]
+    devices = [
+        mode for mode in reversed(functions) if type(mode).__module__ == "torch.utils._device"
+    ]  # not imported yet, maybe
+    for mode in devices:
+        push_function_mode(mode)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        for _ in devices:
+            pop_function_mode()
+        for mode in reversed(functions):
+            push_function_mode(mode)
+        for mode in reversed(dispatch):
+            push_dispatch_mode(mode)
+
+
+def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:
+    """Returns sentences on dispatch modes of the user's around one of two runs, for an error; nothing if they are the same.
+
+    Args:
+        forward: Names of those around forward.
+        now: Names of those around the recompute.
+    """
+    words = ""
+    if missing := [name for name in forward if name not in now]:
+        words += (
+            f" Forward ran under the dispatch mode {' and '.join(missing)}, which is not entered again for a recompute: "
+            "one that changes results has to be entered inside the region."
+        )
+    if more := [name for name in now if name not in forward]:
+        words += (
+            f" The recompute runs under the dispatch mode {' and '.join(more)}, and forward did not: one that changes results "
+            "has to be entered inside the region, or around forward as well."
+        )
+    return words

@@ -1,0 +1,393 @@
+"""The arguments of a region, taken apart so that its tensors can be saved like any other saved tensor (Rule 2).
+
+Tensors are found at any depth of lists, tuples, dicts and dataclasses (:mod:`ckpt_hooks._tensors.containers`).
+
+A tensor that occurs twice comes back as one object, since functions ask whether two arguments are the same
+(``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor that went through somebody's hooks
+would come back as a new object each time.
+
+Where no saved-tensor hooks are active, a ``SavedTensor`` would keep the tensor itself and its version; doing just that here
+costs a sixth.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.mutation import change_in_words
+from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
+from ckpt_hooks._tensors.copies import as_kind, refit
+from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
+from ckpt_hooks._tensors.saved_inputs import save_all
+from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
+from ckpt_hooks.errors import CheckpointError, MutationError
+
+from .origins import Origins, has_history
+from .packing import unpack, unpack_observed
+
+__all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
+
+#: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
+HandedOut = tuple[int, torch.Tensor, "int | None"]
+
+#: The hooks that are registered on tensors, each dict of them by their numbers, and what was in it.
+Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
+
+#: The frame around a region, and the region's path.
+Inside = tuple[Frame, RegionPath]
+
+#: Positional and keyword arguments, and those tensors that are other ones than in forward, by the ``id`` that these had.
+Restored = tuple[Sequence[Any], dict[str, Any], dict[int, torch.Tensor]]
+
+_NO_KWARGS: dict[str, Any] = {}
+_NO_STAND_INS: dict[int, torch.Tensor] = {}
+_NO_OBJECTS: tuple[Any, ...] = ()
+_NO_FLAGS: dict[int, bool] = {}
+_NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
+
+
+_TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+#: Version, and whether grad is required; -1 and None where that is not to be had.
+_Facts = tuple[int, "bool | None"]
+_NO_FACTS: _Facts = (-1, None)
+_facts_of = operator.attrgetter("_version", "requires_grad")
+
+
+def _facts_of_all(tensors: Sequence[torch.Tensor | None]) -> list[_Facts]:
+    try:
+        return list(map(_facts_of, tensors))
+    except (AttributeError, RuntimeError):
+        return [_NO_FACTS if tensor is None else _facts_slowly(tensor) for tensor in tensors]
+
+
+def _facts_slowly(tensor: torch.Tensor) -> _Facts:
+    version = -1 if tensor.is_inference() else tensor._version  # inference tensors refuse to tell
+    try:
+        return version, tensor.requires_grad
+    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+        return version, None
+
+
+def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
+    return {
+        position: tensor.stride()
+        for position, tensor in enumerate(tensors)
+        if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_contiguous()
+    }
+
+
+class Arguments:
+    """The arguments of one call, captured, with their tensors saved."""
+
+    __slots__ = (
+        "_captured",
+        "_facts",
+        "_flags",
+        "_foreign",
+        "_hooked",
+        "_ids",
+        "_kept_facts",
+        "_origins",
+        "_saved",
+        "_steps",
+        "_storages",
+        "_strides",
+        "_tensors",
+        "live",
+        "objects",
+    )
+
+    #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
+    objects: Sequence[Any]
+    #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
+    #: at hand.
+    live: Sequence[torch.Tensor] | None
+
+    _captured: tuple[list[Any], dict[str, Any]] | None
+    # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
+    _flags: dict[int, bool]
+    # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
+    _foreign: bool
+    # Where hooks of saved tensors were active: the hooks that are registered on each tensor, of which a rerun gets another one.
+    _hooked: Sequence[Callable[[], dict[int, Any] | None]]
+    # Of all tensors: the ``id`` that each had in forward; unset where no hooks were active.
+    _ids: Sequence[int]
+    _kept_facts: list[_Facts]
+    # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
+    _saved: list[SavedTensor | int | None] | None
+    # Of those tensors that aliases are kept of, if any.
+    _origins: Origins | None
+    # How many steps of fused optimizers there were.
+    _steps: int
+    _tensors: Sequence[torch.Tensor | None]
+    # Where hooks were active: which storage each is in, which foreign hooks may hand on as it is.
+    _storages: tuple[int | None, ...]
+    # Of all tensors; unset where no hooks were active.
+    _facts: list[_Facts]
+    # Of those that are not contiguous, by position; unset where no hooks were active.
+    _strides: dict[int, tuple[int, ...]]
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
+        """Captures arguments and saves their tensors, by way of the saved-tensor hooks that are active on this thread.
+
+        Args:
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+            inside: The frame around, if there is one, and the path of the region. Then a tensor that occurs twice is saved
+                twice: the rerun of that frame saves them again, in step with its forward, and may meet two tensors where
+                forward met one twice.
+
+        Raises:
+            TypeError: If there is an iterator among them: it can be read once, and a rerun reads it again.
+        """
+        if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
+            self._captured = None
+            self.objects = _NO_OBJECTS
+            tensors: Sequence[torch.Tensor] = args
+        else:
+            capture = Capture()
+            self._captured = (
+                [capture.value(value, f"args[{index}]") for index, value in enumerate(args)],
+                {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()},
+            )
+            tensors, self.objects = capture.tensors, capture.objects
+            capture.finish()
+        hooks = top_saved_tensors_hooks(False)
+        if hooks is None:
+            self._saved = self.live = None
+            self._tensors = tensors
+        else:
+            if inside is not None and tensors and are_of_frame(hooks):
+                inside[0].note_inside(len(tensors), inside[1])
+            self._saved, self._tensors = save_all(tensors, each_occurrence=inside is not None)
+            self._strides = _strides_of(tensors)
+            self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
+            self._foreign = hooks[1] not in (unpack, unpack_observed)
+            self._storages = tuple(map(storage_of, tensors))
+            self.live = tensors
+        self._kept_facts = _facts_of_all(self._tensors)
+        self._steps = num_fused_steps()
+        self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, None
+
+    def close(self) -> None:
+        """Ends forward: what is done to a tensor from now on, the function has not done."""
+        if self.live is not None:
+            self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
+            self.live = None
+        now = _facts_of_all(self._tensors)
+        if now != self._kept_facts:
+            self._note_flags(now)
+        held = list(self._tensors)
+        for position, tensor in enumerate(held):
+            if tensor is None or not now[position][1]:
+                continue
+            # What the function has written to cannot be brought back, and needs no stand-in.
+            if has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
+                if self._origins is None:
+                    self._origins = Origins()
+                held[position] = self._origins.let_go(position, tensor)
+                self._kept_facts[position] = self._kept_facts[position][0], False
+        if self._origins is not None:
+            self._tensors = held
+
+    def _note_flags(self, now: Sequence[_Facts]) -> None:
+        """Notes which tensors require grad, or no grad any more, since the function has called ``requires_grad_``, say."""
+        for position, (before, found) in enumerate(zip(self._kept_facts, now, strict=True)):
+            if before[1] != found[1] and None not in (before[1], found[1]):
+                self._flags = {position: bool(before[1]), **self._flags}
+                self._kept_facts[position] = before[0], found[1]
+
+    def _with_flags(self) -> list[torch.Tensor | None]:
+        """Returns the tensors that are kept, some of them by aliases that require grad, or not, as when forward began."""
+        aliases: dict[int, torch.Tensor] = {}
+        tensors = list(self._tensors)
+        for position, flag in self._flags.items():
+            tensor = tensors[position]
+            assert tensor is not None
+            if id(tensor) not in aliases:
+                alias = as_kind(tensor.detach(), type(tensor))
+                alias.__dict__.update(tensor.__dict__)
+                aliases[id(tensor)] = alias.requires_grad_(flag)
+            tensors[position] = aliases[id(tensor)]
+        return tensors
+
+    def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
+        return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
+
+    def restore(self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False) -> Restored:
+        """Returns arguments to call with again: the saved tensors, in new containers.
+
+        Args:
+            region: Names the region, for an error.
+            handed_out: Gets what :meth:`look_at` is to be given when the rerun has ended.
+            is_open: Whether forward has not ended yet.
+
+        Raises:
+            MutationError: If a tensor was modified in place since.
+        """
+        kept, now = self._tensors, _facts_of_all(self._tensors)
+        if now != self._kept_facts:
+            if is_open:
+                self._note_flags(now)
+            if now != self._kept_facts:
+                self._raise_changed(region())
+        if self._steps != num_fused_steps():
+            self._look_for_steps(region)
+        if self._flags:
+            kept = self._with_flags()
+        stand_ins = _NO_STAND_INS
+        if self._origins is not None:
+            kept, stand_ins = self._origins.put_into(kept)
+        if self._saved is None and self._captured is None:
+            return kept, _NO_KWARGS, stand_ins
+        tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
+        # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
+        # this backward with it: with every level of nesting, twice as much.
+        if self.live is not None and self._are_as_they_were(self.live):
+            tensors = self.live
+        elif self._saved is not None:
+            tensors, stand_ins = [], {}
+            for position, saved in enumerate(self._saved):
+                tensor = kept[position]
+                if isinstance(saved, int):
+                    tensor = tensors[saved]
+                elif tensor is None:
+                    assert saved is not None
+                    unpacked = saved.unpack()
+                    version = self._facts[position][0]
+                    if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
+                        self._raise_modified(position, unpacked, region())
+                    tensor = refit(unpacked, self._strides.get(position), version)
+                    is_theirs = tensor is unpacked and self._foreign
+                    handed_out.append((position, tensor, tensor._version if is_theirs else None))
+                    stand_ins[self._ids[position]] = tensor
+                tensors.append(tensor)
+        if self._captured is None:
+            return tensors, _NO_KWARGS, stand_ins
+        built: dict[int, Any] = {}
+        args, kwargs = self._captured
+        return (
+            [build(captured, tensors, built) for captured in args],
+            {key: build(captured, tensors, built) for key, captured in kwargs.items()},
+            stand_ins,
+        )
+
+    def _present(self) -> list[torch.Tensor]:
+        """Returns the tensors of forward that are there, in no order."""
+        origins = [] if self._origins is None else self._origins.present()
+        return origins + [tensor for tensor in self._tensors if tensor is not None]
+
+    def hooks(self) -> Hooks:
+        """Returns the hooks that are registered on the tensors which a rerun is about to get."""
+        found: list[tuple[dict[int, Any], dict[int, Any]]] = []
+        for tensor in self._present():
+            if hooks := tensor._backward_hooks:
+                found.append((hooks, hooks.copy()))
+        for reference in (*self._hooked, *(() if self._origins is None else self._origins.hooked)):
+            if found_again := reference():
+                found.append((found_again, found_again.copy()))
+        return found
+
+    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], registered: Sequence[int]) -> None:
+        """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
+
+        Args:
+            before: What :meth:`hooks` returned before the rerun.
+            handed_out: What :meth:`restore` has added to.
+            registered: The numbers of the hooks that the rerun has registered.
+        """
+        for tensor in (*self._present(), *(tensor for _, tensor, _ in handed_out)):
+            if hooks := tensor._backward_hooks:
+                for number in registered:
+                    hooks.pop(number, None)
+        for hooks, others in before:
+            if any(number not in hooks for number in others):
+                merged = {**others, **hooks}
+                hooks.clear()
+                hooks.update((number, merged[number]) for number in sorted(merged))
+
+    def look_at(self, handed_out: list[HandedOut]) -> None:
+        """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""
+        for position, tensor, version in handed_out:
+            if version is not None and tensor._version != version:
+                storages = list(self._storages)
+                storages[position] = storage_of(tensor)
+                self._storages = tuple(storages)
+
+    def _raise_changed(self, region: tuple[str, ...]) -> None:
+        for position, (tensor, before, now) in enumerate(
+            zip(self._tensors, self._kept_facts, _facts_of_all(self._tensors), strict=True)
+        ):
+            if tensor is None or before == now:
+                continue
+            if before[0] != now[0]:
+                self._raise_modified(position, tensor, region)
+            raise CheckpointError(
+                f"{self._where(position, tensor, region)} had requires_grad={before[1]} when the region's forward began, and "
+                f"has requires_grad={now[1]} now. A rerun of the region would save other tensors: change requires_grad after "
+                "backward, or pass a detached tensor.",
+                region=region,
+            )
+
+    def _look_for_steps(self, region: Callable[[], tuple[str, ...]]) -> None:
+        for position, tensor in enumerate(self._tensors):
+            if tensor is not None and stepped_since(tensor, self._steps):
+                self._raise_modified(position, tensor, region())
+
+    def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
+        expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
+        has_moved = self._saved is not None and storage_of(tensor) != self._storages[position]
+        change = change_in_words(tensor._version, expected, " since the region's forward began", has_moved=has_moved)
+        raise MutationError(
+            f"{self._where(position, tensor, region)} {change} Backward reruns the region and needs the values that forward "
+            "saw. Modify a clone, or use the out-of-place form of the operation.",
+            region=region,
+            tensor=self._path_at(position),
+            expected=expected,
+            found=tensor._version,
+        )
+
+    def _where(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> str:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return f"{self._path_at(position)} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
+
+    def path_of(self, value: Any) -> str | None:
+        """Returns where a tensor, or an object that was not taken apart, is among the arguments, as a user would write it."""
+        for position, other in enumerate(self._tensors):
+            if other is value:
+                return self._path_at(position)
+        if self._origins is not None and (place := self._origins.position_of(value)) is not None:
+            return self._path_at(place)
+        if self._captured is None or not any(value is other for other in self.objects):
+            return None
+        return self._find(lambda captured: captured is value)
+
+    def _path_at(self, position: int) -> str:
+        if self._captured is None:
+            return f"args[{position}]"
+        return self._find(lambda captured: isinstance(captured, TensorAt) and captured.position == position)
+
+    def _find(self, is_meant: Callable[[Any], bool]) -> str:
+        assert self._captured is not None
+        args, kwargs = self._captured
+        todo: list[tuple[str, Any]] = [(f"args[{index}]", captured) for index, captured in enumerate(args)]
+        todo += [(f"kwargs[{key!r}]", captured) for key, captured in kwargs.items()]
+        seen = set()
+        while todo:
+            path, captured = todo.pop(0)
+            if is_meant(captured):
+                return path
+            if isinstance(captured, Container) and id(captured) not in seen:
+                seen.add(id(captured))
+                entries = captured.entries if issubclass(captured.kind, dict) else enumerate(captured.entries)
+                todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
+                todo += [(f"{path}.{name}", entry) for name, entry in captured.attributes()]
+        return "an argument"

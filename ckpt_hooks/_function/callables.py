@@ -1,0 +1,106 @@
+"""What may be a region: callables that run when they are called, with keyword arguments that they take."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
+from typing import Any, NoReturn
+
+from torch.nn import Module
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ckpt_hooks._torch import OPERATOR_PACKET, OPERATORS
+from ckpt_hooks.policies.base import Policy
+
+__all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "refuse_unrun"]
+
+#: Types of what a call returns that has not run the function.
+UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
+
+_KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+
+
+def check_runs(function: Any) -> None:
+    """Checks that a callable runs when it is called, as far as that is to be seen without calling it.
+
+    Args:
+        function: A function, method, partial, module, or other callable.
+
+    Raises:
+        TypeError: If it is a generator function or a coroutine function, or calls one.
+    """
+    inner = function
+    while type(inner) is functools.partial:
+        inner = inner.func
+    if isinstance(inner, Module):
+        inner = inner.forward
+    elif not inspect.isroutine(inner) and not isinstance(inner, type):
+        inner = getattr(type(inner), "__call__", inner)  # noqa: B004 -- what kind of function is it?
+    if any(is_kind(inner) for is_kind in _KINDS):
+        raise _unrun_error(function)
+
+
+def refuse_unrun(function: Any, result: Any) -> NoReturn:
+    """Raises the error for a callable whose call returned a generator or a coroutine.
+
+    Raises:
+        TypeError: In any case.
+    """
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python warns that it was never awaited
+    raise _unrun_error(function)
+
+
+def _unrun_error(function: Any) -> TypeError:
+    return TypeError(
+        f"{function!r} does not run when it is called, so its calls cannot be regions. Write `with checkpoint_region():` "
+        "around lines of it."
+    )
+
+
+def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs: dict[str, Any]) -> None:
+    """Checks keyword arguments of a direct call that have the names of options of the curried form.
+
+    Args:
+        function: What is to be called with them.
+        names: The names of these options.
+        kwargs: The keyword arguments.
+
+    Raises:
+        TypeError: If the function takes no such argument, or the value is a policy: then the option is meant.
+    """
+    for name in names & kwargs.keys():
+        if is_policy(kwargs[name]):
+            found = "which is a policy"
+        elif not _takes(function, name):
+            found = "which the function does not take"
+        else:
+            continue
+        raise TypeError(
+            f"checkpoint got {name}={kwargs[name]!r}, {found}. {name} is an option of checkpoint in the curried form only: "
+            f"in a direct call keyword arguments go to the function: write checkpoint({name}=...)(function)(*args). To hand it "
+            f"to the function all the same, bind it before: checkpoint(functools.partial(function, {name}=...), *args)."
+        )
+
+
+def is_policy(value: Any) -> bool:
+    """Whether a value is what the option ``policy`` takes, and little else does."""
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
+    if isinstance(value, Policy):
+        return True
+    returned = getattr(value, "__annotations__", {}).get("return")
+    return returned is CheckpointPolicy or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function takes a keyword argument, for all that is known."""
+    try:
+        parameters = inspect.signature(function.forward if isinstance(function, Module) else function).parameters
+    except (TypeError, ValueError):  # of Python's own functions, and of operators
+        return True
+    kinds = {parameter.kind for parameter in parameters.values()}
+    own = parameters.get(name)
+    return inspect.Parameter.VAR_KEYWORD in kinds or (own is not None and own.kind is not inspect.Parameter.POSITIONAL_ONLY)

@@ -1,0 +1,178 @@
+"""The two context managers around a region: one for its forward, one for its recomputes.
+
+The second is entered once a recompute, from whichever thread runs it, and may be entered again while it is still entered (a
+function whose rerun runs backward over the same region). So each entry has a state of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_hooks._core.modes import PassOn
+from ckpt_hooks._torch import active_fake_mode
+from ckpt_hooks.errors import DeterminismError
+
+__all__ = [
+    "ContextPair",
+    "Selects",
+    "both",
+    "call_context_fn",
+    "check_context_fn",
+    "noop_context_fn",
+    "reusable",
+    "selection_of",
+    "suppressed_error",
+    "under_modes",
+    "without_selection",
+]
+
+#: Wraps a forward, and each of its recomputes.
+ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def noop_context_fn() -> ContextPair:
+    """Returns two context managers that do nothing: the default ``context_fn`` of :func:`ckpt_hooks.checkpoint`."""
+    return nullcontext(), nullcontext()
+
+
+def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
+    """Returns what a ``context_fn`` returns.
+
+    Raises:
+        TypeError: If that is not two context managers, or ``context_fn`` no function.
+    """
+    try:
+        contexts = context_fn()
+    except TypeError:
+        check_context_fn(context_fn)
+        raise
+    if not (isinstance(contexts, (tuple, list)) and len(contexts) == 2):
+        raise TypeError(
+            "context_fn should return two context managers, one for forward and one for recomputes, but returned "
+            f"{contexts!r}. Return contextlib.nullcontext() where there is nothing to enter."
+        )
+    return contexts[0], contexts[1]
+
+
+def check_context_fn(context_fn: Any) -> None:
+    """Checks a ``context_fn`` without calling it.
+
+    Raises:
+        TypeError: If it is no function.
+    """
+    if not callable(context_fn):
+        raise TypeError(
+            "context_fn should be a function that returns two context managers, but got "
+            f"{context_fn!r} of type {type(context_fn).__name__}. Leave it out, or pass noop_context_fn, where there is "
+            "nothing to enter."
+        )
+
+
+def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Returns a context manager that can be entered although this one may have been entered before.
+
+    One made by ``contextlib.contextmanager`` works once; like every ``ContextDecorator`` it knows how to make another.
+    """
+    recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
+    return context if recreate is None else recreate()
+
+
+def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
+    """Returns two pairs as one."""
+    return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
+
+
+def under_modes(contexts: ContextPair | None) -> ContextPair | None:
+    """Returns the contexts of a region around which dispatch modes are active.
+
+    A rerun has to take the ways that operators take under a mode, which those of a selective policy see to by themselves. What
+    is made of nothing under a fake mode is a fake tensor, so that one is entered again. There is nothing that it could count.
+
+    Args:
+        contexts: Those of the region, if it has any.
+    """
+    if contexts is None or selection_of(contexts[0]) is None:
+        under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
+        contexts = under_mode if contexts is None else both(under_mode, contexts)
+    fake = active_fake_mode()
+    return contexts if fake is None else both((nullcontext(), fake), contexts)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two context managers, one in the other.
+
+    Attributes:
+        selection: That of the one which has one.
+    """
+
+    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered: list[AbstractContextManager[None]] = []
+        self.selection = selection_of(outer) or selection_of(inner)
+
+    def without_selection(self) -> _Both:
+        """Returns the two without selective policies."""
+        return _Both(without_selection(self._outer), without_selection(self._inner))
+
+    def __enter__(self) -> None:
+        entered = _one_in_the_other(reusable(self._outer), reusable(self._inner))
+        entered.__enter__()
+        self._entered.append(entered)
+
+    def __exit__(self, *exc_info: Any) -> bool | None:
+        return self._entered.pop().__exit__(*exc_info)
+
+
+@contextmanager
+def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    # An ``ExitStack`` keeps an exception that is raised on the way out in a cycle, and with it a region's inputs.
+    with outer, inner:
+        yield
+
+
+def suppressed_error(error: BaseException) -> RuntimeError:
+    """Returns the error for a forward context that suppresses what forward raised."""
+    return RuntimeError(
+        "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
+        f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
+        "around the call of checkpoint."
+    )
+
+
+def without_selection(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
+    """Returns what is left of a forward's context without selective policies, for a forward that keeps everything."""
+    if isinstance(context, _Both):
+        return context.without_selection()
+    return context if selection_of(context) is None else nullcontext()
+
+
+class Selects(Protocol):
+    """What a region tells a selective policy's memory (:class:`ckpt_hooks._function.selective.selection.Selection`)."""
+
+    def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None:
+        """Forward is about to begin."""
+
+    def close(self, parent: Any, *, early_stop: bool) -> None:
+        """Forward has ended well."""
+
+    def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
+        """A recompute is about to begin."""
+
+    def settle(self) -> None:
+        """A recompute has ended."""
+
+    def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Reruns the region, once more if need be."""
+
+    def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
+        """A recompute has ended, with its values up to some index about to be handed out, or by an exception."""
+
+
+def selection_of(context: AbstractContextManager[Any]) -> Selects | None:
+    """Returns the memory of the selective policy that a context manager carries out, None where it is something else."""
+    selection: Selects | None = getattr(context, "selection", None)
+    return selection if hasattr(selection, "attach") else None

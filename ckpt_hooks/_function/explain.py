@@ -1,0 +1,221 @@
+"""Finding words for an error: which tensor it was, which operator saved it. Never on a path without an error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.frame import FIRST, Frame
+from ckpt_hooks._core.mutation import advice_for, change_in_words
+from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.words import describe_tensor
+from ckpt_hooks._torch import current_node, storage_of
+from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
+
+from .state.closure_scan import reach
+
+__all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "node_of", "uninitialized"]
+
+
+def mutation_error(
+    name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...], *, is_same: bool = True
+) -> MutationError:
+    """Returns the error for a tensor that is not what it was in forward.
+
+    Args:
+        name: Which tensor, for the start of a sentence.
+        tensor: The tensor.
+        expected: Its version when forward saw it.
+        region: Names of the regions, outermost first.
+        is_same: Whether it is the very tensor that forward saw, for all that is known.
+    """
+    change = change_in_words(tensor._version, expected, " since forward", is_same=is_same)
+    return MutationError(
+        f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
+        f"values that forward saw. {advice_for(tensor, expected)}",
+        region=region,
+        tensor=name,
+        expected=expected,
+        found=tensor._version,
+    )
+
+
+def name_of(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
+    """Returns what the code of a function calls a tensor, or a view of it: a variable, a parameter, a buffer."""
+    for name, value in _named_tensors(function):
+        if value is tensor:
+            return name
+    storage = storage_of(tensor)
+    for name, value in _named_tensors(function):
+        if storage is not None and storage_of(value) == storage:
+            return name
+    return default
+
+
+def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None)
+    if code is not None:
+        for name, cell in zip(code.co_freevars, closure or (), strict=False):
+            try:
+                value = cell.cell_contents
+            except ValueError:
+                continue
+            if isinstance(value, torch.Tensor):
+                yield f"the variable {name!r}", value
+            elif isinstance(value, (list, tuple)):
+                for index, entry in enumerate(value):
+                    if isinstance(entry, torch.Tensor):
+                        yield f"the entry {name}[{index}]", entry
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, torch.Tensor):
+                yield f"the global {name!r}", value
+    for module in reach(function).modules:
+        kind = type(module).__name__
+        for name, value in module.named_parameters(remove_duplicate=False):
+            yield f"the parameter {name!r} of {kind}", value
+        for name, value in module.named_buffers(remove_duplicate=False):
+            yield f"the buffer {name!r} of {kind}", value
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                yield f"the attribute {name!r} of {kind}", value
+
+
+def _nodes() -> Iterator[Any]:
+    """Goes through the graph below the node that runs on this thread, that node first."""
+    todo, seen = [current_node()], set()
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            todo += [below for below, _ in node.next_functions]
+
+
+def _packed_by(node: Any) -> Iterator[Any]:
+    """Goes through what pack hooks gave to a node."""
+    for name in dir(node):
+        if name.startswith("_raw_saved_"):
+            try:
+                saved = getattr(node, name)
+            except (AttributeError, RuntimeError):  # freed already
+                continue
+            for one in saved if isinstance(saved, (list, tuple)) else (saved,):
+                try:
+                    yield one.data
+                except (AttributeError, RuntimeError):
+                    continue
+
+
+def node_of(frame: Frame, index: int) -> Any:
+    """Returns the autograd node that saved a tensor; None where it is not below the node that runs on this thread.
+
+    Args:
+        frame: The region that a recompute of runs, on the thread of the backward that asked for it.
+        index: Which of its tensors.
+    """
+    for node in _nodes():
+        for packed in _packed_by(node):
+            if type(packed) is tuple and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
+                return node
+    return None
+
+
+def grad_fn_of(frame: Frame, index: int) -> str | None:
+    """Returns the name of the autograd node that saved a tensor; see :func:`node_of`."""
+    node = node_of(frame, index)
+    return None if node is None else str(node.name())
+
+
+def changed_requires_grad(
+    error: DeterminismError,
+    path: RegionPath,
+    function: Any,
+    argument: Callable[[torch.Tensor], str | None],
+    required: Collection[int],
+) -> str:
+    """Returns sentences on leaves that required grad in the forward of a region, and do not now, or the other way round.
+
+    Only those are named that explain the error: more of them save more tensors, and fewer save fewer.
+
+    Args:
+        error: What was found.
+        path: The region.
+        function: Its function.
+        argument: Returns where a tensor is among the arguments, or None.
+        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
+    """
+    has_more = error.found.endswith(" or more") or error.expected.endswith("requires_grad=False")
+    has_fewer = not has_more and error.expected.endswith((" tensors", "requires_grad=True"))
+    frozen: dict[int, torch.Tensor] = {}
+    known = set(required)
+    for node in _nodes():
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.Tensor):
+            known.add(id(leaf))
+            if not leaf.requires_grad:
+                frozen[id(leaf)] = leaf
+        for packed in _packed_by(node):
+            if (
+                type(packed) is list
+                and len(packed) == 3
+                and packed[2] == path
+                and not (packed[0].requires_grad or packed[0].is_nested)
+            ):
+                frozen[id(packed[0])] = packed[0]
+    lines = [
+        f"In forward, {argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
+        for leaf in frozen.values()
+        if not has_more
+    ]
+    lines += [
+        f"In forward, {name} had requires_grad=False, and it has True now."
+        for name, leaf in _named_tensors(function)
+        if not has_fewer and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
+    ]
+    return " ".join([*lines, "Change requires_grad after backward."] if lines else lines)
+
+
+def blame(
+    error: DeterminismError,
+    frame: Frame,
+    function: Any,
+    argument: Callable[[torch.Tensor], str | None],
+    required: Collection[int] = (),
+) -> None:
+    """Lets an error say more: which operator saved the tensor, and what may be the cause.
+
+    Args:
+        error: What a recompute raised.
+        frame: The region.
+        function: Its function.
+        argument: Returns where a tensor is among the arguments, or None.
+        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
+    """
+    error.grad_fn = grad_fn_of(frame, error.index)
+    parts = [str(error), changed_requires_grad(error, frame.path, function, argument, required)]
+    if error.grad_fn is not None:
+        parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}{_compiled(error.grad_fn)}.")
+    error.args = (" ".join(filter(None, parts)),)
+
+
+def _compiled(grad_fn: str) -> str:
+    """Returns what there is to say of a tensor that a compiled function saved; nothing of others."""
+    if "CompiledFunction" not in grad_fn:
+        return ""
+    return (
+        ", a function compiled by torch.compile. What such a function saves is the compiler's choice, and may change when "
+        "it is compiled anew, for other shapes or settings say. Compile it before the first step, or apply torch.compile to "
+        "the function that has the region in it"
+    )
+
+
+def uninitialized(region: tuple[str, ...]) -> CheckpointError:
+    """Returns the error for a region that reaches lazy modules which have not run yet, and that has contexts to enter."""
+    return CheckpointError(
+        f"region {'/'.join(region)!r} has a policy, a context_fn or debug=True, and reaches lazy modules whose parameters are "
+        "not made yet. Run the model once before its first step, as torch advises for such modules.",
+        region=region,
+    )

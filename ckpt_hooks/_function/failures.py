@@ -1,0 +1,137 @@
+"""Errors of a rerun, and objects that explain them since forward has changed them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NoReturn
+
+from ckpt_hooks._core.frame import Frame, Mark
+from ckpt_hooks._core.paths import RegionPath, format_path
+from ckpt_hooks.errors import CheckpointError, DeterminismError
+
+from .arguments import Arguments
+from .boundaries import NO_MARKS
+from .collector import TIP, Filling
+from .state.reached_objects import ObjectNotes
+
+__all__ = ["ExplainingFrame"]
+
+_MOST = 6  # changes that a message lists
+
+_WAYS_OUT = (
+    "Such objects are not put back for a recompute. Hand what the function reads over as a tensor, list, dict or dataclass, "
+    "which is captured; have the function keep nothing (a cache of keys is of no use in training: `use_cache=False`); or write "
+    "`with checkpoint_region():`, which runs Python once."
+)
+
+#: What operators and containers raise that are given something else than in forward. No subclasses: an error of memory, of a
+#: device or of a collective is none of these.
+_SYMPTOMS = frozenset({RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError})
+
+
+class ExplainingFrame(Frame):
+    """A frame that brings tensors back by reruns, as far as it notes what explains a failure of one.
+
+    Attributes:
+        explain: Turns an error of a rerun into one that says more.
+    """
+
+    __slots__ = ("_arguments", "_filling", "_marks", "_objects", "explain")
+
+    explain: Callable[[DeterminismError], DeterminismError] | None
+    _arguments: Arguments
+    # The rerun that goes on.
+    _filling: Filling | None
+    _marks: list[Mark]
+    _objects: ObjectNotes | None
+
+    def note_inside(self, count: int, path: RegionPath) -> None:
+        """Leaves a mark; see :meth:`Frame.note_inside`."""
+        filling = self._filling
+        if filling is not None:
+            filling.marks.append((len(filling.values), count, path))
+        else:
+            if self._marks is NO_MARKS:
+                self._marks = []
+            self._marks.append((len(self.numbers), count, path))
+
+    def _region(self) -> tuple[str, ...]:
+        return format_path(self.path)
+
+    def _explain(self, found: DeterminismError) -> None:
+        """Has an error name the objects that have changed since forward began; raises one with more in it, if that is asked."""
+        changes = [] if self._objects is None else sorted(self._objects.changes(), key=lambda change: not change.matters())
+        if changes:
+            lines = [f"\n  {change.describe(self._arguments.path_of)}" for change in changes[:_MOST]]
+            more = "" if len(changes) <= _MOST else f"\n  and {len(changes) - _MOST} more"
+            found.args = (f"{found}\nChanged since forward began:{''.join(lines)}{more}\n{_WAYS_OUT}",)
+        if self.explain is not None:
+            raise self.explain(found) from found
+
+    def _explain_failure(self, error: Exception, saved: int, *, selective: bool) -> None:
+        """Raises an exception of the function as an error of its region, unless that may be the function's own affair.
+
+        It is the region's if an object has changed that the function reaches, or if a policy hands out results of operators.
+
+        Args:
+            error: What the function raised in a rerun, and not in forward.
+            saved: How many tensors the rerun had saved.
+            selective: Whether a policy is active.
+        """
+        kind = type(error)
+        if kind not in _SYMPTOMS or not self.complete:
+            return
+        if kind is RuntimeError and "input_grad_buffers" in str(error):
+            self._refuse_backward(error)
+        changes = [] if self._objects is None else self._objects.changes()
+        if not (selective and kind is RuntimeError) and not any(change.matters() for change in changes):
+            return
+        region = self._region()
+        found = DeterminismError(
+            f"region {'/'.join(region)!r}: the recompute failed where forward did not, after {saved} saved tensors. "
+            f"{kind.__name__}: {error}\n{TIP}",
+            region=region,
+            index=saved,
+            expected="no exception",
+            found=kind.__name__,
+        )
+        try:
+            self._explain(found)
+            raise found from error
+        finally:
+            del found, error  # whose tracebacks have this call, which would keep them alive in turn
+
+    def _refuse_backward(self, error: Exception) -> NoReturn:
+        """Raises the error for a recompute with a backward in it, where torch allows none.
+
+        Raises:
+            CheckpointError: In any case.
+        """
+        region = self._region()
+        try:
+            raise CheckpointError(
+                f"region {'/'.join(region)!r}: its function runs backward, and so does its recompute, which a custom backward "
+                "has set off after it had read ctx.input_grad_buffers. Torch allows no backward until that one returns. Read "
+                "ctx.saved_tensors first, or write `with checkpoint_region():`, which runs Python once.",
+                region=region,
+            ) from error
+        finally:
+            del error
+
+    def _explain_leftovers(self, filling: Filling) -> None:
+        """Raises if a rerun has gone on from where forward ended; see :mod:`.state.leftovers`."""
+        leftovers = filling.leftovers
+        change = None if leftovers is None else leftovers.changed_again()
+        if leftovers is None or leftovers.first is None or change is None:
+            return
+        region, place = self._region(), change.place(self._arguments.path_of)
+        found = DeterminismError(
+            f"region {'/'.join(region)!r}: saved tensor {leftovers.first} of the recompute was computed from what forward left "
+            f"in {place}, which the function changes in each call: the recompute read another state there than forward.",
+            region=region,
+            index=leftovers.first,
+            expected=f"{place} as when forward began",
+            found=f"{place} as forward left it",
+        )
+        self._explain(found)
+        raise found

@@ -1,0 +1,336 @@
+"""Function frames: a region that is a call of a function, brought back by calling it again.
+
+A rerun sees what its forward saw: the captured arguments, the captured ambient state, no frame around it, gradients enabled.
+What it does with the tensors that autograd saves meanwhile, and when it ends, is :mod:`.collector`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Sequence
+from contextvars import copy_context
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ckpt_hooks import _ambient
+from ckpt_hooks._ambient.current import Current, Made, run_on
+from ckpt_hooks._ambient.current import capture as capture_current
+from ckpt_hooks._ambient.draws import RecordDraws
+from ckpt_hooks._ambient.recurrent import seed_masks_anew
+from ckpt_hooks._ambient.rng import default_generators_lock
+from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.hook_numbers import hooks_since, next_hook
+from ckpt_hooks._core.hooks import close_frame
+from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.passes import is_last_backward
+from ckpt_hooks._core.patience import patient
+from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._torch import (
+    num_dispatch_modes,
+    resume_transforms,
+    set_grad_enabled,
+    suspend_transforms,
+    top_saved_tensors_hooks,
+)
+from ckpt_hooks.errors import DeterminismError, MutationError
+
+from .arguments import Arguments, HandedOut, Hooks, Restored
+from .boundaries import NO_MARKS
+from .collector import Filling, StopRecompute
+from .compare import compared
+from .contexts import ContextPair, selection_of, suppressed_error, under_modes
+from .explain import blame, uninitialized
+from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
+from .packing import open_frame
+from .rerun import CallingFrame
+from .state.closure_scan import NOTHING, reach
+from .state.leftovers import leftovers_of
+from .state.module_plan import idle_plan
+from .state.reached_objects import notes_of
+from .state.reached_state import ReachedState, state_of, state_of_idle
+from .state.variables import variables_in, variables_of
+
+__all__ = ["FunctionFrame"]
+
+_NO_GENERATORS: Sequence[torch.Generator] = ()
+_NO_LAYERS: Sequence[Any] = ()
+
+
+class FunctionFrame(CallingFrame):
+    """A region whose forward is one call of a function; a context manager around that call.
+
+    The call itself is the caller's, with the same function and arguments that the frame was given: hooks that run before and
+    after a module's forward can enter and leave the frame.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks._function.frame import FunctionFrame
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> with FunctionFrame(torch.sin, (x,), {}):
+        ...     y = torch.sin(x)
+    """
+
+    __slots__ = (
+        "_compared",
+        "_finish",
+        "_keeps_all",
+        "_options",
+        "_plain",
+    )
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: RegionOptions = DEFAULT_OPTIONS,
+        contexts: ContextPair | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        """Captures a call and saves its tensors.
+
+        Args:
+            function: What the region calls.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+            options: How it is brought back.
+            contexts: Entered around forward, and around each rerun.
+            settings: Those in force, if the caller has asked for them.
+        """
+        # What a partial holds are arguments as well: taken out of it, they are saved as such, and not kept alive twice.
+        while type(function) is functools.partial:
+            args, kwargs = function.args + args, {**function.keywords, **kwargs}
+            function = function.func
+        name = options.name or name_of_function(function)
+        if settings is None:
+            settings = current_settings()
+        if settings is not DEFAULTS and settings.early_stop is not None:
+            options = dataclasses.replace(options, early_stop=settings.early_stop)
+        parent = stack.innermost
+        Frame.__init__(self, name, parent, settings.observer)
+        self._function = function
+        self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
+        self._marks, self._filling, self._objects = NO_MARKS, None, None
+        self._options = options
+        self._contexts = contexts
+        self._selection = None if contexts is None else selection_of(contexts[0])
+        self._state: ReachedState | None = None
+        self._draws: RecordDraws | None = None
+        self._keeps_all = False
+        self.current: Current | None = None
+        self.explain = None
+
+    def __enter__(self) -> FunctionFrame:
+        paused = pause_modes() if num_dispatch_modes() else None
+        try:
+            if self._options.check.fingerprint is not None or (paused is not None and len(paused) != num_dispatch_modes()):
+                self._options, self._compared = compared(self._options)
+            function, options = self._function, self._options
+            generators, recurrent = _NO_GENERATORS, _NO_LAYERS
+            # In the usual case it is a module that was looked at before, or a function of tensors.
+            objects = self._arguments.objects
+            plan = None if objects or type(function) is FunctionType else idle_plan(function)
+            if plan is not None:
+                self._state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
+                recurrent = plan.recurrent
+                self._variables = variables_in(plan) if plan.functions else None
+                self._objects = notes_of(function, objects)
+            else:
+                reached = reach(function, objects)
+                if reached is not NOTHING:
+                    self._objects = notes_of(function, objects)
+                    self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
+                    if self._state is None:
+                        if self._contexts is not None:
+                            raise uninitialized(self._region())
+                        self._keeps_all, self._plain = True, False  # this once
+                        return self
+                    generators = self._state.generators
+                    recurrent = [layer for plan in self._state.plans for layer in plan.recurrent]
+                self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
+            self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
+            self.current = capture_current()
+            if recurrent and options.preserve_rng_state:
+                seed_masks_anew(recurrent)
+            self._context = copy_context() or None
+            concurrent = is_concurrent(self.thread)
+            left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()
+            if self._selection is not None:
+                hooks = top_saved_tensors_hooks(False)
+                self._selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
+            self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
+            if concurrent and options.preserve_rng_state:
+                self._draws = RecordDraws()
+                self._draws.__enter__()
+        finally:
+            if paused:
+                resume_modes(paused)
+        if paused is not None:
+            self._contexts = under_modes(self._contexts)
+        self._plain = (
+            (plan is not None or self._state is None)
+            and self._finish is None
+            and self._draws is None
+            and self._contexts is None
+            and self.observer is None
+        )
+        if not self._plain:
+            try:
+                if self.observer is not None:
+                    self.observer.entered(self)
+                if self._contexts is not None:
+                    self._contexts[0].__enter__()
+            except BaseException as error:
+                self._close(error)
+                raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        if self._plain:
+            close_frame(self)
+            self._arguments.close()
+            if self._state is not None:
+                self._state.close_idle()
+            self.complete = error is None
+            return
+        if self._keeps_all:
+            return
+        suppressed: bool | None = False
+        parent = self.parent  # gone when the frame is closed
+        if self._contexts is not None:
+            try:
+                suppressed = self._contexts[0].__exit__(kind, error, traceback)
+            except BaseException as another:
+                self._close(another)
+                raise
+        self._close(error)
+        if error is None:
+            self.complete = True
+            if self._selection is not None:
+                self._selection.close(parent, early_stop=self._options.early_stop)
+        elif suppressed:
+            raise suppressed_error(error) from error
+
+    def _close(self, error: BaseException | None) -> None:
+        paused = pause_modes()
+        try:
+            close_frame(self)
+            self._arguments.close()
+            if self._draws is not None:
+                self._draws.__exit__(None, None, None)
+            if self._state is not None:
+                self._state.close(failed=error is not None)
+            if self._finish is not None:
+                self._finish()
+            if self.observer is not None:
+                self.observer.exited(self, error)
+        finally:
+            resume_modes(paused)
+
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Reruns the function; see :meth:`Frame.recompute`."""
+        return run_on(self.current, self._recompute_here, wanted)
+
+    def made(self) -> Made | None:
+        """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""
+        return None if self.current is None else Made(self.current)
+
+    def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Reruns the function on the devices and streams that are current."""
+        return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
+
+    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        mark = mark_thread()
+        outer, self._filling = self._filling, filling
+        try:
+            filling.leftovers = None if self._objects is None else leftovers_of(self._objects)
+            if self._options.check.fingerprint is None:
+                return self._recompute(filling, wanted)
+            return self._compared.recompute(lambda: self._recompute(filling, wanted), self._region())
+        except BaseException as error:
+            bring_back(mark, error)
+            raise
+        finally:
+            self._filling = outer
+            filling.let_go()
+
+    def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
+        borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
+        # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
+        paused = pause_modes() if num_dispatch_modes() else None
+        outer, stack.innermost = stack.innermost, self
+        reentered, self.recomputing = self.recomputing, True
+        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, next_hook()
+        handed_out: list[HandedOut] = []
+        call: Restored | None = None
+        hooks: Hooks = ()
+        try:
+            transforms = suspend_transforms()
+            set_grad_enabled(True)
+            call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
+            hooks = self._arguments.hooks()
+            if self._selection is not None:
+                last = wanted is None and is_last_backward()
+                self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
+            state = self._state
+            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
+                self._call_with_more(filling, wanted, call, borrows=borrows)
+            elif state is None:
+                self._call_in_ambient(filling, wanted, call)
+            else:
+                lock = state.plans[0].lock
+                with lock if self.current is None else patient(lock, self.path):
+                    self._call_in_ambient(filling, wanted, call)
+        except StopRecompute:
+            pass
+        except (DeterminismError, MutationError) as error:
+            # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
+            own = error.region == self._region()
+            if own and isinstance(error, DeterminismError):
+                self._explain(error)
+            if own or not filling.stopped:
+                raise
+        except Exception as error:
+            if not filling.stopped:
+                if self._selection is not None and call is not None:
+                    self._selection.check(len(filling.values) - 1, self._explain, error)
+                if call is not None:
+                    self._explain_failure(error, len(filling.values), selective=self._selection is not None)
+                raise
+            # The function swallowed the stop and failed later on. Every value is there (Rule 8).
+        finally:
+            if borrows:
+                default_generators_lock.release()
+            if paused:
+                resume_modes(paused)
+            if self._selection is not None:
+                self._selection.settle()
+            set_grad_enabled(grad_enabled)
+            self.recomputing = reentered
+            stack.innermost = outer
+            if transforms is not None:
+                resume_transforms(transforms)
+            if (registered := hooks_since(first_hook)) or hooks:
+                self._arguments.put_hooks_back(hooks, handed_out, registered)
+            if handed_out:
+                self._arguments.look_at(handed_out)
+        try:
+            values = filling.result(self._options.check, self._marks)
+        except DeterminismError as found:  # not those of regions around, which restore the arguments
+            required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
+            blame(found, self, self._function, self._arguments.path_of, required)
+            self._explain(found)
+            raise
+        if self._selection is not None:
+            self._selection.check(filling.last, self._explain)
+        if filling.leftovers is not None:
+            self._explain_leftovers(filling)
+        return values

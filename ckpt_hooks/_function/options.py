@@ -1,0 +1,45 @@
+"""What a function frame is told about its region."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch.nn import Module
+
+from ckpt_hooks._tensors.determinism import DEFAULT_CHECK, Check
+
+__all__ = ["DEFAULT_OPTIONS", "RegionOptions", "name_of_function"]
+
+
+@dataclasses.dataclass(frozen=True)
+class RegionOptions:
+    """How a function frame is brought back.
+
+    Attributes:
+        preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
+        early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
+        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them as they are.
+        check: What is compared with forward.
+        name: The region's name in errors and reports; the function's own if None.
+        respect_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the region.
+    """
+
+    preserve_rng_state: bool = True
+    early_stop: bool = True
+    preserve_buffers: bool = True
+    check: Check = DEFAULT_CHECK
+    name: str | None = None
+    respect_hooks: bool = True
+
+
+DEFAULT_OPTIONS = RegionOptions()
+
+
+def name_of_function(function: Callable[..., Any]) -> str:
+    """Returns what a region is called that was given no name."""
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    if isinstance(function, Module):
+        return type(function).__qualname__
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,0 +1,178 @@
+"""The pack and unpack hooks of function frames, and putting them around a forward.
+
+Autograd keeps both hooks with each tensor that went through them, a leaf that was kept included. So the unpack hook is one
+function of the module; and the pack hook is a closure that lets go of its frame when forward ends, since a frame is not to live
+any longer than its handles (Rule 9).
+
+A leaf that requires grad is kept instead of dropped: that costs no memory, since the graph holds it as well, and spares it a
+handle, a comparison and a place in the recompute. It also is what plain autograd does, down to the object. A *view* of a leaf
+does not qualify: where a framework gives a parameter another storage after forward (``param.data = ...``), the view would hold
+on to the one that was to be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from itertools import count
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
+from ckpt_hooks._core.hooks import UNPACKS
+from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._tensors.fingerprints import Fingerprints
+from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks
+
+__all__ = ["open_frame", "unpack", "unpack_observed"]
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
+
+    Args:
+        packed: A handle, or what stands for a leaf that was kept.
+    """
+    if type(packed) is list:
+        leaf: torch.Tensor = packed[0]
+        if leaf._version != packed[1]:
+            raise mutated_leaf(packed)
+        return leaf
+    frame: Frame
+    frame, index = packed
+    index -= FIRST
+    opened = frame.passes.get(graph_task_id())
+    if opened is None:
+        opened = frame.open_pass(index)
+    values = opened.values
+    try:
+        value: torch.Tensor = values[index]
+    except IndexError:  # packed after the recompute
+        value = MISSING
+    if value is MISSING:
+        value = frame.reopen_pass(opened, index)
+    else:
+        values[index] = MISSING
+        opened.taken.append(index)
+    if opened.made is not None:
+        opened.made.hand_out(value)
+    return value
+
+
+def unpack_observed(packed: Any) -> torch.Tensor:
+    """Does what :func:`unpack` does, and tells the frame's observer."""
+    tensor = unpack(packed)
+    if type(packed) is tuple:
+        frame: Frame
+        frame, number = packed
+        assert frame.observer is not None
+        frame.observer.unpacked(frame, number - FIRST, tensor)
+    return tensor
+
+
+UNPACKS += [unpack, unpack_observed]
+
+
+def _pack_observed(
+    observer: Observer, pack: Callable[[torch.Tensor], Handle | Kept]
+) -> Callable[[torch.Tensor], Handle | Kept]:
+    def pack_observed(tensor: torch.Tensor) -> Handle | Kept:
+        packed = pack(tensor)
+        if type(packed) is tuple:
+            frame, number = packed
+            observer.packed(frame, number - FIRST, tensor)
+        return packed
+
+    return pack_observed
+
+
+def _pack_fingerprinted(
+    pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: Fingerprints
+) -> Callable[[torch.Tensor], Handle | Kept]:
+    note = fingerprints.note
+
+    def pack_fingerprinted(tensor: torch.Tensor) -> Handle | Kept:
+        packed = pack(tensor)
+        note(tensor, kept=type(packed) is list)
+        return packed
+
+    return pack_fingerprinted
+
+
+def open_frame(
+    frame: Frame,
+    facts: Callable[[Any], Any],
+    fingerprint: Callable[[torch.Tensor], Any] | None = None,
+    left_out: Collection[int | None] = (),
+) -> Callable[[], None] | None:
+    """Makes a frame the innermost one of this thread.
+
+    Args:
+        frame: The frame, which has packed nothing yet.
+        facts: Returns what is noted of each tensor, and of :data:`MISSING`.
+        fingerprint: Returns what the values of a tensor are compared by, or None where they are not.
+        left_out: Storages of tensors that are not compared: an operator writes to them after it has saved them.
+
+    Returns:
+        What to call when forward has ended, if anything.
+
+    Raises:
+        RuntimeError: Where saved-tensor hooks are disabled, with the message given to
+            ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
+    """
+    next_number, append, note = count(FIRST).__next__, frame.numbers.append, frame.facts.append
+    path, without_grad = frame.path, frame.without_grad
+    latest = missing = facts(MISSING)
+
+    def pack(tensor: torch.Tensor) -> Handle | Kept:
+        nonlocal latest
+        number = next_number()
+        append(number)
+        if tensor.is_leaf:  # or has no graph
+            if tensor.requires_grad:
+                note(missing)
+                return [tensor, tensor._version, path]
+            without_grad.append(number - FIRST)
+        try:
+            found = facts(tensor)
+        except RuntimeError:  # a nested tensor has no shape
+            note(missing)
+            return [tensor.detach(), tensor._version, path]
+        if found != latest:  # neighbours are often alike, and one tuple serves for all of them
+            latest = found
+        note(latest)
+        return frame, number
+
+    finish = None
+    if fingerprint is None and frame.observer is None:
+        push_saved_tensors_hooks(pack, unpack)
+    else:
+        finish = _open_watched(frame, pack, fingerprint, left_out)
+    stack.innermost = frame
+
+    def release() -> None:
+        nonlocal frame
+        del frame
+
+    frame.release = release
+    return finish
+
+
+def _open_watched(
+    frame: Frame,
+    pack: Callable[[torch.Tensor], Handle | Kept],
+    fingerprint: Callable[[torch.Tensor], Any] | None,
+    left_out: Collection[int | None],
+) -> Callable[[], None] | None:
+    finish = None
+    if fingerprint is not None:
+        fingerprints = Fingerprints(fingerprint, left_out)
+        frame.fingerprints = fingerprints.taken
+        pack = _pack_fingerprinted(pack, fingerprints)
+        finish = fingerprints.close
+    if frame.observer is None:
+        push_saved_tensors_hooks(pack, unpack)
+    else:
+        push_saved_tensors_hooks(_pack_observed(frame.observer, pack), unpack_observed)
+    return finish

@@ -1,0 +1,314 @@
+"""Dispatch modes of selective regions: a policy says of each operator whether its output is kept or computed again.
+
+Two dispatch modes see the operators below autograd. The one of forward notes each of them and asks the policy; the one of a
+recompute hands out what was kept instead of running the operator. What is kept is :mod:`.selection`; how a recompute
+is held to the operators of forward, :mod:`.sequence`; what becomes of one that runs others,
+:mod:`.aligning`; which ones may be skipped at all, :mod:`ckpt_hooks._operators`.
+
+A policy that looks at the operator alone is asked once an operator in the program, and the answer is looked up from then on.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import Self
+
+from ckpt_hooks._ambient.draws import num_draw_modes, watch_draw
+from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
+from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._function.collector import StopRecompute
+from ckpt_hooks._operators.kinds import (
+    KNOWN,
+    Kind,
+    drops_from_buffer,
+    facts_of,
+    has_buffered_masks,
+    written_by,
+)
+from ckpt_hooks._torch import graph_task_id, is_kept_anyway, num_function_modes, sequence_number, top_saved_tensors_hooks
+from ckpt_hooks.errors import DeterminismError
+from ckpt_hooks.policies.base import Policy, PolicyFn, SelectiveCheckpointContext, decision_of
+from ckpt_hooks.policies.policy_warnings import warn_of_unseen
+
+from .aligning import Aligning
+from .selection import Selection
+
+__all__ = ["Recompute", "Record"]
+
+# What the mode of forward does with an operator.
+_PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
+
+#: Operator, what to do, how to call it, its kind, a shorter way to call it.
+_Plan = tuple[Any, int, Any, Kind, Any]
+
+_PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
+_RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
+
+_MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+
+_IGNORED, _RANGE, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
+_SAVEABLE, _RANDOM, _COLLECTIVE, _EFFECT = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE, Kind.EFFECT
+_new_context = SelectiveCheckpointContext.__new__
+
+_OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+
+# What runs again in any case, and may touch an output that was kept.
+_LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
+
+
+def _plan_for(policy: Policy, operator: Any) -> _Plan:
+    _, kind, call, short_cut = facts_of(operator)
+    if kind is Kind.IGNORED or kind is Kind.RANGE:
+        return operator, _PASS, call, kind, short_cut
+    decision = policy.for_op(operator)
+    if decision is not None:
+        decision = _decision_of(decision, operator, kind)
+    if kind is Kind.CAST:
+        action = _CAST
+    elif kind is Kind.FACTORY:
+        action = _REPLAY
+    elif decision is None or has_buffered_masks(operator):
+        action = _ASK
+    elif kind in _LOOKED_AT:
+        action = _LOOK
+    elif kind is Kind.VIEW:
+        action = _PASS
+        if decision in _MUSTS:
+            policy.warn_of_view(operator)
+    elif decision in _RECOMPUTES:
+        action = _REPLAY
+    else:
+        action = _OFFLOAD if decision in _OFFLOADS else _SAVE
+    return operator, action, call, kind, short_cut
+
+
+def _decision_of(answer: Any, operator: Any, kind: Kind) -> CheckpointPolicy:
+    """Returns what a policy answered; an operator with an effect runs again only where that is a must."""
+    decision = decision_of(answer, operator)
+    return CheckpointPolicy.MUST_SAVE if kind is _EFFECT and decision is _PREFER_RECOMPUTE else decision
+
+
+class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes the operators of a forward, and keeps what the policy says."""
+
+    def __init__(self, selection: Selection, policy: Policy) -> None:
+        super().__init__()
+        self.selection = selection
+        self._policy = policy
+        self._ask: PolicyFn = policy.start()
+        self._plan: dict[int, _Plan] = policy.plan
+        sequence = selection.sequence
+        self._note, self._mark, self._count = sequence.operators.append, sequence.marks.append, sequence.nodes.append
+        self._saved: Sequence[int] = ()
+        self._task = graph_task_id()
+        if policy.expects:
+            selection.when_closed = functools.partial(warn_of_unseen, policy)  # not this mode: that would be a cycle
+
+    def __enter__(self) -> Self:
+        if self.selection.sequence.path is None:
+            _refuse_hidden()
+        self._saved = self.selection.numbers
+        self.selection.sequence.begin()
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        super().__exit__(*exc_info)
+        self.selection.sequence.end()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plan = self._plan.get(id(func))
+        if plan is None or plan[0] is not func:
+            plan = self._plan[id(func)] = _plan_for(self._policy, func)
+        _, action, call, kind, short_cut = plan
+        if action == _PASS and short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
+            return short_cut(*args)
+        # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
+        if action == _PASS or self.paused or graph_task_id() != self._task:
+            output = call(*args, **kwargs) if kwargs else call(*args)
+            if kind is _WRITES:
+                count_writes(func, args)
+            elif kind is _RANGE:
+                self.note_range(func, args)
+            return output
+        if action == _REPLAY:
+            self._note(func)
+            self._mark(len(self._saved))
+            self._count(sequence_number())
+            return call(*args, **kwargs) if kwargs else call(*args)
+        if action == _SAVE:
+            return self._save(func, call, kind, args, kwargs or {})
+        if action == _ASK:
+            return self._ask_for(func, call, kind, args, kwargs or {})
+        if action == _CAST:
+            if is_kept_anyway(args[0]):
+                self.selection.sequence.note_cast()
+                return call(*args, **kwargs) if kwargs else call(*args)
+            return self._ask_for(func, call, kind, args, kwargs or {})
+        if action == _OFFLOAD:
+            return self._save(func, call, kind, args, kwargs or {}, offload=True)
+        self._note(func)
+        self._mark(len(self._saved))
+        self._count(sequence_number())
+        output = call(*args, **(kwargs or {}))
+        self._look_at(func, kind, args, kwargs or {}, output)
+        return output
+
+    def _save(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any, *, offload: bool = False) -> Any:
+        place = len(self.selection.sequence.operators)
+        self._note(func)
+        self._mark(len(self._saved))
+        self._count(sequence_number())
+        watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
+        output = call(*args, **kwargs)
+        draw = None if watch is None else watch()
+        self.selection.keep(place, output, args, kwargs, draw, kind, offload=offload)
+        return output
+
+    def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
+        selection = self.selection
+        place = len(selection.sequence.operators)
+        if kind is not _VIEW:
+            self._note(func)
+            self._mark(len(self._saved))
+            self._count(sequence_number())
+        watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
+        output = call(*args, **kwargs)
+        context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
+        context.op_output = output
+        decision = self._ask(context, func, *args, **kwargs)
+        if decision is _PREFER_RECOMPUTE and kind is _SAVEABLE:
+            return output
+        decision = _decision_of(decision, func, kind)
+        if kind is _RANDOM and decision in _RECOMPUTES and drops_from_buffer(func, args, kwargs):
+            decision = CheckpointPolicy.MUST_SAVE
+        if kind in _LOOKED_AT:
+            self._look_at(func, kind, args, kwargs, output)
+        elif kind is _VIEW:
+            if decision in _MUSTS:
+                self._policy.warn_of_view(func)
+        elif decision not in _RECOMPUTES:
+            draw = None if watch is None else watch()
+            selection.keep(place, output, args, kwargs, draw, kind, offload=decision in _OFFLOADS)
+        return output
+
+    def _look_at(self, func: Any, kind: Kind, args: Any, kwargs: Any, output: Any) -> None:
+        """Sees to what was kept, after an operator that may have touched it."""
+        if kind is _WRITES:
+            count_writes(func, args)
+        if self.selection.entries:
+            if kind is Kind.ALIASES:
+                self.selection.watch((args, kwargs), output)
+            else:
+                self.selection.forget(written_by(func, args, kwargs))
+
+
+class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
+    """Hands out in one recompute what forward kept.
+
+    Attributes:
+        error: The first operator that should not have run.
+        marks: Of each operator that ran, how many tensors the region had saved before.
+    """
+
+    def __init__(self, selection: Selection) -> None:
+        super().__init__()
+        self.error: DeterminismError | None = None
+        self._selection = selection
+        self._sequence, self._operators = selection.sequence, selection.sequence.operators
+        self._entries = selection.entries
+        self.marks: list[int] = []
+        self._saved = selection.values
+        self._task = graph_task_id()
+        self._draw_modes = num_draw_modes()
+        self._last, self._has_stopped = selection.last, selection.has_stopped
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts = KNOWN.get(id(func))
+        if facts is None or facts[0] is not func:
+            facts = facts_of(func)
+        _, kind, call, short_cut = facts
+        if short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
+            return short_cut(*args)
+        if (
+            kind is not _VIEW
+            and kind is not _IGNORED
+            and kind is not _RANGE
+            and not self.paused
+            and graph_task_id() == self._task
+            and not (kind is _CASTS and is_kept_anyway(args[0]))
+        ):
+            place = len(self.marks)
+            if kind is _EFFECT:
+                if self._has_stopped():  # and the function goes on all the same
+                    raise StopRecompute
+                if place not in self._entries:
+                    self._selection.has_run_effects = True
+            self.marks.append(len(self._saved))
+            operators = self._operators
+            if place >= len(operators) or operators[place] is not func:
+                error = self._sequence.compare(place, func)
+                if error is not None and not self._has_stopped():
+                    self.error = self.error or error
+                    self._selection.differs = True
+                    try:
+                        raise error
+                    finally:
+                        del error  # its traceback has this call, which would keep it alive in turn
+            if place in self._entries:
+                output = self._selection.take(place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes)
+                if output is not MISSING:
+                    return output
+        output = call(*args, **kwargs) if kwargs else call(*args)
+        if kind is _WRITES:
+            count_writes(func, args)
+        elif kind is _RANGE:
+            self.note_range(func, args)
+        return output
+
+
+class Recompute:
+    """What wraps each recompute: a mode of its own for each, since one may run inside another."""
+
+    def __init__(self, selection: Selection) -> None:
+        self.selection = selection
+        self._running: list[_Reuse | Aligning] = []  # outermost first; a region is recomputed by one thread at a time
+
+    def __enter__(self) -> None:
+        mode = Aligning(self.selection) if self.selection.aligned else _Reuse(self.selection)
+        mode.__enter__()
+        self._running.append(mode)
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        mode = self._running.pop()
+        mode.__exit__(kind, error, traceback)
+        if isinstance(mode, Aligning):
+            return
+        self.selection.marks_of_rerun = mode.marks
+        found, mode.error = mode.error, None  # which what the error's traceback has would keep alive
+        try:
+            if found is not None and error is not found:
+                raise found  # which the function swallowed
+        finally:
+            del found, error
+
+
+def _refuse_hidden() -> None:
+    """Raises if a region is about to run under a selective context that it does not know of.
+
+    Outside of regions it is of use too: to torch's own checkpoint, whose hooks are innermost then.
+    """
+    frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
+    if frame is not None and hooks is not None and are_of_frame(hooks):
+        raise TypeError(
+            f"context_fn of region {'/'.join(format_path(frame.path))!r} returned a context of "
+            "create_selective_checkpoint_contexts within another context, where the region does not find it. Return the two as "
+            "they are. For other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )

@@ -1,0 +1,382 @@
+"""Where the state of a module is: its attributes and those of its submodules, and objects there that hold tensors.
+
+That is found once for a module and its submodules, and used as long as it has the same ones. Plans are kept in a table by the
+``id`` of their modules, whose classes may define equality as they like. A plan refers to modules weakly, and goes with its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from ckpt_hooks._ambient.recurrent import recurrent_layers
+
+from .attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
+from .closure_scan import Search, has_variables
+from .noted_values import TensorNote
+from .packed import Pack
+from .unwritten import Learning
+
+__all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
+
+#: In how many forwards, and one more, a module is looked at in any case: they may build caches, and add attributes.
+_LOOKS = 3
+#: Levels of containers and objects that are opened below an attribute.
+_DEPTH = 2
+
+_NUMBERS = frozenset({int, float, complex, bool})
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
+
+#: A name in a module, as the dict that holds it and the key.
+Slot = tuple[dict[str, Any], str]
+
+#: A pack of small tensors, notes of others, tensors elsewhere, and generators.
+Contents = tuple["Pack | None", Sequence[TensorNote], Sequence[torch.Tensor], Sequence[torch.Generator]]
+
+
+class _Epoch:
+    """Counts what is registered in modules, of any kind, by a hook of torch for each kind."""
+
+    number = 0
+    watching = False
+
+    @classmethod
+    def watch(cls) -> None:
+        if not cls.watching:
+            cls.watching = True
+            register_module_module_registration_hook(cls._next)
+            register_module_buffer_registration_hook(cls._next)
+            register_module_parameter_registration_hook(cls._next)
+
+    @staticmethod
+    def _next(*_: Any) -> None:
+        _Epoch.number += 1
+
+
+class ModulePlan:
+    """What there is to capture of one module.
+
+    Attributes:
+        epoch: What had been registered in modules, of any kind, when the module was last looked at.
+        functions: Those among attributes, and in objects that are attributes, that close over variables or name globals.
+        is_lazy: Whether there are modules in it that make their parameters in their first forward.
+        learning: Which of the tensors have to be copied.
+        lock: Held by a recompute that rewinds the module.
+        notes: The attributes of the module and its submodules, as of the latest forward.
+        parameters: The module and its submodules as far as they have parameters of their own; see :mod:`.parameters`.
+        recurrent: The recurrent layers in it; see :mod:`ckpt_hooks._ambient.recurrent`.
+        root: Refers to the module weakly.
+    """
+
+    __slots__ = (
+        "_children",
+        "_has_tensors",
+        "_is_looked_at",
+        "_looks_at_frozen",
+        "_modules",
+        "_scripted",
+        "_searched",
+        "_used",
+        "_written",
+        "epoch",
+        "functions",
+        "is_lazy",
+        "learning",
+        "lock",
+        "notes",
+        "parameters",
+        "recurrent",
+        "root",
+    )
+
+    def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
+        self.root = weakref.ref(root, functools.partial(_forget, _plans, id(root)))
+        everything = _all_modules(root)
+        modules = [module for module in everything if type(module._modules) is dict]
+        self._modules = [weakref.ref(module) for module in modules]
+        self._children = list(map(_reference_to, _children_of(modules)))
+        # What TorchScript made has its tensors elsewhere; they are taken as they are.
+        self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
+        self.epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
+        #: Parameters without gradients that forward was seen to write to: number of the module, and name.
+        self._written: set[tuple[int, str]] = set()
+        #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
+        self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
+        self.parameters = _parameters_of(modules)
+        self.recurrent = recurrent_layers(modules)
+        self.lock: Any = threading.RLock() if before is None else before.lock
+        self.learning: Learning = Learning(self._modules, None if before is None else before.learning)
+        self.notes = AttributeNotes([note for module in modules if (note := note_module(module)) is not None])
+        self._look()
+
+    def _look(self) -> None:
+        """Finds out where to look for tensors and generators in each forward, and which functions have variables."""
+        searches = [
+            (note.module, name, _search_in(vars(module).get(name)))
+            for note in self.notes.notes
+            if (module := note.module()) is not None
+            for name in note.others
+        ]
+        #: Attributes that are objects, or hold some, with tensors or generators in them.
+        self._searched = [(module, name) for module, name, search in searches if search.tensors or search.generators]
+        functions = [function for *_, search in searches for function in search.functions]
+        self.functions = [weakref.ref(function) for function in functions if has_variables(function)]
+        self.is_lazy = any(
+            isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
+        )
+        self._has_tensors = any(note.tensors for note in self.notes.notes)
+
+    def holds(self, root: Module) -> bool:
+        """Whether this is the plan of a module that has the submodules that it had.
+
+        They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
+        """
+        if self.root() is not root:
+            return False
+        if self.epoch == _Epoch.number and self._used > _LOOKS:
+            return True
+        self.epoch, self._is_looked_at = _Epoch.number, True
+        modules = self._alive()
+        children = _children_of(modules)
+        if (
+            len(modules) != len(self._modules)
+            or len(children) != len(self._children)
+            or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
+        ):
+            return False
+        self.parameters = _parameters_of(modules)
+        before, after = self.notes.notes, [_renewed(note, is_new=True) for note in self.notes.notes]
+        if not all(map(is_, before, after)):
+            self.learning.restart()
+        self.notes = AttributeNotes(after, holds_tensors=self.learning.unwritten_are_all)
+        self._look()
+        return True
+
+    def _is_settled(self) -> bool:
+        return not (self._written or self._scripted or self.is_lazy or self._searched) and (
+            not self._has_tensors or self.learning.is_settled
+        )
+
+    def is_idle(self, root: Module) -> bool:
+        """Whether attributes, which are noted, and a pack of small tensors are all that a forward might change."""
+        return (
+            self._is_settled()
+            and self.epoch == _Epoch.number
+            and self._used > _LOOKS
+            and self.root() is root
+            and self.note()
+            and (not self._has_tensors or self.learning.is_good())
+            and self._is_settled()
+        )
+
+    def note(self) -> bool:
+        """Notes the attributes as they are; returns whether the plan is good for them, or a new one is needed."""
+        before = self.notes
+        if before.hold():
+            return True
+        if any(note.module() is None for note in before.notes):
+            return False
+        now = self.notes = AttributeNotes(list(map(_renewed, before.notes)))
+        renewed = [(new, old) for new, old in zip(now.notes, before.notes, strict=True) if new is not old]
+        if any(new.others != old.others for new, old in renewed):
+            return False
+        self.learning.restart(keeps_large=all(new.differs_in_numbers(old) for new, old in renewed))
+        if not all(new.is_simple and old.is_simple for new, old in renewed):
+            self._look()
+        return True
+
+    def _alive(self) -> list[Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    def has_run(self, written: Sequence[torch.Tensor], *, failed: bool) -> None:
+        """Tells that a forward has ended. Regions in regions begin several before that, which count as one.
+
+        Args:
+            written: Tensors that it has written to, if the plan is learning.
+            failed: Whether it has ended by an exception, and may not have come to what it changes.
+        """
+        if self.learning.is_learning():
+            self.learning.has_run(self.notes.notes, written, failed=failed)
+        if failed:
+            return
+        if self._is_looked_at:
+            self._is_looked_at = False
+            self._used += 1
+            self._looks_at_frozen += 1
+
+    def note_written(self, number: int, name: str) -> None:
+        """Tells of a parameter without gradients that forward has written to: number of the module, and name."""
+        self._written.add((number, name))
+
+    def contents(self) -> Contents:
+        """Returns the tensors that have to be copied, and generators."""
+        if not (self._has_tensors or self._searched or self._scripted):
+            return None, [], [], []
+        search = Search()
+        for reference, name in self._searched:
+            module = reference()
+            if module is not None:
+                search.look(vars(module).get(name), _DEPTH + 1)
+        tensors = search.tensors
+        for reference in self._scripted:
+            scripted = reference()
+            tensors += [] if scripted is None else scripted.buffers(recurse=False)
+        before = self.learning.unwritten_are_all
+        pack, loose = self.learning.to_copy(self.notes.notes)
+        if before is not self.learning.unwritten_are_all:
+            self.notes = AttributeNotes(self.notes.notes, holds_tensors=not before)
+        return pack, loose, tensors, search.generators
+
+    def written(self) -> list[Slot]:
+        """Returns names of parameters without gradients that forward was seen to write to."""
+        modules = self._alive() if self._written else []
+        slots = [(modules[number]._parameters, name) for number, name in self._written if number < len(modules)]
+        return [slot for slot in slots if slot[0].get(slot[1]) is not None]
+
+    def frozen(self) -> list[tuple[Callable[[], None], Slot]]:
+        """Returns parameters without gradients, as long as the module is new, and what to call if forward writes to one.
+
+        Most never change, and some modules keep their state in such: the codes of a quantiser, the averages of a teacher.
+        """
+        if self._looks_at_frozen > _LOOKS:
+            return []
+        return [
+            (functools.partial(self.note_written, number, name), (module._parameters, name))
+            for number, module in enumerate(self._alive())
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
+        ]
+
+
+def _reference_to(module: Module) -> Callable[[], Module | None]:
+    """Returns a weak reference to a module; to a proxy of one, which is registered like a module, a strong one."""
+    return (lambda: module) if type(module) in weakref.ProxyTypes else weakref.ref(module)
+
+
+def _children_of(modules: list[Module]) -> list[Module]:
+    return [child for module in modules for child in module._modules.values() if child is not None]
+
+
+def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()]]:
+    return [weakref.ref(module) for module in modules if module._parameters], ()
+
+
+def _all_modules(root: Module) -> list[Module]:
+    """Returns a module, those in it, and those in containers and objects among its attributes, such as an untrained teacher.
+
+    Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Neither is a module taken
+    that has this one in it, as a trainer has the whole model, nor one from among which this one is, as of all layers.
+    """
+    found = dict.fromkeys(Module.modules(root))
+    todo, seen = list(found), set[int]()
+    has_root = functools.cache(lambda module: root in Module.modules(module))
+    while todo:
+        attributes = [value for name, value in list(vars(todo.pop()).items()) if name not in MACHINERY]
+        for value in attributes:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            inner, within = _modules_directly_in(value), _modules_within(value)
+            if type(value) in _CALLABLES or root not in within:
+                inner += [one for one in within if one not in found and not has_root(one)]
+            new = [module for one in inner for module in Module.modules(one) if module not in found]
+            found.update(dict.fromkeys(new))
+            todo += new
+    return list(found)
+
+
+def _modules_directly_in(value: Any) -> list[Module]:
+    if not isinstance(value, (list, tuple, dict)):
+        return []
+    return [one for one in (value.values() if isinstance(value, dict) else value) if isinstance(one, Module)]
+
+
+def _modules_within(value: Any) -> list[Module]:
+    kind = type(value)
+    if isinstance(value, Module):
+        return [value]
+    if kind in _NUMBERS or isinstance(value, (str, torch.Tensor)) or kind.__module__.partition(".")[0] == "torch":
+        return []
+    search = Search()
+    search.look(value, _DEPTH + 1)
+    return search.modules
+
+
+def _search_in(value: Any) -> Search:
+    search = Search()
+    if not isinstance(value, (torch.Tensor, Module)):
+        search.look(value, _DEPTH + 1)
+    return search
+
+
+def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
+    """Returns a note of the same module as it is now.
+
+    Args:
+        note: A note that may hold still.
+        is_new: Whether submodules and parameters may have been added.
+    """
+    module = note.module()
+    if module is None:
+        return note
+    own = vars(module)
+    if note.holds(own) and not (is_new and not note.has_parts_of(own)):
+        return note
+    return (None if is_new else note.with_values(own)) or ModuleNote(module)
+
+
+#: The latest plan of each module, by the ``id`` of the module.
+_plans: dict[int, ModulePlan] = {}
+
+
+def _forget(plans: dict[int, ModulePlan], key: int, root: weakref.ref[Module]) -> None:
+    """Drops the plan of a module that is gone."""
+    plan = plans.get(key)
+    if plan is not None and plan.root is root:  # not a newer one
+        del plans[key]
+
+
+def plan_of(module: Module) -> ModulePlan:
+    """Returns the plan of a module with its attributes noted, a new one where it has changed."""
+    plan = _plans.get(id(module))
+    if plan is not None and plan.holds(module) and plan.note():
+        return plan
+    _Epoch.watch()
+    with _making:  # of threads that meet at a module, one makes the plan, since a plan has a lock
+        if _plans.get(id(module)) is not plan:
+            return plan_of(module)
+        new = _plans[id(module)] = ModulePlan(module, plan)
+        return new
+
+
+_making = threading.RLock()
+
+
+def idle_plan(function: Any) -> ModulePlan | None:
+    """Returns the plan of a function that is a module known well, with its attributes noted, if it need not be looked at."""
+    plan = _plans.get(id(function))
+    return plan if plan is not None and plan.is_idle(function) else None
+
+
+def epoch() -> int:
+    """Returns how many modules, buffers and parameters have been registered anywhere."""
+    return _Epoch.number
+
+
+def has_new_parts(since: int) -> bool:
+    """Whether modules, buffers or parameters have been registered anywhere since an epoch."""
+    return since != _Epoch.number

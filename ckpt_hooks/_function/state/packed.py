@@ -1,0 +1,207 @@
+"""Contents of a module's small buffers, copied, compared and put back all at once.
+
+The state of a batch norm is three small tensors. An operator on each costs more than the bytes do. So the small tensors of a
+module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, and the C library compares them and
+puts them back.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
+from typing import Any, TypeVar
+
+import torch
+
+from ckpt_hooks._bytes import memcmp, memcpy, same_bytes
+from ckpt_hooks._tensors.copies import is_plain
+from ckpt_hooks._torch import past_all_modes, set_versions, storage_of
+
+from .noted_values import TensorNote
+from .shared_copies import has_storage, is_compared
+
+__all__ = ["Pack", "PackedCopy", "pack_up"]
+
+#: How large a pack may be before it takes another tensor.
+_MOST_BYTES = 1 << 20
+
+_version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+
+
+def _is_small(noted: TensorNote) -> bool:
+    tensor, alias = noted.reference(), noted.alias
+    return (
+        tensor is not None
+        and type(alias) is torch.Tensor
+        and is_plain(tensor)
+        and tensor.device.type == "cpu"
+        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+        and tensor.nbytes > 0
+        and is_compared(tensor)
+        and tensor.is_contiguous()
+        and has_storage(tensor)
+        and (alias.shape, alias.data_ptr()) == (tensor.shape, tensor.data_ptr())  # not so where it was resized in place
+    )
+
+
+R = TypeVar("R")
+_PLAIN = torch.empty(0)
+
+
+def _apart(function: Callable[..., R]) -> Callable[..., R]:
+    """Has a function run past all dispatch modes: its copies are not theirs to see, and hold values under a fake mode too."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> R:
+        result: R = past_all_modes(_PLAIN, function, *args)
+        return result
+
+    return run
+
+
+class Pack:
+    """Small tensors, as rows of bytes.
+
+    The rows are aliases, which share memory and version counters with the tensors, and have no history if these come by one.
+    """
+
+    __slots__ = ("_latest", "_layouts", "_offsets", "_pointers", "_rows", "_sizes", "notes", "storages")
+
+    @_apart
+    def __init__(self, notes: Sequence[TensorNote]) -> None:
+        """Takes notes of tensors, each of which is small."""
+        self.notes = notes
+        self._rows = [noted.alias.reshape(-1).view(torch.uint8) for noted in notes if noted.alias is not None]
+        self._sizes = [row.numel() for row in self._rows]
+        self._offsets = list(accumulate(self._sizes, initial=0))
+        self._pointers = [row.data_ptr() for row in self._rows]
+        shapes = [noted.alias.shape for noted in notes if noted.alias is not None]
+        self._layouts = list(zip(self._pointers, shapes, strict=True))
+        #: Which storages the tensors are in: rows hold theirs.
+        self.storages = frozenset(map(storage_of, self._rows))
+        self._latest: Callable[[], torch.Tensor | None] = _nothing
+
+    def is_intact(self) -> bool:
+        """Whether each tensor that is still there has the memory and the shape that it had."""
+        for noted, layout in zip(self.notes, self._layouts, strict=True):
+            tensor = noted.reference()
+            if tensor is None:
+                tensor = noted.alias
+            if tensor is not None and (tensor.data_ptr(), tensor.shape) != layout:
+                return False
+        return True
+
+    def versions(self) -> list[int]:
+        """Returns the version of each tensor."""
+        return list(map(_version, self._rows))
+
+    @_apart
+    def read(self) -> torch.Tensor:
+        """Returns a copy of all bytes."""
+        return torch.cat(self._rows)
+
+    def copy(self) -> torch.Tensor:
+        """Returns a copy of all bytes: the latest one, where that is still there and nothing has changed."""
+        copy, latest = self.read(), self._latest()
+        if latest is not None and same_bytes(latest, copy):
+            return latest
+        self._latest = weakref.ref(copy)
+        return copy
+
+    @_apart
+    def write(self, content: torch.Tensor, versions: Sequence[int], found: Sequence[int] | None = None) -> None:
+        """Gives the tensors a content and versions.
+
+        Args:
+            content: The bytes.
+            versions: The versions.
+            found: Those that they have, if that is known.
+        """
+        if memcpy is None:
+            with torch.no_grad():
+                for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True):
+                    row.copy_(piece)
+        else:
+            start = content.data_ptr()
+            for pointer, offset, size in zip(self._pointers, self._offsets, self._sizes, strict=False):
+                memcpy(pointer, start + offset, size)
+        if memcpy is None or (self.versions() if found is None else found) != versions:
+            set_versions(tuple(self._rows), tuple(versions))
+
+    @_apart
+    def pieces(self, content: torch.Tensor) -> list[tuple[TensorNote, torch.Tensor]]:
+        """Returns the tensors' notes, and a tensor for each with its part of a copy."""
+        return [
+            (noted, piece.clone().view(alias.dtype).reshape(alias.shape))
+            for noted, piece in zip(self.notes, torch.split_with_sizes(content, self._sizes), strict=True)
+            if (alias := noted.alias) is not None
+        ]
+
+    @_apart
+    def differences(self, content: torch.Tensor) -> list[bool]:
+        """Returns of each tensor whether its bytes differ from those in a copy."""
+        if memcmp is None:
+            return [
+                not torch.equal(row, piece)
+                for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True)
+            ]
+        start = content.data_ptr()
+        places = zip(self._pointers, self._offsets, self._sizes, strict=False)
+        return [memcmp(pointer, start + offset, size) != 0 for pointer, offset, size in places]
+
+
+def _nothing() -> None:
+    return None
+
+
+class PackedCopy:
+    """The content of a pack of tensors as one forward found it.
+
+    Attributes:
+        after: Versions when forward has ended.
+        before: Versions when it began.
+        copy: The content.
+        pack: The tensors.
+    """
+
+    __slots__ = ("after", "before", "copy", "pack")
+
+    def __init__(self, pack: Pack) -> None:
+        self.pack = pack
+        self.copy = pack.copy()
+        self.before = self.after = pack.versions()
+
+    def settle(self) -> None:
+        """Ends forward."""
+        self.after = self.pack.versions()
+
+    def written(self) -> list[torch.Tensor]:
+        """Returns the tensors that forward has written to."""
+        notes, count = self.pack.notes, len(self.before)
+        differ = self.pack.differences(self.copy) if self.pack.is_intact() else [True] * count
+        rows = zip(notes, self.before, self.after, differ, strict=True)
+        written = [noted.reference() for noted, before, after, differs in rows if differs or before != after]
+        return [tensor for tensor in written if tensor is not None]
+
+    def is_stale(self, versions: Sequence[int], content: torch.Tensor) -> bool:
+        """Whether what the tensors have now is not what they had before forward."""
+        return versions != self.before or not same_bytes(content, self.copy)
+
+
+def pack_up(notes: Iterable[TensorNote]) -> tuple[Pack | None, list[TensorNote]]:
+    """Returns the pack of those tensors that are small, if there are any, and the notes of others."""
+    packed: list[TensorNote] = []
+    loose: list[TensorNote] = []
+    total = 0
+    for noted in notes:
+        if noted.reference() is None:
+            continue
+        if _is_small(noted) and total < _MOST_BYTES:
+            packed.append(noted)
+            total += noted.alias.nbytes if noted.alias is not None else 0
+        else:
+            loose.append(noted)
+    return (Pack(packed) if packed else None), loose

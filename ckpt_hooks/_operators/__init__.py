@@ -1,0 +1,1 @@
+"""Operators: what their schemas say, what those leave out, and the random numbers that they draw."""

@@ -1,0 +1,251 @@
+"""What is known of an operator before it runs: where its tensors are, what it writes to, what its outputs are.
+
+A schema says most of it. What schemas leave out or get wrong is in the lists of :mod:`ckpt_hooks._operators`, and below.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from .kinds import RECORD_STREAM, WRITES_UNSAID, Kind, has_buffered_masks
+from .kinds import facts_of as plain_facts_of
+
+__all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
+
+#: Return memory that nobody has written to yet.
+_BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+
+#: Look at what shape their first argument has, and not at what is in it.
+_LIKE = frozenset(
+    {
+        "full_like",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones_like",
+        "rand_like",
+        "randint_like",
+        "randn_like",
+        "zeros_like",
+    }
+)
+
+#: Give every element of what they write to a new value, whatever it was.
+_OVERWRITE = frozenset(
+    {
+        "bernoulli_",
+        "cauchy_",
+        "copy_",
+        "exponential_",
+        "fill_",
+        "geometric_",
+        "log_normal_",
+        "normal_",
+        "random_",
+        "uniform_",
+        "zero_",
+    }
+)
+
+#: Give a tensor another storage, or its storage another size.
+_REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
+
+#: Choose among kernels by switches of the process that only a full look at them tells of.
+_LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
+
+#: Of those, the ones for which there are switches besides those that matter to all of them.
+_LOOKS_AT_ALL_SWITCHES = ("conv", "gru", "lstm", "rnn")
+
+#: Return more where an argument requires grad, which no argument of a replay does: what they returned is kept.
+_LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
+
+#: Libraries whose operators return new memory, or an argument's.
+_TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
+
+
+class Written(NamedTuple):
+    """An argument that an operator writes to.
+
+    Attributes:
+        position: Where it is among positional arguments.
+        name: What it is called.
+        counted: Whether its version says that it was written to.
+        overwritten: Whether nothing is left of what it was.
+    """
+
+    position: int
+    name: str
+    counted: bool
+    overwritten: bool
+
+    def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Returns the argument of a call; None where it was left out."""
+        return args[self.position] if self.position < len(args) else kwargs.get(self.name)
+
+
+class OpFacts:
+    """What is known of an operator.
+
+    Attributes:
+        operator: The operator.
+        call: What runs it.
+        short_cut: What does so in a shorter way on tensors that are no subclass, if anything.
+        name: Without library and overload.
+        kind: What kind it is.
+        tensors: For each number of positional arguments, which of them are tensors.
+        lists: Positions of arguments that are lists of tensors.
+        keywords: Names of arguments that are tensors or lists of them.
+        written: What it writes to.
+        single: Whether it returns one tensor.
+        has_buffered_masks: Whether it may drop out by masks that it would not draw again.
+        has_effect: Whether it has an ordered effect, so that what it returned is kept.
+        has_fresh: Whether it returns something that is not an argument, nor a view of one.
+        is_fast: Whether it does nothing but take tensors by position and return tensors.
+        is_view: Whether its output is another face of its input, by which versions of the two are one.
+        is_detach: Whether it is a view whose versions may be its own all the same.
+        is_random: Whether it draws random numbers, or may.
+        may_drop_out: Whether it draws where it was told to drop out, and else not.
+        is_blank: Whether it returns memory that nobody has written to.
+        is_like: Whether it looks at the shape of its first argument alone.
+        is_fresh: Whether all that it returns is new, and worth keeping maybe.
+        is_inplace_view: Whether it turns a tensor into a view of itself.
+        is_mark: Whether it tells the allocator which stream uses a tensor, and does nothing to the tensor.
+        is_opaque: Whether nothing is known of what it does to its arguments.
+        replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
+        is_collective: Whether its result is complete only when somebody has waited for it.
+        is_trusted: Whether its outputs are new, or share memory with its arguments.
+        looks_at_switches: Whether switches of the process matter that change without notice.
+        looks_at_all_switches: Whether all of those matter, and not only the common ones.
+        looks_at_grad: Whether it matters too which arguments require grad.
+    """
+
+    __slots__ = (
+        "call",
+        "has_buffered_masks",
+        "has_effect",
+        "has_fresh",
+        "is_blank",
+        "is_collective",
+        "is_detach",
+        "is_fast",
+        "is_fresh",
+        "is_inplace_view",
+        "is_like",
+        "is_mark",
+        "is_opaque",
+        "is_random",
+        "is_trusted",
+        "is_view",
+        "keywords",
+        "kind",
+        "lists",
+        "looks_at_all_switches",
+        "looks_at_grad",
+        "looks_at_switches",
+        "may_drop_out",
+        "name",
+        "operator",
+        "replaces_storage",
+        "short_cut",
+        "single",
+        "tensors",
+        "written",
+    )
+
+    def __init__(self, operator: Any) -> None:
+        self.operator = operator
+        _, self.kind, self.call, self.short_cut = plain_facts_of(operator)
+        kind, schema = self.kind, getattr(operator, "_schema", None)
+        self.name: str = str(operator) if schema is None else schema.name.partition("::")[2]
+        self.is_opaque = schema is None or (kind is Kind.REWRITES and self.name not in WRITES_UNSAID)
+        arguments = [] if schema is None else schema.arguments
+        types = [str(argument.type) for argument in arguments]
+        positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
+        self.lists = tuple(index for index, one in enumerate(types) if "Tensor" in one and index not in positions)
+        self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
+        self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
+        tags = () if schema is None else operator.tags
+        self.is_inplace_view = torch.Tag.inplace_view in tags
+        self.replaces_storage = self.name in _REPLACES_STORAGE
+        self.is_mark = operator is RECORD_STREAM
+        self.written = () if schema is None or self.is_mark else _written(schema, self.name)
+        self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
+        self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
+        self.is_view = (
+            schema is not None
+            and not schema.is_mutable
+            and any(returned.alias_info is not None for returned in schema.returns)
+            and kind is not Kind.ALIASES
+        )
+        namespace = str(getattr(operator, "namespace", ""))
+        self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
+        self.has_effect = kind is Kind.EFFECT
+        self.is_detach = self.name == "detach" and self.is_view
+        self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
+        aten = namespace == "aten"
+        self.is_blank = aten and self.name in _BLANK
+        self.is_like = aten and self.name in _LIKE
+        self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
+        self.is_collective = kind is Kind.COLLECTIVE
+        self.is_trusted = namespace in _TRUSTED
+        self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
+        self.looks_at_all_switches = not aten or any(part in self.name for part in _LOOKS_AT_ALL_SWITCHES)
+        self.has_buffered_masks = has_buffered_masks(operator)
+        self.looks_at_grad = aten and self.name in _LOOKS_AT_GRAD
+        self.is_fast = self.is_trusted and not (
+            self.is_opaque
+            or self.has_effect
+            or self.looks_at_grad
+            or self.written
+            or self.lists
+            or self.is_random
+            or self.is_blank
+            or self.is_like
+            or self.is_inplace_view
+            or self.is_mark
+            or (self.looks_at_switches and not aten)
+        )
+
+    def under(self, mode: Any) -> OpFacts:
+        """Returns the same of an operator that runs under a dispatch mode: one that makes fake tensors of nothing."""
+        facts = copy.copy(self)
+        facts.call, facts.short_cut = functools.partial(_call_under, mode, self.call), None
+        return facts
+
+
+def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with mode:
+        return call(*args, **kwargs)
+
+
+def _written(schema: Any, name: str) -> tuple[Written, ...]:
+    unsaid = WRITES_UNSAID.get(name, ())
+    returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
+    found = []
+    for position, argument in enumerate(schema.arguments):
+        info = argument.alias_info
+        if info is not None and info.is_write:
+            counted = bool(returned & set(info.before_set)) or (not schema.returns and position == 0 and name.endswith("_"))
+            overwritten = name in _OVERWRITE or argument.is_out or name.startswith("rrelu_with_noise")
+            found.append(Written(position, argument.name, counted, overwritten))
+        elif argument.name in unsaid:
+            found.append(Written(position, argument.name, counted=False, overwritten=False))
+    return tuple(found)
+
+
+#: What was found out so far, by the identity of operators: they hash by a function of Python, integers do not. An entry whose
+#: operator is another one is none.
+KNOWN: dict[int, OpFacts] = {}
+
+
+def facts_of(operator: Any) -> OpFacts:
+    """Returns what is known of an operator; found out once."""
+    found = KNOWN.get(id(operator))
+    if found is None or found.operator is not operator:
+        found = KNOWN[id(operator)] = OpFacts(operator)
+    return found

@@ -1,0 +1,114 @@
+"""Values of a recorded region around which a dispatch mode of the user's is active, compared as they are brought back.
+
+Such a mode sees operators after the recorder does, so what it makes of their results is not on the tape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
+from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.words import describe, describe_tensor
+from ckpt_hooks._tensors.determinism import first_difference, hash_of
+from ckpt_hooks._tensors.fingerprints import Fingerprints, may_be_unfilled
+from ckpt_hooks._torch import current_node
+from ckpt_hooks.errors import DeterminismError
+
+if TYPE_CHECKING:
+    from .frame import Pin
+
+__all__ = ["ComparedValues"]
+
+
+def _fingerprint(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:  # it may have no shape
+        return hash_of(tensor)
+    return tuple(tensor.shape), tensor.dtype, tensor.device, hash_of(tensor)
+
+
+def _in_words(fingerprint: Any) -> str:
+    if not isinstance(fingerprint, tuple):
+        return str(fingerprint)
+    shape, dtype, device, values = fingerprint
+    return f"{describe(shape, dtype, device)} with fingerprint {values.item() if isinstance(values, torch.Tensor) else values}"
+
+
+class ComparedValues:
+    """Fingerprints of the values of one frame.
+
+    Attributes:
+        modes: Names of the modes around the outermost region.
+    """
+
+    __slots__ = ("_fingerprints", "_numbers", "_taken", "_without_grad", "modes")
+
+    def __init__(self, modes: Sequence[str]) -> None:
+        self.modes = modes
+        self._fingerprints = Fingerprints(_fingerprint, ())
+        self._taken = self._fingerprints.taken
+        self._numbers: list[int] = []  # of values
+        self._without_grad: set[int] = set()
+
+    def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Returns a pack hook that takes fingerprints of the tensors for which there are handles.
+
+        Args:
+            pack: The pack hook of the frame.
+        """
+        fingerprints, numbers, without_grad = self._fingerprints, self._numbers, self._without_grad
+
+        def pack_compared(tensor: torch.Tensor) -> Any:
+            packed = pack(tensor)
+            if type(packed) is not list:
+                if not tensor.requires_grad:
+                    without_grad.add(len(numbers))
+                numbers.append(packed.value.number)
+                fingerprints.note(tensor)
+            return packed
+
+        return pack_compared
+
+    def close(self) -> None:
+        """Ends forward; the pack hook lets go of what was taken."""
+        self._fingerprints.close()
+
+    def compare(self, pin: Pin, tensor: torch.Tensor) -> None:
+        """Compares a tensor that was brought back with what was saved.
+
+        One that was kept is what it was; so is, as plain autograd takes it, one that was written to by a way that versions do
+        not tell of.
+
+        Raises:
+            DeterminismError: If it is another value.
+        """
+        index, value = pin.index, pin.value
+        if value.saved is not None or value.number != self._numbers[index] or is_without_values():
+            return
+        expected = self._taken[index]
+        if expected is None:
+            return
+        with torch.no_grad():
+            found = past_modes(_fingerprint, tensor)
+            if past_modes(first_difference, [expected], [found]) is None:
+                return
+        node = current_node()
+        if index in self._without_grad and may_be_unfilled(node, tensor):
+            return
+        grad_fn = None if node is None else node.name()
+        region = format_path(pin.frame.path)
+        saved_by = "" if node is None else f" It was saved by {grad_fn}."
+        raise DeterminismError(
+            f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"
+            f"tensor at position {index}: {describe_tensor(tensor)}\nAn operator does not do the same each time, or a mode "
+            "around the region changes results: have its output kept by a policy, or enter the mode inside the region."
+            f"{saved_by}{modes_in_words(self.modes, users_modes())}",
+            region=region,
+            index=index,
+            expected=_in_words(expected),
+            found=_in_words(found),
+            grad_fn=grad_fn,
+        )

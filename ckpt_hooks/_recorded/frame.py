@@ -1,0 +1,391 @@
+"""Recorded frames: their handles, their hooks, and who replays what for whom."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.frame import Frame, mutated_leaf, overlap_error
+from ckpt_hooks._core.frame import Kept as KeptLeaf
+from ckpt_hooks._core.groups import group_scope
+from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
+from ckpt_hooks._core.modes import is_without_values, users_modes
+from ckpt_hooks._core.passes import MISSING, graph_task_scope
+from ckpt_hooks._core.settings import current_settings
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._torch import (
+    counted_detach,
+    graph_exec_group,
+    graph_task_id,
+    is_kept_anyway,
+    num_dispatch_modes,
+    push_saved_tensors_hooks,
+    storage_address,
+    storage_of,
+    top_saved_tensors_hooks,
+)
+from ckpt_hooks.policies.base import Policy
+
+from .comparing import ComparedValues
+from .decisions import RECOMPUTE, Deciding
+from .kept import Hooks, Kept
+from .recorder import Recorder
+from .replay import Replay, bring_back
+from .values import Value, values_of
+
+__all__ = ["Pin", "RecordedFrame", "unpack"]
+
+
+class Pin:
+    """The handle of a recorded frame: stands in autograd's graph for one saved tensor.
+
+    Attributes:
+        frame: The frame.
+        value: What the tensor was.
+        index: How many tensors the frame had saved before.
+    """
+
+    __slots__ = ("__weakref__", "frame", "index", "value")
+
+    frame: RecordedFrame
+    value: Value
+    index: int
+
+
+class RecordedFrame(Frame):
+    """A region that is a block of code; a context manager around that.
+
+    Attributes:
+        bytes: How large the tensors are that were saved in it.
+        current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
+        compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
+        hooks_around: Saved-tensor hooks of somebody's around it, in the innermost function frame; None when it has ended.
+        outer: The recorded frame directly around it, on the same tape.
+        pins: Its handles.
+        start: The number of the latest value when it began.
+        tape: What records; None when it has ended.
+    """
+
+    __slots__ = (
+        "_children",
+        "_deciding",
+        "_draws_anew",
+        "_respect_hooks",
+        "bytes",
+        "compared",
+        "hooks_around",
+        "outer",
+        "pins",
+        "start",
+        "tape",
+    )
+
+    passes: dict[int, Any]  # replays, by the key of the scope
+
+    def __init__(
+        self, name: str, policy: Policy | None = None, *, respect_hooks: bool = True, preserve_rng_state: bool = True
+    ) -> None:
+        """Makes a frame inside the innermost one of this thread.
+
+        Args:
+            name: The region's name.
+            policy: What is kept.
+            respect_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the outermost region.
+            preserve_rng_state: Whether a replay draws what forward drew.
+        """
+        parent = stack.innermost
+        Frame.__init__(self, name, parent, current_settings().observer)
+        self.bytes = 0
+        self.compared: ComparedValues | None = None
+        self.hooks_around: Hooks | None = None
+        self.pins: list[weakref.ref[Pin]] = []
+        self._children: list[weakref.ref[RecordedFrame]] = []
+        self._deciding = None if policy is None else Deciding(policy)
+        self._respect_hooks = respect_hooks
+        self._draws_anew = not preserve_rng_state
+        # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
+        self.outer: RecordedFrame | None = parent if type(parent) is RecordedFrame and parent.tape is not None else None
+        self.tape: Recorder | None = None if self.outer is None else self.outer.tape
+        self.start = 0
+
+    def __enter__(self) -> RecordedFrame:
+        outer, tape = self.outer, self.tape
+        hooks = top_saved_tensors_hooks(False)
+        if hooks is not None:
+            if not are_of_frame(hooks):
+                self.hooks_around = hooks
+            elif outer is not None:
+                self.hooks_around = outer.hooks_around
+        if outer is None or tape is None:
+            watch_fused_steps()
+            users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
+            tape = self.tape = Recorder(
+                self.thread,
+                hooks,
+                respect_hooks=self._respect_hooks,
+                is_in_frame=self.parent is not None,
+            )
+            tape.users_modes = users
+            tape.__enter__()
+        else:
+            outer._children.append(weakref.ref(self))
+        self.start, self.current = tape.number, tape.current
+        self._lock = tape.lock
+        try:
+            pack, release = self._packing(tape)
+            if tape.users_modes:
+                compared = self.compared = ComparedValues(tape.users_modes)
+                push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
+            else:
+                push_saved_tensors_hooks(pack, unpack)
+        except BaseException:
+            if outer is None:
+                tape.__exit__()
+            raise
+        tape.path, tape.deciding, tape.draws_anew = self.path, self._deciding, self._draws_anew
+        self.release = release
+        stack.innermost = self
+        if self.observer is not None:
+            self.observer.entered(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
+        tape, outer, parent = self.tape, self.outer, self.parent
+        assert tape is not None
+        close_frame(self)
+        if self.compared is not None:
+            self.compared.close()
+        self.tape = self.hooks_around = None
+        self.complete = True
+        if outer is None:
+            tape.__exit__()
+            tape.deciding = None
+            if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
+                parent.note_inside(tape.num_held(), self.path)
+            tape.close()  # which calls hooks of the user's, who may raise
+        else:
+            tape.path, tape.deciding, tape.draws_anew = outer.path, outer._deciding, outer._draws_anew
+        if self.observer is not None:
+            self.observer.exited(self, error)
+        if self._deciding is not None and error is None:
+            self._deciding.finish()
+
+    def _packing(self, tape: Recorder) -> tuple[Callable[[torch.Tensor], Pin | KeptLeaf], Callable[[], None]]:
+        """Returns the pack hook, and what has it let go of this frame: autograd keeps it with each leaf that is kept."""
+        get, pins = tape.known.get, self.pins
+        append = pins.append
+        pack_other, observer = self._pack_other, self.observer
+        new, reference_to, frame = Pin, weakref.ref, self
+
+        def pack(tensor: torch.Tensor) -> Pin | KeptLeaf:
+            value = get(id(tensor))
+            if value is None or storage_address(tensor) != value.store.address or observer is not None:
+                return pack_other(tensor, value)
+            pin = new()
+            pin.frame = frame
+            pin.value = value
+            pin.index = len(pins)
+            reference = reference_to(pin)
+            append(reference)
+            store = value.store
+            if store.pins is None:
+                store.pins = [reference]
+            else:
+                store.pins.append(reference)
+            frame.bytes += tensor.nbytes
+            return pin
+
+        def release() -> None:
+            nonlocal frame, pack_other
+            del frame, pack_other
+
+        return pack, release
+
+    def _pin_of(self, tensor: torch.Tensor, value: Value) -> Pin:
+        pin = Pin()
+        pin.frame, pin.value, pin.index = self, value, len(self.pins)
+        reference = weakref.ref(pin)
+        self.pins.append(reference)
+        value.store.pins = [*(value.store.pins or ()), reference]
+        self.bytes += tensor.nbytes if tensor.layout is torch.strided else 0
+        if self.observer is not None:
+            self.observer.packed(self, pin.index, tensor)
+        return pin
+
+    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Pin | KeptLeaf:
+        """Packs a tensor that the tape does not know as the result of an operator."""
+        tape = self.tape
+        assert tape is not None
+        if value is None and is_kept_anyway(tensor):
+            return [tensor, tensor._version, self.path]
+        if value is None or storage_of(tensor) != value.store.address:
+            store = tape.store_of(tensor)
+            if store.blank:
+                value = tape.input_of(tensor, store)  # what it is when it has been written to
+            elif store.outside and tape.hooks is None and self.hooks_around is None:
+                kept = counted_detach(tensor) if tensor.requires_grad else tensor
+                return [kept, tensor._version, self.path]
+            else:
+                value = tape.value_of(tensor, None)
+        return self._pin_of(tensor, value)
+
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Brings tensors back by themselves; see :meth:`Frame.recompute`."""
+        pins = [reference() for reference in self.pins]
+        if wanted is None:
+            wanted = [index for index, pin in enumerate(pins) if pin is not None]
+        values = {index: pin.value for index in wanted if (pin := pins[index]) is not None}
+        replay = Replay(self, values.values(), None)
+        tensors = [MISSING] * (max(values, default=-1) + 1)
+        for index, value in values.items():
+            tensors[index] = take(replay, value)
+        return tensors
+
+    def name_tensor(self, tensor: torch.Tensor, name: str) -> None:
+        """Keeps a tensor of this frame if the policy says so of its name."""
+        tape = self.tape
+        if tape is None or self._deciding is None:
+            return
+        decision = self._deciding.of_name(name)
+        value = tape.known.get(id(tensor))
+        if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.outside:
+            tape.keep(value, tensor, decision, f"kept by the policy, by the name of {name!r}")
+
+    def kept(self) -> list[tuple[str, str]]:
+        """Returns what this frame keeps, in words, and why."""
+        seen: dict[int, Kept] = {}
+        todo = [pin.value for reference in self.pins if (pin := reference()) is not None]
+        visited = set()
+        while todo:
+            value = todo.pop()
+            if id(value) in visited:
+                continue
+            visited.add(id(value))
+            if value.saved is not None:
+                seen[value.number] = value.saved
+                continue
+            if value.before is not None:
+                todo.append(value.before)
+            if value.op is not None:
+                for argument in (*value.op.args, *value.op.kwargs.values()):
+                    todo += values_of(argument)
+        described = [(kept.describe(), kept.reason) for _, kept in sorted(seen.items(), key=lambda item: item[0])]
+        return [kept for kept in described if kept[0]]
+
+    def _living_children(self) -> list[RecordedFrame]:
+        return [child for reference in self._children if (child := reference()) is not None]
+
+    def replay_for(self, key: int) -> Replay:
+        """Returns the replay of a scope; makes it, and those of the frames inside that will ask it, if there is none yet."""
+        found: Replay | None = self.passes.get(key)
+        if found is not None:
+            return found
+        group = graph_exec_group()
+        scope = graph_task_scope(key) if group is None else group_scope(group)
+        order, todo = [], [self]
+        while todo:
+            frame = todo.pop()
+            if key not in frame.passes:
+                order.append(frame)
+                todo += frame._living_children()
+        for frame in reversed(order):
+            # What is kept is handed out without a replay, which would hold it as long as somebody is to ask for it.
+            pins = [pin for reference in frame.pins if (pin := reference()) is not None]
+            roots = [pin.value for pin in pins if pin.value.saved is None or pin.value.saved.is_packed]
+            for child in frame._living_children():
+                roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
+            replay = Replay(frame, roots, key)
+            frame.keep_pass(replay, scope)
+        opened: Replay = self.passes[key]
+        return opened
+
+    def bring_back(self, pin: Pin) -> torch.Tensor:
+        """Returns what a handle stands for; called with the lock of the tape held."""
+        group = graph_exec_group()
+        key = graph_task_id() if group is None else group_scope(group).key
+        if key == -1:  # nobody says when values may go
+            return self.alone(pin.value)
+        replay = self.replay_for(key)
+        if group is not None and pin.index in replay.taken:
+            raise overlap_error(self.path, pin.index)
+        tensor = take(replay, pin.value)
+        if group is not None:
+            replay.taken.add(pin.index)
+        return tensor
+
+    def alone(self, value: Value) -> torch.Tensor:
+        """Returns a value for the caller alone."""
+        return take(Replay(self, (value,), None), value)
+
+    def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
+        """Returns who brings back values of the frame around this one.
+
+        Args:
+            replay: The replay of this frame that reads them.
+            values: The values.
+        """
+        outer = self.outer
+        assert outer is not None
+        if replay.key is None:
+            spare = Replay(outer, values, None)
+            return [(spare, value) for value in values]
+        found = outer.replay_for(replay.key)
+        return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
+
+
+def take(replay: Replay, value: Value) -> torch.Tensor:
+    """Returns a value by way of a replay, or of one for it alone where that has handed it out as often as it was to."""
+    if not replay.expects(value):
+        replay = Replay(replay.frame, (value,), None)
+    if not replay.has(value):
+        bring_back(replay, value)
+    return replay.take(value)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
+
+    Args:
+        packed: A handle, or what stands for a tensor from outside.
+    """
+    if type(packed) is list:
+        leaf: torch.Tensor = packed[0]
+        if leaf._version != packed[1]:
+            raise mutated_leaf(packed)
+        return leaf
+    pin: Pin = packed
+    frame, saved = pin.frame, pin.value.saved
+    if saved is not None and not saved.is_packed:
+        tensor = saved.get()
+    else:
+        with frame._lock:
+            replay = frame.passes.get(graph_task_id())
+            number = pin.value.number
+            if replay is not None and not replay.held and number in replay.tensors:
+                left = replay.readers[number] - 1
+                replay.readers[number] = left
+                tensor = replay.tensors[number] if left else replay.tensors.pop(number)
+                if replay.made is not None:
+                    replay.made.hand_out(tensor)
+            else:
+                tensor = frame.bring_back(pin)
+    if frame.observer is not None:
+        frame.observer.unpacked(frame, pin.index, tensor)
+    return tensor
+
+
+def unpack_compared(packed: Any) -> torch.Tensor:
+    """Does what :func:`unpack` does, and compares the tensor with what was saved."""
+    tensor = unpack(packed)
+    if type(packed) is Pin:
+        compared = packed.frame.compared
+        assert compared is not None
+        compared.compare(packed, tensor)
+    return tensor
+
+
+UNPACKS += [unpack, unpack_compared]

@@ -1,0 +1,286 @@
+"""Replaying a tape: bringing back values of one frame for one backward, each operator at most once (Rule 13).
+
+A replay counts the readers of each value, and lets go of it after the last one. Small regions are replayed as a whole when the
+first value is asked for, which is quicker; larger ones as far as is needed for what is asked for, which needs less memory; and
+those where a value is overwritten that somebody reads before, as a whole, in the order of recording.
+
+A frame that reads values of the frame around it asks that one's replay for them, and so on outwards. That is a loop and not a
+recursion: first each frame finds out what it needs of the next, then they run, from the outermost inwards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
+from ckpt_hooks._tensors.copies import stand_in_for
+from ckpt_hooks._torch import storage_address
+from ckpt_hooks.errors import CheckpointError
+
+from .kept import Clones, copy_in
+from .schedule import Work, plan_for, work_for
+from .surroundings import Around, Below
+from .values import ANEW, Op, Value, flatten, rebuild, values_of
+
+if TYPE_CHECKING:
+    from .frame import RecordedFrame
+
+__all__ = ["Replay", "bring_back"]
+
+#: Bytes that a region saved up to which it is replayed as a whole.
+AT_ONCE = 1 << 20
+
+
+class Replay:
+    """What one backward brings back of one frame.
+
+    Attributes:
+        frame: The frame.
+        crossing: What it reads of the frame around, as long as that is there.
+        held: What was asked for and has been overwritten since, likewise.
+        key: Of the scope that it is for, None for none.
+        made: Hands values to streams of devices; None where no accelerator was in use in forward.
+        readers: How often each value will be read yet.
+        taken: In a group of backwards, the handles that were asked for.
+        tensors: What is there, by the number of the value.
+    """
+
+    __slots__ = (
+        "_cloned",
+        "_plan",
+        "_ran",
+        "_streams",
+        "_whole",
+        "crossing",
+        "frame",
+        "held",
+        "key",
+        "made",
+        "readers",
+        "taken",
+        "tensors",
+    )
+
+    def __init__(self, frame: RecordedFrame, roots: Iterable[Value], key: int | None) -> None:
+        """Makes a plan.
+
+        Args:
+            frame: The frame.
+            roots: What will be asked for, as often as it will be.
+            key: Of the scope; None for a replay that is the caller's alone.
+        """
+        self.frame = frame
+        self.key = key
+        self.made = None if frame.current is None else Made(frame.current)
+        self.taken: set[int] = set()
+        self.tensors: dict[int, torch.Tensor] = {}
+        self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
+        self.readers = self._plan.readers
+        self.crossing = [weakref.ref(value) for value in work.crossing]
+        self._whole: Work | None = work if self._plan.in_order or frame.bytes <= AT_ONCE else None
+        self._ran: set[int] = set()
+        self.held: dict[int, torch.Tensor] = {}
+        self._cloned: Clones = {}
+        self._streams: OwnStreams = {}
+
+    def has(self, value: Value) -> bool:
+        """Whether a value is there."""
+        return value.number in self.tensors or value.number in self.held
+
+    def expects(self, value: Value) -> bool:
+        """Whether a value is there, or will be."""
+        return self.readers.get(value.number, 0) > 0
+
+    def work(self, value: Value) -> Work:
+        """Returns what has to be done to have a value, by way of :meth:`run`."""
+        whole, self._whole = self._whole, None
+        if whole is not None:
+            try:
+                self._fetch(whole)
+            except CheckpointError:  # something is not to be had any more, which need not be what is asked for
+                if self._plan.in_order:
+                    raise
+            else:
+                return whole
+        frame = self.frame
+        return work_for(value, frame.start, self.tensors, self._ran, nested=frame.outer is not None)
+
+    def take(self, value: Value) -> torch.Tensor:
+        """Returns a value that is there, and lets go of it if nobody else reads it."""
+        number, readers = value.number, self.readers
+        tensor = self.held.get(number) if self.held else None
+        if tensor is None:
+            tensor = self.tensors[number]
+        left = readers[number] - 1
+        readers[number] = left
+        if not left:
+            self.tensors.pop(number, None)
+            if self.held:
+                self.held.pop(number, None)
+        if self.made is not None:
+            self.made.hand_out(tensor)
+        return tensor
+
+    def put(self, value: Value, tensor: torch.Tensor) -> None:
+        """Takes in a value that comes from elsewhere; a copy of it, where an operator will write to it."""
+        if id(value.store) in self._plan.written:
+            tensor = copy_in(tensor, self._cloned)
+        self.tensors[value.number] = tensor
+
+    def _fetch(self, work: Work) -> None:
+        """Gets the values that are kept."""
+        written = self._plan.written
+        for value in work.leaves:
+            if value.number not in self.tensors:
+                assert value.saved is not None
+                tensor = value.saved.get()
+                if written:
+                    self.put(value, tensor)
+                else:
+                    self.tensors[value.number] = tensor
+        work.leaves.clear()
+
+    def run(self, work: Work) -> None:
+        """Does some work, for which the values of the frame around are there."""
+        if self.made is not None:
+            self.made.renew()
+        self._fetch(work)
+        steps = work.steps
+        if not steps:
+            return
+        around: Around | None = None
+        tensors, readers = self.tensors, self.readers
+        self._ran.update(steps)
+        todo = [steps[number] for number in sorted(steps, reverse=True)]
+        steps.clear()
+        with Below(self.frame.current) as below:
+            while todo:
+                op = todo.pop()
+                if type(op) is Value:
+                    self._after(op)
+                    continue
+                assert type(op) is Op
+                if op.around is not around:
+                    around = op.around
+                    below.under(around, tensors)
+                facts = op.facts
+                if not op.is_plain:
+                    self._run_any(op)
+                    continue
+                args = op.args.copy()
+                for position in op.present:
+                    number = args[position].number
+                    readers[number] = left = readers[number] - 1
+                    args[position] = tensors[number] if left else tensors.pop(number)
+                if op.kwargs:
+                    out = facts.call(*args, **op.kwargs)
+                elif facts.short_cut is not None and type(args[0]) is torch.Tensor:
+                    out = facts.short_cut(*args)
+                else:
+                    out = facts.call(*args)
+                number = op.number
+                if facts.single:
+                    if number in readers:
+                        tensors[number] = out
+                else:
+                    for tensor in out if type(out) is tuple else flatten(out):
+                        if number in readers:
+                            tensors[number] = tensor
+                        number += 1
+                    tensor = None
+                del op, args, out  # which may be large
+
+    def _keep(self, number: int, out: Any) -> None:
+        readers, tensors = self.readers, self.tensors
+        for index, tensor in enumerate(flatten(out)):
+            if number + index in readers:
+                tensors[number + index] = tensor
+
+    def _let_go(self, values: Iterable[Value]) -> None:
+        readers, tensors = self.readers, self.tensors
+        for value in values:
+            number = value.number
+            left = readers[number] - 1
+            readers[number] = left
+            if not left:
+                tensors.pop(number, None)
+
+    def _after(self, value: Value) -> None:
+        assert value.before is not None
+        self.tensors[value.number] = self.tensors[value.before.number]
+        self._let_go((value.before,))
+
+    def _run_any(self, op: Op) -> None:
+        facts, tensors = op.facts, self.tensors
+        args = [rebuild(argument, tensors) for argument in op.args]
+        kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
+        values = [value for argument in (*op.args, *op.kwargs.values()) for value in values_of(argument)]
+        if facts.is_inplace_view:
+            args[0] = args[0].detach()
+        elif facts.written and self._plan.in_order:
+            self._hold(facts, args, kwargs)
+        draw = op.draw
+        if draw is None:
+            out = facts.call(*args, **kwargs)
+        elif draw is ANEW:
+            out = draw_anew(facts.operator, args, kwargs, self._streams)
+        else:
+            out = draw_again(facts.operator, args, kwargs, draw)
+        del args, kwargs
+        self._ran.add(op.number)
+        self._let_go(values)
+        self._keep(op.number, out)
+
+    def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
+        """Copies what was asked for and is about to be overwritten."""
+        targets = [
+            tensor
+            for written in facts.written
+            for tensor in flatten(written.of(args, kwargs))
+            if isinstance(tensor, torch.Tensor)
+        ]
+        addresses = set(map(storage_address, targets))
+        for number in self._plan.asked:
+            tensor = self.tensors.get(number)
+            if tensor is not None and number not in self.held and storage_address(tensor) in addresses:
+                self.held[number] = stand_in_for(tensor)
+
+
+def bring_back(replay: Replay, value: Value) -> None:
+    """Brings back a value that a replay expects and does not have, on the devices and streams that the tape began on."""
+    run_on(replay.frame.current, _bring_back, replay, value)
+
+
+def _bring_back(replay: Replay, value: Value) -> None:
+    todo: list[tuple[Replay, Value | None, Work | None, list[tuple[Replay, Value]]]] = [(replay, value, None, [])]
+    replays = {id(replay): replay}
+    try:
+        while todo:
+            current, wanted, work, sources = todo.pop()
+            if work is not None:
+                for source, crossing in sources:
+                    current.put(crossing, source.take(crossing))
+                current.run(work)
+                continue
+            assert wanted is not None
+            if current.has(wanted):
+                continue
+            work = current.work(wanted)
+            asked = [crossing for crossing in work.crossing if not current.has(crossing)]
+            if not asked:
+                current.run(work)
+                continue
+            sources = current.frame.sources_of(current, asked)
+            replays.update((id(source), source) for source, _ in sources)
+            todo.append((current, None, work, sources))
+            todo += [(source, crossing, None, []) for source, crossing in sources]
+    except BaseException:
+        for broken in replays.values():  # of which some values are gone: whoever asks again gets new ones
+            if broken.key is not None:
+                broken.frame.passes.pop(broken.key, None)
+        raise

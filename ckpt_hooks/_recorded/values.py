@@ -1,0 +1,191 @@
+"""What a tape is made of: operators that ran, values that they made, and the storages that values are in.
+
+Nobody owns a tape. A handle in autograd's graph owns the value that it stands for, a value the operator that made it, an
+operator the values that it read. So what no live handle depends on is gone, by reference counting alone (Rule 17), and there
+is no list to prune. While a region is open, a value is also owned by the tensor that it belongs to, by way of a table.
+
+A storage is where writes meet: to write through one view changes them all. So a write makes a new value of every tensor that is
+alive and in the storage: the one it was, after that operator. A value is thus a tensor at a moment, and what is read at that
+moment refers to it (Rule 15).
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._torch import storage_of
+
+from .kept import Kept
+
+__all__ = ["ANEW", "Op", "Store", "Unsettled", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
+
+
+class Store:
+    """One storage, from when the tape first saw it.
+
+    Attributes:
+        address: Where the storage object is.
+        birth: The number of the operator that made it; 0 for one from outside.
+        outside: Whether its contents come from outside: tensors in it are kept, not brought back.
+        blank: Whether nobody has written to it since it was made.
+        written: Whether an operator on the tape wrote to it.
+        members: The tensors of this storage that the tape has seen.
+        pins: The handles of tensors in it, or None if there were none.
+        held: Its values of which the tensor is kept, or None.
+        reason: Why its contents come from outside; not set where they do not.
+    """
+
+    __slots__ = ("__weakref__", "address", "birth", "blank", "held", "members", "outside", "pins", "reason", "written")
+
+    address: int
+    birth: int
+    outside: bool
+    blank: bool
+    written: bool
+    members: list[weakref.ref[torch.Tensor]]
+    pins: list[weakref.ref[Any]] | None
+    held: list[weakref.ref[Value]] | None
+    reason: str
+
+    def is_alive(self) -> bool:
+        """Whether a tensor that the tape knows of is still in the storage, so that its address is not somebody else's."""
+        if any(self.has(member()) for member in self.members):
+            return True
+        for reference in self.held or ():
+            value = reference()
+            if value is not None and value.saved is not None and self.has(value.saved.tensor):
+                return True
+        return False
+
+    def has(self, tensor: torch.Tensor | None) -> bool:
+        """Whether a tensor is in the storage, and was not given another one (``tensor.data = other``)."""
+        return tensor is not None and (storage_of(tensor) or 0) == self.address
+
+
+#: Stands for the state that an operator drew from, where a replay is to draw what comes next.
+ANEW: Any = object()
+
+
+class Op:
+    """An operator that ran.
+
+    Attributes:
+        number: Its place on the tape, and the number of its first result.
+        facts: What is known of it.
+        args: Its positional arguments, with values in place of tensors.
+        kwargs: Its keyword arguments, likewise.
+        present: Which of its positional arguments are values.
+        draw: The state of the generator that it drew from, :data:`ANEW`, or None.
+        around: What it ran under.
+        is_plain: Whether there is nothing to it but to call it: all of its tensors are in ``present``.
+    """
+
+    __slots__ = ("args", "around", "draw", "facts", "is_plain", "kwargs", "number", "present")
+
+    number: int
+    facts: OpFacts
+    args: list[Any]
+    kwargs: dict[str, Any]
+    present: tuple[int, ...]
+    draw: Any
+    around: Any
+    is_plain: bool
+
+
+class Unsettled:
+    """Stands for the version counter of a detached tensor, of which an operator cannot tell.
+
+    ``detach()`` shares that of its base, ``.data`` does not; the same operator runs for both.
+
+    Attributes:
+        base: What stands for the counter of the base.
+    """
+
+    __slots__ = ("base",)
+
+    def __init__(self, base: object) -> None:
+        self.base = base
+
+
+class Value:
+    """A tensor at a moment.
+
+    There are three kinds. A result is an output of an operator (``op``, ``index``). A value after a write is what another one
+    (``before``) has become by an operator (``op``). An input has neither; it is kept.
+
+    Attributes:
+        number: Larger than that of any value that existed when this one came to be.
+        op: What made it; None for an input.
+        index: Which of the outputs.
+        before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
+        store: The storage that it is in.
+        group: The same for all tensors that have a version in common.
+        saved: The tensor, where it is kept.
+        tensor: The tensor that it belongs to, as long as that is alive.
+    """
+
+    __slots__ = ("__weakref__", "before", "group", "index", "number", "op", "saved", "store", "tensor")
+
+    number: int
+    op: Op | None
+    index: int
+    before: Value | None
+    store: Store
+    group: object
+    saved: Kept | None
+    tensor: Callable[[], torch.Tensor | None]
+
+
+def new_store(address: int, birth: int) -> Store:
+    """Returns a storage; where each operator pays for one, it is written out instead."""
+    store = Store()
+    store.address, store.birth, store.reason = address, birth, "from outside of the region"
+    store.outside = store.blank = store.written = False
+    store.members = []
+    store.pins = store.held = None
+    return store
+
+
+def new_value(number: int, store: Store, group: object, op: Op | None = None, before: Value | None = None) -> Value:
+    """Returns a value, of no tensor yet; where each operator pays for one, it is written out instead."""
+    value = Value()
+    value.number, value.op, value.index, value.before = number, op, 0, before
+    value.store, value.group, value.saved = store, group, None
+    return value
+
+
+def cut(op: Op, made: list[Value]) -> None:
+    """Has an operator let go of what it read, if all that it made is kept: nobody will run it again."""
+    if all(value.saved is not None for value in made):
+        op.args, op.kwargs, op.present, op.draw = [], {}, (), None
+
+
+def flatten(outputs: Any) -> list[Any]:
+    """Returns the outputs of an operator in one list, in order: tensors and others."""
+    if isinstance(outputs, (list, tuple)):
+        return list(itertools.chain.from_iterable(map(flatten, outputs)))
+    return [outputs]
+
+
+def values_of(argument: Any) -> list[Value]:
+    """Returns the values in an argument of an :class:`Op`."""
+    if type(argument) is Value:
+        return [argument]
+    if type(argument) is list:
+        return [value for value in argument if type(value) is Value]
+    return []
+
+
+def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:
+    """Returns an argument of an :class:`Op` with tensors in place of values."""
+    if type(argument) is Value:
+        return tensors[argument.number]
+    if type(argument) is list:
+        return [tensors[value.number] if type(value) is Value else value for value in argument]
+    return argument

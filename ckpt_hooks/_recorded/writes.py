@@ -1,0 +1,318 @@
+"""Operators that write to their arguments, as a tape sees them.
+
+Torch counts writes only when an operator has returned through autograd, so the tape follows writes by itself: each is an
+operator of its own, after which every tensor in the storage is another value. What is about to be overwritten and has been kept
+for somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write
+finds them kept.
+
+What autograd saved before a write is worthless to it afterwards if the two share a version, as plain autograd finds out in
+backward: the handle raises then. If they do not, plain autograd hands out what was written, and so does the handle (Rule 15).
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ckpt_hooks._core.modes import count_writes
+from ckpt_hooks._operators.facts import OpFacts, Written
+from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
+from ckpt_hooks._torch import counted_detach, storage_address, storage_of
+
+from .aliases import group_of, is_in
+from .decisions import OFFLOAD, RECOMPUTE, SAVE
+from .kept import Clones, Hooks, Kept, Packed, lost_to_write
+from .values import Op, Store, Value, cut, flatten, new_value
+
+if TYPE_CHECKING:
+    from .recorder import Recorder
+
+__all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
+
+_Tensor = torch.Tensor
+
+
+# A value that is kept is needed if anybody but the table has it: an operator that read it, or a handle.
+def _holders(reference: weakref.ref[Any]) -> int:
+    held = reference()
+    return sys.getrefcount(held)
+
+
+_probe = Value()
+# How many holders ``_holders`` counts of a value that has one.
+_ONE_HOLDER = _holders(weakref.ref(_probe))
+
+
+def _targets(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
+    """Returns the tensors that a call writes to."""
+    return [
+        (tensor, written)
+        for written in facts.written
+        for tensor in flatten(written.of(args, kwargs))
+        if isinstance(tensor, _Tensor)
+    ]
+
+
+def _covers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is all there is in its storage."""
+    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+
+
+def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs and records an operator that writes to tensors it is given."""
+    targets = _targets(facts, args, kwargs)
+    if not targets and not facts.has_fresh:
+        return facts.call(*args, **kwargs)
+    if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
+        return run_opaque(tape, func, facts, args, kwargs)
+    overwritten = set()
+    inside: dict[int, Store] = {}
+    outside: dict[int, Store] = {}
+    for tensor, written in targets:
+        store = tape.store_of(tensor)
+        if not store.outside and id(tensor) not in tape.known and id(tensor) not in tape.blank:
+            tape.value_of(tensor, None)  # another face of it, which came to be unseen
+        if store.blank:
+            if written.overwritten and _covers(tensor):
+                overwritten.add(id(tensor))
+            else:
+                tape.make_outside(store, "memory that was written to in part")
+        (outside if store.outside else inside)[id(store)] = store
+    # Where all is kept that it writes, nobody will ask for the write to be done again.
+    keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
+    keeps = keeps and not any(store.pins for store in inside.values())
+    for key, store in list(inside.items()):
+        # A replay could not write to all faces of a memory of which some are kept and others are not.
+        if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
+            tape.make_outside(store, "kept by the policy, and written to since")
+            outside[key] = inside.pop(key)
+    # Which versions it counts up, and what autograd has saved and is not told of the write.
+    bumped = [group_of(tape, tensor) for tensor, written in targets if written.counted]
+    quiet = _look_at_pins(tape, outside.values(), bumped, facts, [tensor for tensor, _ in targets])
+    if not inside and not facts.has_fresh:
+        _before(tape, outside.values())
+        try:
+            out = facts.call(*args, **kwargs)
+        finally:  # it may have written to some, and then raised
+            _after_outside(tape, outside.values(), quiet)
+        count_writes(func, args)
+        return out
+    _before(tape, inside.values())
+    op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
+    _before(tape, outside.values())
+    try:
+        out = tape.run(op, func, facts, args, kwargs)
+        count_writes(func, args)
+        decision = tape.decide(facts, args, kwargs, out)
+    except BaseException:
+        for store in inside.values():
+            tape.make_outside(store, f"written to by {func}, which raised")
+        _after_outside(tape, (*inside.values(), *outside.values()), quiet)
+        raise
+    made = tape.note(op, values, out if facts.has_fresh else None, decision)
+    for store in inside.values():
+        made += _after_inside(tape, op, store, bumped, decision)
+    if decision != RECOMPUTE:
+        cut(op, made)
+    _after_outside(tape, outside.values(), quiet)
+    return out
+
+
+def _before(tape: Recorder, stores: Iterable[Store]) -> None:
+    """Copies what was kept in storages that are about to be written to, where somebody but the tape's table needs it."""
+    for store in stores:
+        if store.blank:  # there is nothing to copy yet
+            continue
+        held, store.held = store.held, None
+        clones: Clones = {}
+        for reference in held or ():
+            value = reference()
+            if value is None or value.saved is None:
+                continue
+            tensor, saved = value.tensor(), value.saved
+            in_table = tensor is not None and tape.known.get(id(tensor)) is value
+            del value
+            if _holders(reference) > _ONE_HOLDER - (not in_table):
+                saved.copy(clones)
+
+
+def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
+    """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
+    facts, made = op.facts, []
+    pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
+    quiet = [pin for pin in pins if not is_in(tape, pin.value, bumped)]
+    for pin in pins:
+        if is_in(tape, pin.value, bumped):
+            pin.value = _overwritten(pin.value, facts, pin.frame.path)
+    tables = tape.blank if store.blank else tape.known
+    store.blank = False
+    store.written = True
+    members = list(tape.live_members(store))
+    store.members = []
+    for tensor in members:
+        before = tables.pop(id(tensor), None)
+        if before is None:
+            continue
+        value = _after(tape, op, before)
+        tape.register(tensor, value)
+        made.append(value)
+        if decision != RECOMPUTE:
+            tape.keep(value, tensor, decision, f"kept by the policy, as written by {facts.operator}")
+    # What autograd saved without a version in common is what was written, now.
+    store.pins = None
+    for pin in quiet:
+        tensor = pin.value.tensor()
+        now = None if tensor is None else tape.known.get(id(tensor))
+        if now is None:
+            now = _after(tape, op, pin.value)
+            made.append(now)
+        pin.value = now
+        store.pins = [*(store.pins or ()), weakref.ref(pin)]
+    return made
+
+
+def _after(tape: Recorder, op: Op, before: Value) -> Value:
+    tape.number += 1
+    value = new_value(tape.number, before.store, before.group, op, before)
+    value.tensor = before.tensor
+    return value
+
+
+def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
+    changed = new_value(value.number, value.store, value.group)
+    changed.tensor, changed.saved = value.tensor, lost_to_write(str(facts.operator), path)
+    return changed
+
+
+def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
+    """Returns the value of a handle whose tensor was given to saved-tensor hooks, as plain autograd does when it saves it."""
+    kept = Kept()
+    kept.tensor, kept.version, kept.reason, kept.path = tensor, None, pin.value.store.reason, pin.frame.path
+    kept.is_fickle = kept.by_policy = False
+    value = new_value(pin.value.number, pin.value.store, pin.value.group)
+    value.tensor, value.saved = pin.value.tensor, Packed(kept, hooks)
+    return value
+
+
+def _look_at_pins(
+    tape: Recorder, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
+) -> list[tuple[Any, torch.Tensor, Store]]:
+    """Finds handles of tensors in storages from outside that are about to be written to.
+
+    Those whose version will say so are lost. Those of regions with somebody's saved-tensor hooks around are handed to these,
+    which may copy. The others are returned, with what they stand for.
+    """
+    quiet = []
+    for store in stores:
+        pins, store.pins = store.pins, None
+        for reference in pins or ():
+            pin = reference()
+            if pin is None:
+                continue
+            if is_in(tape, pin.value, bumped):
+                pin.value = _overwritten(pin.value, facts, pin.frame.path)
+                continue
+            kept = None if pin.value.saved is None else pin.value.saved.tensor
+            tensor = pin.value.tensor() if kept is None else kept
+            if tensor is None:
+                tensor = _face_of(store, pin.frame.alone(pin.value), targets)
+            if tensor is None:
+                pin.value = _overwritten(pin.value, facts, pin.frame.path)
+            elif pin.frame.hooks_around is not None:
+                pin.value = _handed_over(pin, tensor, pin.frame.hooks_around)
+            else:
+                quiet.append((pin, tensor, store))
+    return quiet
+
+
+def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> torch.Tensor | None:
+    """Returns a tensor of a storage that is where another one was which is gone, of which there is a copy; None if unclear."""
+    if storage_address(tensor) == store.address:
+        return tensor
+    for face in faces:
+        if storage_of(face) == store.address and face.dtype is tensor.dtype and not (face.is_conj() or face.is_neg()):
+            return face.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+    return None
+
+
+def _after_outside(tape: Recorder, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
+    """Forgets what was known of tensors in storages from outside that were written to."""
+    for store in stores:
+        store.written = True
+        tape.forget_members(store)
+    for pin, tensor, store in quiet:
+        pin.value = tape.input_of(tensor, store)
+        store.pins = [*(store.pins or ()), weakref.ref(pin)]
+
+
+def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that one of a wrapping subclass is made of, at any depth."""
+    flatten_tensor = getattr(tensor, "__tensor_flatten__", None)
+    if flatten_tensor is None:
+        return []
+    inner = [part for name in flatten_tensor()[0] if isinstance(part := getattr(tensor, name), _Tensor)]
+    return inner + [part for one in inner for part in _inside(one)]
+
+
+def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
+    tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
+    tensors += [inner for tensor in tensors for inner in _inside(tensor)]
+    stores = {id(store): store for store in map(tape.store_of, tensors)}
+    if facts.kind is Kind.SAVEABLE:  # it only reads
+        out = facts.call(*args, **kwargs)
+    else:
+        # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
+        quiet = _look_at_pins(tape, stores.values(), [], facts, tensors)
+        _before(tape, stores.values())
+        try:
+            out = facts.call(*args, **kwargs)
+        finally:
+            for store in stores.values():
+                tape.make_outside(store, f"handed to {func}")
+            _after_outside(tape, stores.values(), quiet)
+    for tensor in flatten(out):
+        if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
+            tape.note_outside(tensor, f"returned by {func}")
+    return out
+
+
+def run_marking(tape: Recorder, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs an operator that tells of a tensor which stream uses it; a replay runs it for those who read the tensor after it."""
+    target: torch.Tensor = args[0]
+    out = facts.call(*args, **kwargs)
+    before = tape.known.get(id(target))
+    if before is not None and before.saved is None and before.store.address == storage_of(target):
+        op, _ = tape.op_of(facts, args, kwargs)
+        op.number = tape.number + 1
+        tape.number += 2
+        tape.register(target, new_value(tape.number, before.store, before.group, op, before))
+    return out
+
+
+def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs and records an operator that makes a tensor another view of the same memory."""
+    target: torch.Tensor = args[0]
+    store = tape.store_of(target)
+    before = op.args[0]
+    if before.saved is not None and before.saved.tensor is target:
+        before.saved.tensor = counted_detach(target)
+    bumped = [group_of(tape, target)]
+    out = facts.call(*args, **kwargs)
+    for holder in store.held or ():
+        held = holder()
+        if held is not None and held.saved is not None and held.saved.version is not None:
+            tape.note_version_later(held)
+    for reference in store.pins or ():
+        pin = reference()
+        if pin is not None and is_in(tape, pin.value, bumped):
+            pin.value = _overwritten(pin.value, facts, pin.frame.path)
+    tape.number = op.number = tape.number + 1
+    tape.inputs.pop(id(target), None)
+    tape.register(target, new_value(op.number, store, before.group, op))
+    return out

@@ -1,0 +1,223 @@
+"""Copies of tensors, and giving a tensor the content, strides and version that it had.
+
+Two need that: what was written to and is put back for a rerun, and what went through somebody's saved-tensor hooks.
+
+Hooks that copy (``torch.autograd.graph.save_on_cpu``) bring back a dense tensor that was never written to, whatever was packed.
+Plain autograd does not mind; a function that is called again does: a transposed input takes other kernels than a dense one,
+with other roundings, and other tensors saved. And that what the function saves was not modified since is told by versions.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch import FAKE, past_all_modes, set_grad_enabled, set_versions, storage_of
+
+__all__ = [
+    "PLAIN",
+    "PLAIN_OR_FAKE",
+    "alias_with_history",
+    "as_kind",
+    "copies_of",
+    "copy_of",
+    "copy_with_history",
+    "data_of",
+    "fill_all",
+    "is_dense",
+    "is_plain",
+    "refit",
+    "same_layout",
+    "stand_in_for",
+]
+
+#: Types of tensors that are what they seem.
+PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+
+#: The same, and tensors with everything but values.
+PLAIN_OR_FAKE = PLAIN | {FAKE}
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a plain one, or would be if there were values in its memory."""
+    return type(tensor) in PLAIN_OR_FAKE and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+
+
+def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor without gradients as what it stands for is, a parameter or not; the memory is the same."""
+    return torch.nn.Parameter(tensor, requires_grad=False) if issubclass(kind, torch.nn.Parameter) else tensor
+
+
+def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
+    """Returns a tensor of the same values and gradient edge with the strides and the version asked for.
+
+    Args:
+        tensor: The tensor.
+        strides: One number a dimension, in elements; None where they do not matter.
+        version: What its version counter should say.
+    """
+    if (strides is None or tensor.stride() == strides) and tensor._version == version:
+        return tensor
+    with torch.enable_grad():
+        copy: torch.Tensor = _Copy.apply(tensor, strides)  # type: ignore[no-untyped-call]
+    set_versions((copy,), (version,))
+    return copy
+
+
+def data_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns ``tensor.data``, without a word to dispatch modes: one that traces would return a fake tensor."""
+    data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data")
+    return data
+
+
+def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel.
+
+    Dispatch modes do not see it made. One that reuses what operators returned would take it for an operator of the region.
+    """
+    copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
+    return copy
+
+
+def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    if torch.is_inference_mode_enabled():  # a copy made there would have no version
+        with torch.inference_mode(False):
+            return _copy_of(tensor, strides)
+    if strides is None and tensor.is_contiguous():
+        return (tensor.detach() if tensor.requires_grad else tensor).clone()  # which keeps strides of dense tensors
+    strides = tensor.stride() if strides is None else strides
+    stored = _stored(tensor.detach(), strides)
+    copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
+    copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
+    if copy.shape != tensor.shape:
+        copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
+    return copy
+
+
+def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
+    """Returns a copy that has the version of the tensor too: to be saved instead of it."""
+    copy = copy_of(tensor, strides)
+    if copy._version != tensor._version:
+        set_versions((copy,), (tensor._version,))
+    return copy
+
+
+def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns a copy that requires grad and is no leaf, for a function that may write to it, or look at its history."""
+    with torch.enable_grad():
+        copy: torch.Tensor = _Copy.apply(tensor.detach().requires_grad_(), tensor.stride() if is_plain(tensor) else None)  # type: ignore[no-untyped-call]
+    set_versions((copy,), (version,))
+    return copy
+
+
+def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
+    """Returns an alias that requires grad, and is neither a leaf nor a view: a stand-in for the result of an operator.
+
+    Frames keep leaves apart, so in a rerun a leaf in place of a tensor with a history would be one saved tensor less. Two
+    operators make it, in a fifth of the time of an autograd function.
+
+    Args:
+        tensor: Has no history.
+        version: What its version counter should say.
+    """
+    alias: torch.Tensor = past_all_modes(tensor, _alias, tensor)
+    if version > 0:
+        set_versions((alias,), (version,))
+    return alias
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    leaf = tensor.detach().requires_grad_()
+    with torch.enable_grad():
+        # An operator whose output shares memory with its input, and that autograd takes for no view.
+        if is_plain(leaf) and leaf.dim() and leaf.shape[0] and not (leaf.is_conj() or leaf.is_neg()):
+            (alias,) = torch.unsafe_split(leaf, leaf.shape[0])
+        else:
+            alias = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
+    return alias
+
+
+class _Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.data
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def copies_of(value: Any) -> Any:
+    """Returns what an operator returned with copies in place of tensors, of the same versions."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(copies_of, value))
+    if not isinstance(value, torch.Tensor):
+        return value
+    if not is_plain(value) or value.is_inference():
+        return value.detach().clone()
+    return stand_in_for(value)
+
+
+def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
+    """Returns what is stored of a tensor: in dimensions of stride 0, which are expanded ones, one element for all of them."""
+    for dimension, stride in enumerate(tensor.stride() if strides is None else strides):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+class _Copy(torch.autograd.Function):
+    """The copy as an operator: its output is no leaf where the input is none, and no view."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+        return tensor.clone() if strides is None else copy_of(tensor, strides)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+_kind_of = operator.attrgetter("shape", "dtype", "device")
+
+
+def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same shape, dtype, device and strides."""
+    return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
+
+
+def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | None) -> None:
+    fits = same_layout(tensor, content)
+    if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
+        tensor.data, fits = layout, True
+    if not fits:
+        tensor.data = copy_of(content)  # an observer gave it another shape
+    elif 0 in tensor.stride():
+        _stored(tensor).copy_(_stored(content))
+    else:
+        tensor.copy_(content)
+
+
+def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
+    """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
+    grad_enabled = torch.is_grad_enabled()
+    set_grad_enabled(False)
+    filled: list[torch.Tensor] = []
+    versions: list[int] = []
+    try:
+        for tensor, version, content, layout in tensors:
+            past_all_modes(tensor, _fill, tensor, content, layout)
+            filled.append(tensor)
+            versions.append(version)
+    finally:
+        if filled:
+            set_versions(tuple(filled), tuple(versions))
+        set_grad_enabled(grad_enabled)

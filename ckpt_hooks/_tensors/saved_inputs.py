@@ -1,0 +1,56 @@
+"""Inputs saved as autograd saves tensors, by way of the saved-tensor hooks that are active (Rule 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ckpt_hooks._torch import SavedTensor, pop_saved_tensors_hooks, push_saved_tensors_hooks, save_tensor
+
+__all__ = ["save_all"]
+
+
+def save_all(
+    tensors: Sequence[torch.Tensor], *, each_occurrence: bool
+) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
+    """Saves tensors by way of the hooks that are active; returns what was saved, and those that are kept.
+
+    Leaves that require grad are kept besides: the graph keeps them too, and a rerun gets the very object.
+    """
+    saved: list[SavedTensor | int | None] = []
+    kept: list[torch.Tensor | None] = []
+    positions: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        first = positions.setdefault(id(tensor), position)
+        value = _saved_or_none(tensor) if first == position or each_occurrence else None
+        if first != position:
+            saved.append(first)
+            kept.append(None)
+        else:
+            keep = value is None or (tensor.is_leaf and tensor.requires_grad)
+            saved.append(None if keep else value)
+            kept.append(tensor if keep else None)
+    return saved, kept
+
+
+def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
+    """Returns a tensor as saved, or None for one that autograd refuses to save: it may be passed on without being used."""
+    if tensor.is_inference():
+        return None
+    try:
+        return save_tensor(tensor)
+    except RuntimeError:
+        # Of autograd's making, as for a view whose base was modified, or of a hook's? A hook that does nothing tells.
+        push_saved_tensors_hooks(_identity, _identity)
+        try:
+            save_tensor(tensor)
+        except RuntimeError:
+            return None
+        finally:
+            pop_saved_tensors_hooks()
+        raise
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

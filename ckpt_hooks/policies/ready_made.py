@@ -1,0 +1,349 @@
+"""Ready-made policies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy
+
+from .base import (
+    OpsPolicy,
+    Policy,
+    PolicyFn,
+    checked_operators,
+    decision_of,
+    in_words,
+    overloads_of,
+    policy_from,
+    saving,
+)
+
+__all__ = [
+    "dots_saveable",
+    "dots_with_no_batch_dims_saveable",
+    "everything_saveable",
+    "nothing_saveable",
+    "offload_ops",
+    "save_and_offload_only_these_names",
+    "save_any_names_but_these",
+    "save_compute_and_communication",
+    "save_every",
+    "save_from_both_policies",
+    "save_only_these_names",
+    "save_ops",
+]
+
+_SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD
+
+
+class _Uniform(Policy):
+    """The same for every operator."""
+
+    has_views = True
+
+    def __init__(self, name: str, decision: CheckpointPolicy, meaning: str) -> None:
+        self._name, self._decision, self._meaning = name, decision, meaning
+
+    def for_op(self, op: Any) -> CheckpointPolicy:
+        return self._decision
+
+    def __repr__(self) -> str:
+        return f"<{self._name}: {self._meaning}>"
+
+
+def _named(names: Iterable[str]) -> list[Any]:
+    """Returns the operators of some names that this torch has, all functional overloads of each."""
+    found: list[Any] = []
+    for name in names:
+        namespace, _, operator = name.rpartition("::")
+        packet = getattr(getattr(torch.ops, namespace or "aten"), operator, None)
+        if packet is not None:
+            overloads = [getattr(packet, overload) for overload in overloads_of(packet)]
+            found += [overload for overload in overloads if not overload._schema.is_mutable]
+    return found
+
+
+#: Keeps the output of every operator, whether backward needs it or not: more than no checkpointing does.
+everything_saveable: Policy = _Uniform("everything_saveable", _SAVE, "keeps the output of every operator")
+
+#: Keeps nothing: what checkpointing without a policy does.
+nothing_saveable: Policy = _Uniform("nothing_saveable", _RECOMPUTE, "recomputes every operator")
+
+_DOTS = ["mm", "addmm", "mv", "addmv", "dot", "vdot", "linear", "_scaled_mm", "_int_mm", "_addmm_activation"]
+_BATCHED_DOTS = ["bmm", "baddbmm", "addbmm", "_grouped_mm", "_scaled_grouped_mm"]
+
+#: Keeps the outputs of matrix products.
+dots_saveable: Policy = OpsPolicy(
+    "dots_saveable", _named(_DOTS + _BATCHED_DOTS), _SAVE, "keeps the outputs of matrix products, batched ones included"
+)
+
+#: Keeps the outputs of matrix products without batch dimensions: of linear layers, and not of attention's scores.
+dots_with_no_batch_dims_saveable: Policy = OpsPolicy(
+    "dots_with_no_batch_dims_saveable", _named(_DOTS), _SAVE, "keeps the outputs of matrix products without batch dimensions"
+)
+
+_ATTENTION = [
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_attention_math_for_mps",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+]
+_CONVOLUTIONS = ["convolution", "_convolution", "convolution_overrideable", "mkldnn_convolution", "cudnn_convolution"]
+_COLLECTIVES = [
+    f"_c10d_functional::{name}"
+    for name in (
+        "all_reduce",
+        "all_gather_into_tensor",
+        "all_gather_into_tensor_coalesced",
+        "all_reduce_coalesced",
+        "all_to_all_single",
+        "broadcast",
+        "reduce_scatter_tensor",
+        "reduce_scatter_tensor_coalesced",
+    )
+]
+
+#: Keeps what costs most to have again: matrix products, attention, convolutions, collectives, and top-k, whose choice of
+#: experts a recompute should not be able to change.
+save_compute_and_communication: Policy = OpsPolicy(
+    "save_compute_and_communication",
+    _named(_DOTS + _BATCHED_DOTS + _ATTENTION + _CONVOLUTIONS + _COLLECTIVES + ["topk"]),
+    _SAVE,
+    "keeps the outputs of matrix products, attention, convolutions, collectives and top-k",
+    names=["flex_attention"],
+)
+
+
+def save_ops(*ops: Any) -> Policy:
+    """Returns a policy that keeps the outputs of some operators.
+
+    Args:
+        *ops: Operators, as in ``torch.ops.aten.mm.default``.
+
+    Raises:
+        ValueError: If one is not an ``OpOverload`` or a higher-order operator.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks.policies import save_ops
+        >>> save_ops(torch.ops.aten.mm.default)
+        <save_ops: keeps the outputs of aten.mm.default>
+    """
+    return saving(checked_operators(ops, "ops")).warn_of_views()
+
+
+def offload_ops(*ops: Any) -> Policy:
+    """Returns a policy that moves the outputs of some operators to the host until backward; those on the host are kept.
+
+    Args:
+        *ops: Operators, as in ``torch.ops.aten.mm.default``.
+
+    Raises:
+        ValueError: If one is not an ``OpOverload`` or a higher-order operator.
+    """
+    checked = checked_operators(ops, "ops")
+    meaning = f"moves the outputs of {in_words(checked)} to the host"
+    return OpsPolicy("offload_ops", checked, _OFFLOAD, meaning, expected=True).warn_of_views()
+
+
+class _SaveEvery(Policy):
+    """Counts in what :meth:`start` returns."""
+
+    def __init__(self, op: Any, n: int) -> None:
+        self._op, self._n = op, n
+
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        return None if op is self._op else _RECOMPUTE
+
+    def start(self) -> PolicyFn:
+        count = 0
+        wanted, n = self._op, self._n
+
+        def decide(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            nonlocal count
+            if op is not wanted:
+                return _RECOMPUTE
+            count += 1
+            return _RECOMPUTE if count % n else _SAVE
+
+        return decide
+
+    def __repr__(self) -> str:
+        return f"<save_every: keeps the output of one in {self._n} runs of {self._op}, counted in each region>"
+
+
+def save_every(op: Any, n: int) -> Policy:
+    """Returns a policy that keeps the output of every n-th run of an operator in a region: the n-th, the 2n-th, and so on.
+
+    Args:
+        op: The operator, as in ``torch.ops.aten.mm.default``.
+        n: How many runs to count for one that is kept.
+
+    Raises:
+        ValueError: If ``op`` is not an operator, or ``n`` not a positive integer.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks.policies import save_every
+        >>> save_every(torch.ops.aten.mm.default, 2)
+        <save_every: keeps the output of one in 2 runs of aten.mm.default, counted in each region>
+    """
+    (checked,) = checked_operators([op], "op")
+    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+        raise ValueError(f"n should be a positive integer, but got {n!r}. Pass 2 to keep every second output.")
+    return _SaveEvery(checked, n)
+
+
+# From what keeps most, and costs least to have again, to what keeps least.
+_STRENGTH = {"MUST_SAVE": 5, "PREFER_SAVE": 4, "MUST_CPU_OFFLOAD": 3, "PREFER_CPU_OFFLOAD": 2, "MUST_RECOMPUTE": 0}
+
+
+def _stronger(one: Any, other: Any) -> CheckpointPolicy:
+    first, second = decision_of(one), decision_of(other)
+    return first if _STRENGTH.get(first.name, 1) >= _STRENGTH.get(second.name, 1) else second
+
+
+class _Both(Policy):
+    """Asks two policies, both of which see every operator."""
+
+    def __init__(self, one: Policy, other: Policy) -> None:
+        self._one, self._other = one, other
+        self.knows_names = one.knows_names or other.knows_names
+        self.names = self.expected_names = one.names | other.names
+
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        first, second = self._one.for_op(op), self._other.for_op(op)
+        return None if first is None or second is None else _stronger(first, second)
+
+    def for_name(self, name: str) -> CheckpointPolicy | None:
+        decisions = [decision for policy in (self._one, self._other) if (decision := policy.for_name(name)) is not None]
+        return functools.reduce(_stronger, decisions) if decisions else None
+
+    def start(self) -> PolicyFn:
+        one, other = self._one.start(), self._other.start()
+        if one is self._one and other is self._other:
+            return self
+
+        def decide(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+            return _stronger(one(*args, **kwargs), other(*args, **kwargs))
+
+        return decide
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return _stronger(self._one(ctx, op, *args, **kwargs), self._other(ctx, op, *args, **kwargs))
+
+    def __repr__(self) -> str:
+        return f"<save_from_both_policies: {self._one!r} or {self._other!r}>"
+
+
+def save_from_both_policies(one: Any, other: Any) -> Policy:
+    """Returns a policy that keeps what either of two policies keeps; on the device rather than on the host.
+
+    Args:
+        one: A policy: a function, a list or set of operators, or one of those here.
+        other: Another one.
+
+    Raises:
+        TypeError: If one of them is not a policy.
+    """
+    return _Both(policy_from(one, "one"), policy_from(other, "other"))
+
+
+class _Names(Policy):
+    """Decides by names, and recomputes what has none."""
+
+    knows_names = True
+
+    def __init__(
+        self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str
+    ) -> None:
+        self._title, self._decisions, self._others, self._meaning = title, decisions, others, meaning
+        self.names = self.expected_names = frozenset(decisions)
+
+    def for_op(self, op: Any) -> CheckpointPolicy:
+        return _RECOMPUTE
+
+    def for_name(self, name: str) -> CheckpointPolicy | None:
+        return self._decisions.get(name, self._others)
+
+    def __repr__(self) -> str:
+        return f"<{self._title}: {self._meaning}>"
+
+
+def _checked_names(names: Iterable[str], argument: str) -> list[str]:
+    if isinstance(names, str):
+        raise TypeError(f"{argument} should be names, but got one string, {names!r}: pass a list, [{names!r}].")
+    names = list(names)
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(
+                f"{argument} should be strings, but got {name!r} of type {type(name).__name__}. Pass the names that "
+                "checkpoint_name gives."
+            )
+    return names
+
+
+def save_only_these_names(*names: str) -> Policy:
+    """Returns a policy that keeps the tensors of some names, and nothing else.
+
+    Args:
+        *names: Names, as given to :func:`ckpt_hooks.checkpoint_name`.
+
+    Raises:
+        TypeError: If one is not a string.
+
+    Example:
+        >>> from ckpt_hooks.policies import save_only_these_names
+        >>> save_only_these_names("attention")
+        <save_only_these_names: keeps what is named 'attention'>
+    """
+    checked = _checked_names(names, "names")
+    meaning = f"keeps what is named {', '.join(map(repr, checked)) or 'nothing'}"
+    return _Names("save_only_these_names", dict.fromkeys(checked, _SAVE), None, meaning)
+
+
+def save_any_names_but_these(*names: str) -> Policy:
+    """Returns a policy that keeps every tensor that has a name, but for some names.
+
+    Args:
+        *names: Those that are not kept.
+
+    Raises:
+        TypeError: If one is not a string.
+    """
+    checked = _checked_names(names, "names")
+    meaning = f"keeps what has a name other than {', '.join(map(repr, checked)) or 'none'}"
+    return _Names("save_any_names_but_these", dict.fromkeys(checked, _RECOMPUTE), _SAVE, meaning)
+
+
+def save_and_offload_only_these_names(
+    *, names_which_can_be_saved: Iterable[str], names_which_can_be_offloaded: Iterable[str]
+) -> Policy:
+    """Returns a policy that keeps the tensors of some names on their device, and those of others on the host.
+
+    Args:
+        names_which_can_be_saved: Names of tensors to keep.
+        names_which_can_be_offloaded: Names of tensors to move to the host until backward; those that are there are kept.
+
+    Raises:
+        TypeError: If one is not a string.
+        ValueError: If a name is in both.
+    """
+    saved = _checked_names(names_which_can_be_saved, "names_which_can_be_saved")
+    offloaded = _checked_names(names_which_can_be_offloaded, "names_which_can_be_offloaded")
+    both = sorted(set(saved) & set(offloaded))
+    if both:
+        raise ValueError(
+            f"names_which_can_be_saved and names_which_can_be_offloaded should have no name in common, but both have {both}. "
+            "Leave each name in one of them."
+        )
+    decisions = {**dict.fromkeys(saved, _SAVE), **dict.fromkeys(offloaded, _OFFLOAD)}
+    meaning = f"keeps what is named {', '.join(map(repr, saved))}, and on the host {', '.join(map(repr, offloaded))}"
+    return _Names("save_and_offload_only_these_names", decisions, None, meaning)
