@@ -6,7 +6,7 @@ Such a mode sees operators after the recorder does, so what it makes of their re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,8 +18,7 @@ from ckpt_hooks._tensors.fingerprints import Fingerprints, may_be_unfilled
 from ckpt_hooks._torch import current_node
 from ckpt_hooks.errors import DeterminismError
 
-if TYPE_CHECKING:
-    from .frame import Pin
+from .replayed import Pin
 
 __all__ = ["ComparedValues"]
 

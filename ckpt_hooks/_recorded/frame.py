@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import Frame, mutated_leaf, overlap_error
 from ckpt_hooks._core.frame import Kept as KeptLeaf
-from ckpt_hooks._core.groups import group_scope
+from ckpt_hooks._core.frame import mutated_leaf
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.modes import is_without_values, users_modes
-from ckpt_hooks._core.passes import MISSING, graph_task_scope
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._torch import (
     counted_detach,
-    graph_exec_group,
     graph_task_id,
     is_kept_anyway,
     num_dispatch_modes,
@@ -34,57 +31,32 @@ from .comparing import ComparedValues
 from .decisions import RECOMPUTE, Deciding
 from .kept import Hooks, Kept
 from .recorder import Recorder
-from .replay import Replay, bring_back
+from .replayed import Pin, ReplayedFrame
 from .values import Value, values_of
 
-__all__ = ["Pin", "RecordedFrame", "unpack"]
+__all__ = ["RecordedFrame", "unpack"]
 
 
-class Pin:
-    """The handle of a recorded frame: stands in autograd's graph for one saved tensor.
-
-    Attributes:
-        frame: The frame.
-        value: What the tensor was.
-        index: How many tensors the frame had saved before.
-    """
-
-    __slots__ = ("__weakref__", "frame", "index", "value")
-
-    frame: RecordedFrame
-    value: Value
-    index: int
-
-
-class RecordedFrame(Frame):
+class RecordedFrame(ReplayedFrame):
     """A region that is a block of code; a context manager around that.
 
     Attributes:
-        bytes: How large the tensors are that were saved in it.
         current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
         compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
         hooks_around: Saved-tensor hooks of somebody's around it, in the innermost function frame; None when it has ended.
-        outer: The recorded frame directly around it, on the same tape.
-        pins: Its handles.
-        start: The number of the latest value when it began.
         tape: What records; None when it has ended.
     """
 
     __slots__ = (
-        "_children",
         "_deciding",
         "_draws_anew",
         "_respect_hooks",
-        "bytes",
         "compared",
         "hooks_around",
-        "outer",
-        "pins",
-        "start",
         "tape",
     )
 
-    passes: dict[int, Any]  # replays, by the key of the scope
+    outer: RecordedFrame | None
 
     def __init__(
         self, name: str, policy: Policy | None = None, *, respect_hooks: bool = True, preserve_rng_state: bool = True
@@ -98,19 +70,15 @@ class RecordedFrame(Frame):
             preserve_rng_state: Whether a replay draws what forward drew.
         """
         parent = stack.innermost
-        Frame.__init__(self, name, parent, current_settings().observer)
-        self.bytes = 0
+        # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
+        outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
+        ReplayedFrame.__init__(self, name, parent, current_settings().observer, outer)
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
-        self.pins: list[weakref.ref[Pin]] = []
-        self._children: list[weakref.ref[RecordedFrame]] = []
         self._deciding = None if policy is None else Deciding(policy)
         self._respect_hooks = respect_hooks
         self._draws_anew = not preserve_rng_state
-        # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
-        self.outer: RecordedFrame | None = parent if type(parent) is RecordedFrame and parent.tape is not None else None
-        self.tape: Recorder | None = None if self.outer is None else self.outer.tape
-        self.start = 0
+        self.tape: Recorder | None = None if outer is None else outer.tape
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
@@ -233,18 +201,6 @@ class RecordedFrame(Frame):
                 value = tape.value_of(tensor, None)
         return self._pin_of(tensor, value)
 
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Brings tensors back by themselves; see :meth:`Frame.recompute`."""
-        pins = [reference() for reference in self.pins]
-        if wanted is None:
-            wanted = [index for index, pin in enumerate(pins) if pin is not None]
-        values = {index: pin.value for index in wanted if (pin := pins[index]) is not None}
-        replay = Replay(self, values.values(), None)
-        tensors = [MISSING] * (max(values, default=-1) + 1)
-        for index, value in values.items():
-            tensors[index] = take(replay, value)
-        return tensors
-
     def name_tensor(self, tensor: torch.Tensor, name: str) -> None:
         """Keeps a tensor of this frame if the policy says so of its name."""
         tape = self.tape
@@ -275,75 +231,6 @@ class RecordedFrame(Frame):
                     todo += values_of(argument)
         described = [(kept.describe(), kept.reason) for _, kept in sorted(seen.items(), key=lambda item: item[0])]
         return [kept for kept in described if kept[0]]
-
-    def _living_children(self) -> list[RecordedFrame]:
-        return [child for reference in self._children if (child := reference()) is not None]
-
-    def replay_for(self, key: int) -> Replay:
-        """Returns the replay of a scope; makes it, and those of the frames inside that will ask it, if there is none yet."""
-        found: Replay | None = self.passes.get(key)
-        if found is not None:
-            return found
-        group = graph_exec_group()
-        scope = graph_task_scope(key) if group is None else group_scope(group)
-        order, todo = [], [self]
-        while todo:
-            frame = todo.pop()
-            if key not in frame.passes:
-                order.append(frame)
-                todo += frame._living_children()
-        for frame in reversed(order):
-            # What is kept is handed out without a replay, which would hold it as long as somebody is to ask for it.
-            pins = [pin for reference in frame.pins if (pin := reference()) is not None]
-            roots = [pin.value for pin in pins if pin.value.saved is None or pin.value.saved.is_packed]
-            for child in frame._living_children():
-                roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
-            replay = Replay(frame, roots, key)
-            frame.keep_pass(replay, scope)
-        opened: Replay = self.passes[key]
-        return opened
-
-    def bring_back(self, pin: Pin) -> torch.Tensor:
-        """Returns what a handle stands for; called with the lock of the tape held."""
-        group = graph_exec_group()
-        key = graph_task_id() if group is None else group_scope(group).key
-        if key == -1:  # nobody says when values may go
-            return self.alone(pin.value)
-        replay = self.replay_for(key)
-        if group is not None and pin.index in replay.taken:
-            raise overlap_error(self.path, pin.index)
-        tensor = take(replay, pin.value)
-        if group is not None:
-            replay.taken.add(pin.index)
-        return tensor
-
-    def alone(self, value: Value) -> torch.Tensor:
-        """Returns a value for the caller alone."""
-        return take(Replay(self, (value,), None), value)
-
-    def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns who brings back values of the frame around this one.
-
-        Args:
-            replay: The replay of this frame that reads them.
-            values: The values.
-        """
-        outer = self.outer
-        assert outer is not None
-        if replay.key is None:
-            spare = Replay(outer, values, None)
-            return [(spare, value) for value in values]
-        found = outer.replay_for(replay.key)
-        return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
-
-
-def take(replay: Replay, value: Value) -> torch.Tensor:
-    """Returns a value by way of a replay, or of one for it alone where that has handed it out as often as it was to."""
-    if not replay.expects(value):
-        replay = Replay(replay.frame, (value,), None)
-    if not replay.has(value):
-        bring_back(replay, value)
-    return replay.take(value)
 
 
 def unpack(packed: Any) -> torch.Tensor:
@@ -382,9 +269,10 @@ def unpack_compared(packed: Any) -> torch.Tensor:
     """Does what :func:`unpack` does, and compares the tensor with what was saved."""
     tensor = unpack(packed)
     if type(packed) is Pin:
-        compared = packed.frame.compared
-        assert compared is not None
-        compared.compare(packed, tensor)
+        frame = packed.frame
+        assert type(frame) is RecordedFrame
+        assert frame.compared is not None
+        frame.compared.compare(packed, tensor)
     return tensor
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -27,13 +27,26 @@ from .schedule import Work, plan_for, work_for
 from .surroundings import Around, Below
 from .values import ANEW, Op, Value, flatten, rebuild, values_of
 
-if TYPE_CHECKING:
-    from .frame import RecordedFrame
-
 __all__ = ["Replay", "bring_back"]
 
 #: Bytes that a region saved up to which it is replayed as a whole.
 AT_ONCE = 1 << 20
+
+
+class Replayable(Protocol):
+    """What a replay needs of its frame; see :class:`.replayed.ReplayedFrame`."""
+
+    bytes: int
+    current: Any
+    passes: dict[int, Any]
+    start: int
+
+    @property
+    def outer(self) -> Any:
+        """The frame around this one on the same tape."""
+
+    def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
+        """Returns who brings back values of the frame around."""
 
 
 class Replay:
@@ -66,7 +79,7 @@ class Replay:
         "tensors",
     )
 
-    def __init__(self, frame: RecordedFrame, roots: Iterable[Value], key: int | None) -> None:
+    def __init__(self, frame: Replayable, roots: Iterable[Value], key: int | None) -> None:
         """Makes a plan.
 
         Args:

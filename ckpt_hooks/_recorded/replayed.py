@@ -1,0 +1,139 @@
+"""Frames that are brought back by replaying their tape: who replays what, for which backward, on behalf of whom."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.frame import Frame, Observer, overlap_error
+from ckpt_hooks._core.groups import group_scope
+from ckpt_hooks._core.passes import MISSING, graph_task_scope
+from ckpt_hooks._torch import graph_exec_group, graph_task_id
+
+from .replay import Replay, bring_back
+from .values import Value
+
+__all__ = ["Pin", "ReplayedFrame"]
+
+
+class Pin:
+    """The handle of a recorded frame: stands in autograd's graph for one saved tensor.
+
+    Attributes:
+        frame: The frame.
+        value: What the tensor was.
+        index: How many tensors the frame had saved before.
+    """
+
+    __slots__ = ("__weakref__", "frame", "index", "value")
+
+    frame: ReplayedFrame
+    value: Value
+    index: int
+
+
+class ReplayedFrame(Frame):
+    """A recorded frame as far as its tape is replayed.
+
+    Attributes:
+        bytes: How large the tensors are that were saved in it.
+        outer: The recorded frame directly around it, on the same tape.
+        pins: Its handles.
+        start: The number of the latest value when it began.
+    """
+
+    __slots__ = ("_children", "bytes", "outer", "pins", "start")
+
+    passes: dict[int, Any]  # replays, by the key of the scope
+
+    def __init__(self, name: str, parent: Frame | None, observer: Observer | None, outer: ReplayedFrame | None) -> None:
+        Frame.__init__(self, name, parent, observer)
+        self._children: list[weakref.ref[ReplayedFrame]] = []
+        self.bytes = 0
+        self.outer = outer
+        self.pins: list[weakref.ref[Pin]] = []
+        self.start = 0
+
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Brings tensors back by themselves; see :meth:`Frame.recompute`."""
+        pins = [reference() for reference in self.pins]
+        if wanted is None:
+            wanted = [index for index, pin in enumerate(pins) if pin is not None]
+        values = {index: pin.value for index in wanted if (pin := pins[index]) is not None}
+        replay = Replay(self, values.values(), None)
+        tensors = [MISSING] * (max(values, default=-1) + 1)
+        for index, value in values.items():
+            tensors[index] = take(replay, value)
+        return tensors
+
+    def _living_children(self) -> list[ReplayedFrame]:
+        return [child for reference in self._children if (child := reference()) is not None]
+
+    def replay_for(self, key: int) -> Replay:
+        """Returns the replay of a scope; makes it, and those of the frames inside that will ask it, if there is none yet."""
+        found: Replay | None = self.passes.get(key)
+        if found is not None:
+            return found
+        group = graph_exec_group()
+        scope = graph_task_scope(key) if group is None else group_scope(group)
+        order, todo = [], [self]
+        while todo:
+            frame = todo.pop()
+            if key not in frame.passes:
+                order.append(frame)
+                todo += frame._living_children()
+        for frame in reversed(order):
+            # What is kept is handed out without a replay, which would hold it as long as somebody is to ask for it.
+            pins = [pin for reference in frame.pins if (pin := reference()) is not None]
+            roots = [pin.value for pin in pins if pin.value.saved is None or pin.value.saved.is_packed]
+            for child in frame._living_children():
+                roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
+            replay = Replay(frame, roots, key)
+            frame.keep_pass(replay, scope)
+        opened: Replay = self.passes[key]
+        return opened
+
+    def bring_back(self, pin: Pin) -> torch.Tensor:
+        """Returns what a handle stands for; called with the lock of the tape held."""
+        group = graph_exec_group()
+        key = graph_task_id() if group is None else group_scope(group).key
+        if key == -1:  # nobody says when values may go
+            return self.alone(pin.value)
+        replay = self.replay_for(key)
+        if group is not None and pin.index in replay.taken:
+            raise overlap_error(self.path, pin.index)
+        tensor = take(replay, pin.value)
+        if group is not None:
+            replay.taken.add(pin.index)
+        return tensor
+
+    def alone(self, value: Value) -> torch.Tensor:
+        """Returns a value for the caller alone."""
+        return take(Replay(self, (value,), None), value)
+
+    def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
+        """Returns who brings back values of the frame around this one.
+
+        Args:
+            replay: The replay of this frame that reads them.
+            values: The values.
+        """
+        outer = self.outer
+        assert outer is not None
+        if replay.key is None:
+            spare = Replay(outer, values, None)
+            return [(spare, value) for value in values]
+        found = outer.replay_for(replay.key)
+        return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
+
+
+def take(replay: Replay, value: Value) -> torch.Tensor:
+    """Returns a value by way of a replay, or of one for it alone where that has handed it out as often as it was to."""
+    if not replay.expects(value):
+        replay = Replay(replay.frame, (value,), None)
+    if not replay.has(value):
+        bring_back(replay, value)
+    return replay.take(value)
