@@ -1,95 +1,224 @@
-"""Regions whose values are compared: on request, or since a dispatch mode of the user's is active around them.
-
-Such a mode is not entered again for a recompute, since one that counts would count twice. That one watches does no harm; that
-one changes results is to be noticed. So the values of a region that ran under any are compared, as ``"values"`` does it.
-Nothing is compared while torch traces: there are no values then.
-
-What surrounded forward and not its recompute is the first suspect where the two differ, so an error names it.
-"""
+"""Comparing what a rerun saved with what forward saved, and the errors of reruns that saved something else."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient import untracked
-from ckpt_hooks._core.modes import is_without_values, modes_in_words, users_modes
-from ckpt_hooks._tensors.determinism import NOTHING, VALUES
+from ckpt_hooks._core.frame import Mark
+from ckpt_hooks._core.modes import is_without_values, past_modes
+from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.words import describe
+from ckpt_hooks._tensors.determinism import Check, version_of
+from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint
+from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
-from .options import RegionOptions
+from .boundaries import NO_MARKS, first_difference
+from .collector import Collector
+from .explain import mutation_error, name_of, node_of
 
-__all__ = ["Compared", "compared"]
+__all__ = ["TIP", "result_of"]
 
-_SOURCES = {"python": "Python's `random`", "numpy": "NumPy's global state"}
+#: Ends errors of reruns that did something else than forward.
+TIP = (
+    "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
+    "forward and backward; a cache that forward filled; randomness from outside of torch. Pass `debug=True` to see the "
+    "operators of both runs."
+)
 
 
-def compared(options: RegionOptions) -> tuple[RegionOptions, Compared]:
-    """Returns the options of a region that is about to run, and what it needs besides if its values are compared.
+def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MARKS) -> list[torch.Tensor]:
+    """Returns the values when the rerun has ended: one entry a handle up to the last wanted, ``MISSING`` for the others.
+
+    A value that the function modified in place after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well,
+    unless it is the only one wanted: by itself, it is brought back before that.
 
     Args:
-        options: What the region was given.
+        collector: What the rerun saved.
+        check: What values must have in common with what forward saved.
+        marks: Those that regions inside left in forward.
+
+    Raises:
+        DeterminismError: If the rerun saved other tensors than forward.
+        MutationError: If the only value wanted was modified in place since forward saved it.
     """
-    check = options.check
-    modes, on_request = users_modes(), check.fingerprint is not None
-    if is_without_values():
-        options = dataclasses.replace(options, check=dataclasses.replace(check, fingerprint=None))
-    elif modes and not on_request and check is not NOTHING:
-        options = dataclasses.replace(options, check=VALUES)
-    return options, Compared(modes, on_request=on_request)
+    values, frame = collector.values, collector.frame
+    if not collector.early_stop and frame.complete and len(values) != len(frame.numbers):
+        _raise_miscounted(collector)
+    num_doubtful, mutated = collector.doubt or (0, None)
+    if mutated is not None and collector.wanted is not None and len(collector.wanted) == 1:
+        raise mutated()
+    end = collector.last + 1
+    if len(values) != end:
+        if len(values) < end:
+            _raise_miscounted(collector)
+        del values[end:]
+        if num_doubtful:
+            collector.without_grad = [index for index in collector.without_grad if index < end]
+    if marks or collector.marks:
+        _compare_marks(collector, marks)
+    found = list(map(check.facts, values))
+    expected = frame.facts if collector.versions is None else list(map(_at_lower_version, frame.facts, collector.versions))
+    if found != (expected if len(expected) == len(found) else expected[: len(found)]):
+        _look_into(collector, found, expected)
+    if collector.without_grad != frame.without_grad:
+        _compare_grad(collector)
+    if check.fingerprint is not None and not is_without_values():
+        _compare_values(collector, check.fingerprint)
+    return values + [MISSING] * num_doubtful  # each of which is asked for by itself
 
 
-class Compared:
-    """What surrounded one forward.
+def _compare_marks(collector: Collector, marks: Sequence[Mark]) -> None:
+    found = first_difference(marks, collector.marks, collector.last)
+    if found is not None:
+        _, expected, now = found
+        raise _error(
+            collector,
+            "A region inside of this one was given another number of tensors during recomputation than during the original "
+            "forward pass, or at another place.\n"
+            f"region inside during forward: {expected}\n"
+            f"region inside during recomputation: {now}\n",
+            *found,
+        )
 
-    Attributes:
-        modes: Names of dispatch modes of the user's.
+
+def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]) -> None:
+    differences = _differences(collector)
+    if differences:
+        raise _error(
+            collector,
+            "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
+            f"{_in_words(differences)}",
+            *differences[0],
+        )
+    for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
+        if value is not MISSING and expected != now:
+            if collector.wanted is not None and len(collector.wanted) == 1:
+                raise mutation_error(
+                    _name(collector, index), value, version_of(expected), format_path(collector.frame.path), is_same=False
+                )
+            collector.values[index] = MISSING
+
+
+def _name(collector: Collector, index: int) -> str:
+    default = f"tensor {index} of those that it saved"
+    return name_of(collector.values[index], collector.function, default)
+
+
+def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], Any]) -> None:
+    frame = collector.frame
+    expected = list(frame.fingerprints[: len(collector.values)])
+    with torch.no_grad():
+        index, found = past_modes(_first_difference, collector, fingerprint, expected)
+    if index is not None:
+        value = collector.values[index]
+        what = describe(value.shape, value.dtype, value.device)
+        raise _error(
+            collector,
+            "Recomputed values differ from those of the forward pass, first in the following tensor.\n"
+            f"tensor at position {index}: {what}\n",
+            index,
+            f"{what} with fingerprint {_short(expected[index])}",
+            f"{what} with fingerprint {_short(found[index])}",
+        )
+
+
+def _first_difference(
+    collector: Collector, fingerprint: Callable[[torch.Tensor], Any], expected: list[Any]
+) -> tuple[int | None, list[Any]]:
+    found = [
+        None if one is None or value is MISSING else fingerprint(value)
+        for one, value in zip(expected, collector.values, strict=True)
+    ]
+    while (index := first_other_fingerprint(expected, found)) is not None and _is_unfilled(collector, index):
+        found[index] = None
+    return index, found
+
+
+def _is_unfilled(collector: Collector, index: int) -> bool:
+    """Whether a tensor is memory that an operator saves and never fills, and which no result of that operator told of."""
+    return index in collector.without_grad and may_be_unfilled(node_of(collector.frame, index), collector.values[index])
+
+
+def _compare_grad(collector: Collector) -> None:
+    expected = [index for index in collector.frame.without_grad if index < len(collector.values)]
+    found = collector.without_grad
+    if expected != found:
+        index = min(set(expected) ^ set(found))
+        before, now = (f"a tensor with requires_grad={index not in indices}" for indices in (expected, found))
+        raise _error(
+            collector,
+            "Tensors saved during recomputation require grad where those of the forward pass did not, or the other way "
+            f"round.\ntensor at position {index}: {before} in forward, {now} in recomputation.\n",
+            index,
+            before,
+            now,
+        )
+
+
+def _raise_miscounted(collector: Collector) -> None:
+    expected, found = len(collector.frame.numbers), len(collector.values)
+    differences = _in_words(_differences(collector))
+    if found > expected:
+        raise _error(
+            collector,
+            "The function is trying to save more tensors during recomputation than during the original forward pass.\n"
+            f"Number of tensors saved during forward: {expected}\n{differences}",
+            expected,
+            f"{expected} tensors",
+            f"{found} tensors or more",
+        )
+    raise _error(
+        collector,
+        "A different number of tensors was saved during the original forward and recomputation.\n"
+        f"Number of tensors saved during forward: {expected}\n"
+        f"Number of tensors saved during recomputation: {found}\n{differences}",
+        found,
+        f"{expected} tensors",
+        f"{found} tensors",
+    )
+
+
+def _differences(collector: Collector) -> list[tuple[int, str, str]]:
+    """Returns position, saved and recomputed metadata of each value that differs; what was not wanted does not."""
+    differences = []
+    for index, (value, expected) in enumerate(zip(collector.values, collector.frame.facts, strict=False)):
+        if value is not MISSING and isinstance(expected, tuple):
+            shape, dtype, device = expected[:3]
+            if (value.shape, value.dtype, value.device) != (shape, dtype, device):
+                found = describe(value.shape, value.dtype, value.device)
+                differences.append((index, describe(shape, dtype, device), found))
+    return differences
+
+
+def _error(collector: Collector, message: str, index: int, expected: str, found: str) -> DeterminismError:
+    region = format_path(collector.frame.path)
+    return DeterminismError(
+        f"region {'/'.join(region)!r}: {message}{TIP}", region=region, index=index, expected=expected, found=found
+    )
+
+
+def _at_lower_version(facts: Any, version: int) -> Any:
+    """Returns what was noted of a tensor in forward, with a version that it was saved at in the rerun if that is a lower one.
+
+    It is a higher one where somebody wrote to a tensor from outside of the rerun since forward.
     """
-
-    __slots__ = ("_on_request", "modes")
-
-    def __init__(self, modes: list[str], *, on_request: bool) -> None:
-        self.modes = modes
-        self._on_request = on_request
-
-    def recompute(self, recompute: Callable[[], list[torch.Tensor]], region: tuple[str, ...]) -> list[torch.Tensor]:
-        """Returns what a recompute of the region returns; has its error name what differs around the two runs.
-
-        Args:
-            recompute: The recompute.
-            region: Names of the regions, outermost first.
-
-        Raises:
-            DeterminismError: If it raises one; or, where values are compared on request, if it has drawn from a stream that is
-                not tracked: values may be the same, yet the stream is not where plain autograd leaves it.
-        """
-        before = untracked.take_images()
-        try:
-            values = recompute()
-        except DeterminismError as error:
-            if error.region == region:
-                suspects = modes_in_words(self.modes, users_modes()) + _draws_in_words(untracked.moved_since(before))
-                error.args = (f"{error}{suspects}",)
-            raise
-        if self._on_request and untracked.is_only_thread() and (moved := untracked.moved_since(before)):
-            raise DeterminismError(
-                f"region {'/'.join(region)!r}: the recompute has moved a random stream on.{_draws_in_words(moved)}",
-                region=region,
-                index=-1,
-                expected="no random stream moved by the recompute",
-                found=f"{' and '.join(_SOURCES[name] for name in moved)} moved by it",
-            )
-        return values
+    if not isinstance(facts, tuple):
+        return facts if facts is None else min(facts, version)
+    return facts if facts[-1] is None or facts[-1] <= version else (*facts[:-1], version)
 
 
-def _draws_in_words(moved: Collection[str]) -> str:
-    if not moved:
-        return ""
-    sources = " and ".join(_SOURCES[name] for name in moved)
-    blocks = " and ".join(f'`with ckpt_hooks.track_rng("{name}"):`' for name in moved)
-    return (
-        f" The function draws from {sources}, which is not tracked: the recompute draws other numbers than forward, and moves "
-        f"the stream on. Run forward and backward in {blocks}."
+def _short(fingerprint: Any) -> str:
+    words = repr(fingerprint.tolist() if isinstance(fingerprint, torch.Tensor) else fingerprint)
+    return words if len(words) <= 80 else f"{words[:80]}..."
+
+
+def _in_words(differences: list[tuple[int, str, str]]) -> str:
+    return "".join(
+        f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
+        for index, expected, found in differences
     )

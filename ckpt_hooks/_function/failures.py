@@ -11,7 +11,8 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .arguments import Arguments
 from .boundaries import NO_MARKS
-from .collector import TIP, Filling
+from .collector import Collector
+from .compare import TIP
 from .state.reached_objects import ObjectNotes
 
 __all__ = ["ExplainingFrame"]
@@ -36,20 +37,20 @@ class ExplainingFrame(Frame):
         explain: Turns an error of a rerun into one that says more.
     """
 
-    __slots__ = ("_arguments", "_filling", "_marks", "_objects", "explain")
+    __slots__ = ("_arguments", "_collector", "_marks", "_objects", "explain")
 
     explain: Callable[[DeterminismError], DeterminismError] | None
     _arguments: Arguments
     # The rerun that goes on.
-    _filling: Filling | None
+    _collector: Collector | None
     _marks: list[Mark]
     _objects: ObjectNotes | None
 
     def note_inside(self, count: int, path: RegionPath) -> None:
         """Leaves a mark; see :meth:`Frame.note_inside`."""
-        filling = self._filling
-        if filling is not None:
-            filling.marks.append((len(filling.values), count, path))
+        collector = self._collector
+        if collector is not None:
+            collector.marks.append((len(collector.values), count, path))
         else:
             if self._marks is NO_MARKS:
                 self._marks = []
@@ -118,9 +119,9 @@ class ExplainingFrame(Frame):
         finally:
             del error
 
-    def _explain_leftovers(self, filling: Filling) -> None:
+    def _explain_leftovers(self, collector: Collector) -> None:
         """Raises if a rerun has gone on from where forward ended; see :mod:`.state.leftovers`."""
-        leftovers = filling.leftovers
+        leftovers = collector.leftovers
         change = None if leftovers is None else leftovers.changed_again()
         if leftovers is None or leftovers.first is None or change is None:
             return

@@ -42,8 +42,8 @@ from ckpt_hooks.errors import DeterminismError, MutationError
 
 from .arguments import Arguments, HandedOut, Hooks, Restored
 from .boundaries import NO_MARKS
-from .collector import Filling, StopRecompute
-from .compare import compared
+from .collector import Collector, StopRecompute
+from .compare import result_of
 from .contexts import ContextPair, selection_of, suppressed_error, under_modes
 from .explain import blame, uninitialized
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
@@ -55,6 +55,7 @@ from .state.module_plan import idle_plan
 from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
 from .state.variables import variables_in, variables_of
+from .suspects import compared
 
 __all__ = ["FunctionFrame"]
 
@@ -116,7 +117,7 @@ class FunctionFrame(CallingFrame):
         Frame.__init__(self, name, parent, settings.observer)
         self._function = function
         self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
-        self._marks, self._filling, self._objects = NO_MARKS, None, None
+        self._marks, self._collector, self._objects = NO_MARKS, None, None
         self._options = options
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
@@ -246,22 +247,22 @@ class FunctionFrame(CallingFrame):
         return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        filling = Filling(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        collector = Collector(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
         mark = mark_thread()
-        outer, self._filling = self._filling, filling
+        outer, self._collector = self._collector, collector
         try:
-            filling.leftovers = None if self._objects is None else leftovers_of(self._objects)
+            collector.leftovers = None if self._objects is None else leftovers_of(self._objects)
             if self._options.check.fingerprint is None:
-                return self._recompute(filling, wanted)
-            return self._compared.recompute(lambda: self._recompute(filling, wanted), self._region())
+                return self._recompute(collector, wanted)
+            return self._compared.recompute(lambda: self._recompute(collector, wanted), self._region())
         except BaseException as error:
             bring_back(mark, error)
             raise
         finally:
-            self._filling = outer
-            filling.let_go()
+            self._collector = outer
+            collector.let_go()
 
-    def _recompute(self, filling: Filling, wanted: Collection[int] | None) -> list[torch.Tensor]:
+    def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:
         # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
         borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
         # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
@@ -279,16 +280,16 @@ class FunctionFrame(CallingFrame):
             hooks = self._arguments.hooks()
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
-                self._selection.prepare(filling.values, last=last, has_stopped=lambda: filling.stopped)
+                self._selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
             state = self._state
             if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
-                self._call_with_more(filling, wanted, call, borrows=borrows)
+                self._call_with_more(collector, wanted, call, borrows=borrows)
             elif state is None:
-                self._call_in_ambient(filling, wanted, call)
+                self._call_in_ambient(collector, wanted, call)
             else:
                 lock = state.plans[0].lock
                 with lock if self.current is None else patient(lock, self.path):
-                    self._call_in_ambient(filling, wanted, call)
+                    self._call_in_ambient(collector, wanted, call)
         except StopRecompute:
             pass
         except (DeterminismError, MutationError) as error:
@@ -296,14 +297,14 @@ class FunctionFrame(CallingFrame):
             own = error.region == self._region()
             if own and isinstance(error, DeterminismError):
                 self._explain(error)
-            if own or not filling.stopped:
+            if own or not collector.stopped:
                 raise
         except Exception as error:
-            if not filling.stopped:
+            if not collector.stopped:
                 if self._selection is not None and call is not None:
-                    self._selection.check(len(filling.values) - 1, self._explain, error)
+                    self._selection.check(len(collector.values) - 1, self._explain, error)
                 if call is not None:
-                    self._explain_failure(error, len(filling.values), selective=self._selection is not None)
+                    self._explain_failure(error, len(collector.values), selective=self._selection is not None)
                 raise
             # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
@@ -323,14 +324,14 @@ class FunctionFrame(CallingFrame):
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:
-            values = filling.result(self._options.check, self._marks)
+            values = result_of(collector, self._options.check, self._marks)
         except DeterminismError as found:  # not those of regions around, which restore the arguments
             required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
             blame(found, self, self._function, self._arguments.path_of, required)
             self._explain(found)
             raise
         if self._selection is not None:
-            self._selection.check(filling.last, self._explain)
-        if filling.leftovers is not None:
-            self._explain_leftovers(filling)
+            self._selection.check(collector.last, self._explain)
+        if collector.leftovers is not None:
+            self._explain_leftovers(collector)
         return values

@@ -18,7 +18,7 @@ from ckpt_hooks._torch import num_dispatch_modes, pop_saved_tensors_hooks, push_
 from ckpt_hooks.errors import MutationError
 
 from .arguments import Restored
-from .collector import Filling
+from .collector import Collector
 from .contexts import ContextPair, Selects, reusable
 from .explain import mutation_error, name_of
 from .failures import ExplainingFrame
@@ -46,14 +46,14 @@ class CallingFrame(ExplainingFrame):
     _state: ReachedState | None
     _variables: Any  # what is noted of them, for :func:`lend`
 
-    def _call_in_ambient(self, filling: Filling, wanted: Collection[int] | None, call: Restored) -> None:
+    def _call_in_ambient(self, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
         """Calls the function where flags, the CPU's generator and one module's state are all that has to be put back."""
         undo = _ambient.enter(self._ambient)
         try:
             if self._state is None:
-                self._call_under(filling, wanted, call)
+                self._call_under(collector, wanted, call)
             else:
-                self._call_rewound(self._state, filling, wanted, call)
+                self._call_rewound(self._state, collector, wanted, call)
         finally:
             try:
                 _ambient.leave(undo)
@@ -61,7 +61,7 @@ class CallingFrame(ExplainingFrame):
                 _ambient.leave(undo)
                 raise
 
-    def _call_with_more(self, filling: Filling, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
+    def _call_with_more(self, collector: Collector, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
         """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
         ambient, state = self._ambient, self._state
         with ExitStack() as undone:
@@ -76,15 +76,15 @@ class CallingFrame(ExplainingFrame):
             if not borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
             if state is None:
-                self._call_under(filling, wanted, call)
+                self._call_under(collector, wanted, call)
             else:
-                self._call_rewound(state, filling, wanted, call)
+                self._call_rewound(state, collector, wanted, call)
 
-    def _call_rewound(self, state: ReachedState, filling: Filling, wanted: Collection[int] | None, call: Restored) -> None:
+    def _call_rewound(self, state: ReachedState, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
         """Calls the function with the state that it reaches as forward found it."""
         rewound = Rewound(state, self._mutated)
         try:
-            self._call_under(filling, wanted, call, rewound.put_back())
+            self._call_under(collector, wanted, call, rewound.put_back())
         finally:
             try:
                 rewound.restore()
@@ -94,7 +94,7 @@ class CallingFrame(ExplainingFrame):
 
     def _call_under(
         self,
-        filling: Filling,
+        collector: Collector,
         wanted: Collection[int] | None,
         call: Restored,
         exchanged: frozenset[int | None] = frozenset(),
@@ -106,16 +106,19 @@ class CallingFrame(ExplainingFrame):
         try:
             if type(lent) is Loan and self.complete:
                 changed += lent.changed()
-            hook = filling.hook(wanted, exchanged)
-            leftovers = filling.leftovers
+            hook = collector.hook(wanted, exchanged)
+            leftovers = collector.leftovers
             if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
-                hook = filling.noting_versions(hook)
+                hook = collector.noting_versions(hook)
             if leftovers is not None:
-                hook = leftovers.noting(hook, filling.values, filling.last)
+                hook = leftovers.noting(hook, collector.values, collector.last)
             push_saved_tensors_hooks(hook, hand_back)
             try:
                 if changed or leftovers is not None:
-                    with WatchReads(changed, filling, self._mutated) if changed else nullcontext(), leftovers or nullcontext():
+                    with (
+                        WatchReads(changed, collector, self._mutated) if changed else nullcontext(),
+                        leftovers or nullcontext(),
+                    ):
                         self._call_in_context(call)
                 elif not in_context:
                     self._function(*call[0], **call[1])

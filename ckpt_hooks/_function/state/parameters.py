@@ -212,7 +212,7 @@ _OVERWRITES = frozenset(
 
 
 class Doubting(Protocol):
-    """What collects the values of a rerun (:class:`ckpt_hooks._function.collector.Filling`)."""
+    """What collects the values of a rerun (:class:`ckpt_hooks._function.collector.Collector`)."""
 
     def distrust(self, error: Callable[[], MutationError]) -> None:
         """Is told that no value to come is to be trusted; may end the rerun."""
@@ -224,19 +224,19 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         changed: list[tuple[torch.Tensor, int]],
-        filling: Doubting,
+        collector: Doubting,
         error: Callable[[torch.Tensor, int], MutationError],
     ) -> None:
         """Prepares to watch.
 
         Args:
             changed: The parameters, and the versions that they should have.
-            filling: Gets the values of the rerun, and is told when those to come are not to be trusted.
+            collector: Gets the values of the rerun, and is told when those to come are not to be trusted.
             error: Returns the error for a parameter and the version that it should have.
         """
         super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
-        self._filling, self._error = filling, error
+        self._collector, self._error = collector, error
         self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._has_read = False
 
@@ -259,7 +259,7 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 for watched, parameter, version in self._watched:
                     if not self._has_read and _overlap(watched, place):
                         self._has_read = True
-                        self._filling.distrust(functools.partial(self._error, parameter, version))
+                        self._collector.distrust(functools.partial(self._error, parameter, version))
         if written:
             self._about_to_write(written)
         output = func(*args, **kwargs)

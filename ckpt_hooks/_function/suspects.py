@@ -1,0 +1,95 @@
+"""Regions whose values are compared: on request, or since a dispatch mode of the user's is active around them.
+
+Such a mode is not entered again for a recompute, since one that counts would count twice. That one watches does no harm; that
+one changes results is to be noticed. So the values of a region that ran under any are compared, as ``"values"`` does it.
+Nothing is compared while torch traces: there are no values then.
+
+What surrounded forward and not its recompute is the first suspect where the two differ, so an error names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+
+import torch
+
+from ckpt_hooks._ambient import untracked
+from ckpt_hooks._core.modes import is_without_values, modes_in_words, users_modes
+from ckpt_hooks._tensors.determinism import NOTHING, VALUES
+from ckpt_hooks.errors import DeterminismError
+
+from .options import RegionOptions
+
+__all__ = ["Compared", "compared"]
+
+_SOURCES = {"python": "Python's `random`", "numpy": "NumPy's global state"}
+
+
+def compared(options: RegionOptions) -> tuple[RegionOptions, Compared]:
+    """Returns the options of a region that is about to run, and what it needs besides if its values are compared.
+
+    Args:
+        options: What the region was given.
+    """
+    check = options.check
+    modes, on_request = users_modes(), check.fingerprint is not None
+    if is_without_values():
+        options = dataclasses.replace(options, check=dataclasses.replace(check, fingerprint=None))
+    elif modes and not on_request and check is not NOTHING:
+        options = dataclasses.replace(options, check=VALUES)
+    return options, Compared(modes, on_request=on_request)
+
+
+class Compared:
+    """What surrounded one forward.
+
+    Attributes:
+        modes: Names of dispatch modes of the user's.
+    """
+
+    __slots__ = ("_on_request", "modes")
+
+    def __init__(self, modes: list[str], *, on_request: bool) -> None:
+        self.modes = modes
+        self._on_request = on_request
+
+    def recompute(self, recompute: Callable[[], list[torch.Tensor]], region: tuple[str, ...]) -> list[torch.Tensor]:
+        """Returns what a recompute of the region returns; has its error name what differs around the two runs.
+
+        Args:
+            recompute: The recompute.
+            region: Names of the regions, outermost first.
+
+        Raises:
+            DeterminismError: If it raises one; or, where values are compared on request, if it has drawn from a stream that is
+                not tracked: values may be the same, yet the stream is not where plain autograd leaves it.
+        """
+        before = untracked.take_images()
+        try:
+            values = recompute()
+        except DeterminismError as error:
+            if error.region == region:
+                suspects = modes_in_words(self.modes, users_modes()) + _draws_in_words(untracked.moved_since(before))
+                error.args = (f"{error}{suspects}",)
+            raise
+        if self._on_request and untracked.is_only_thread() and (moved := untracked.moved_since(before)):
+            raise DeterminismError(
+                f"region {'/'.join(region)!r}: the recompute has moved a random stream on.{_draws_in_words(moved)}",
+                region=region,
+                index=-1,
+                expected="no random stream moved by the recompute",
+                found=f"{' and '.join(_SOURCES[name] for name in moved)} moved by it",
+            )
+        return values
+
+
+def _draws_in_words(moved: Collection[str]) -> str:
+    if not moved:
+        return ""
+    sources = " and ".join(_SOURCES[name] for name in moved)
+    blocks = " and ".join(f'`with ckpt_hooks.track_rng("{name}"):`' for name in moved)
+    return (
+        f" The function draws from {sources}, which is not tracked: the recompute draws other numbers than forward, and moves "
+        f"the stream on. Run forward and backward in {blocks}."
+    )
