@@ -20,16 +20,16 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.hook_numbers import Hooks, hooks_on, put_hooks_back, take_hooks_off
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.mutation import change_in_words
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
+from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import as_kind, refit
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._tensors.saved_inputs import save_all
 from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
-from ckpt_hooks.errors import CheckpointError, MutationError
 
+from .argument_places import Captured, flag_error, modified_error, path_at, path_to
 from .origins import Origins, has_history
 from .packing import unpack, unpack_observed
 
@@ -38,8 +38,6 @@ __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
-#: The hooks that are registered on tensors, each dict of them by their numbers, and what was in it.
-Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
@@ -84,6 +82,21 @@ def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
     }
 
 
+def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) -> list[torch.Tensor | None]:
+    """Returns tensors, some of them by aliases that require grad, or not, by position, as when forward began."""
+    aliases: dict[int, torch.Tensor] = {}
+    tensors = list(tensors)
+    for position, flag in flags.items():
+        tensor = tensors[position]
+        assert tensor is not None
+        if id(tensor) not in aliases:
+            alias = as_kind(tensor.detach(), type(tensor))
+            alias.__dict__.update(tensor.__dict__)
+            aliases[id(tensor)] = alias.requires_grad_(flag)
+        tensors[position] = aliases[id(tensor)]
+    return tensors
+
+
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
@@ -111,7 +124,7 @@ class Arguments:
     #: at hand.
     live: Sequence[torch.Tensor] | None
 
-    _captured: tuple[list[Any], dict[str, Any]] | None
+    _captured: Captured
     # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
     _flags: dict[int, bool]
     # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
@@ -205,20 +218,6 @@ class Arguments:
                 self._flags = {position: bool(before[1]), **self._flags}
                 self._kept_facts[position] = before[0], found[1]
 
-    def _with_flags(self) -> list[torch.Tensor | None]:
-        """Returns the tensors that are kept, some of them by aliases that require grad, or not, as when forward began."""
-        aliases: dict[int, torch.Tensor] = {}
-        tensors = list(self._tensors)
-        for position, flag in self._flags.items():
-            tensor = tensors[position]
-            assert tensor is not None
-            if id(tensor) not in aliases:
-                alias = as_kind(tensor.detach(), type(tensor))
-                alias.__dict__.update(tensor.__dict__)
-                aliases[id(tensor)] = alias.requires_grad_(flag)
-            tensors[position] = aliases[id(tensor)]
-        return tensors
-
     def _are_as_they_were(self, tensors: Sequence[torch.Tensor]) -> bool:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
@@ -242,7 +241,7 @@ class Arguments:
         if self._steps != num_fused_steps():
             self._look_for_steps(region)
         if self._flags:
-            kept = self._with_flags()
+            kept = _with_flags(kept, self._flags)
         stand_ins = _NO_STAND_INS
         if self._origins is not None:
             kept, stand_ins = self._origins.put_into(kept)
@@ -287,14 +286,8 @@ class Arguments:
 
     def hooks(self) -> Hooks:
         """Returns the hooks that are registered on the tensors which a rerun is about to get."""
-        found: list[tuple[dict[int, Any], dict[int, Any]]] = []
-        for tensor in self._present():
-            if hooks := tensor._backward_hooks:
-                found.append((hooks, hooks.copy()))
-        for reference in (*self._hooked, *(() if self._origins is None else self._origins.hooked)):
-            if found_again := reference():
-                found.append((found_again, found_again.copy()))
-        return found
+        references = (*self._hooked, *(() if self._origins is None else self._origins.hooked))
+        return hooks_on(self._present(), references)
 
     def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], registered: Sequence[int]) -> None:
         """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
@@ -304,15 +297,8 @@ class Arguments:
             handed_out: What :meth:`restore` has added to.
             registered: The numbers of the hooks that the rerun has registered.
         """
-        for tensor in (*self._present(), *(tensor for _, tensor, _ in handed_out)):
-            if hooks := tensor._backward_hooks:
-                for number in registered:
-                    hooks.pop(number, None)
-        for hooks, others in before:
-            if any(number not in hooks for number in others):
-                merged = {**others, **hooks}
-                hooks.clear()
-                hooks.update((number, merged[number]) for number in sorted(merged))
+        take_hooks_off((*self._present(), *(tensor for _, tensor, _ in handed_out)), registered)
+        put_hooks_back(before)
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""
@@ -330,12 +316,7 @@ class Arguments:
                 continue
             if before[0] != now[0]:
                 self._raise_modified(position, tensor, region)
-            raise CheckpointError(
-                f"{self._where(position, tensor, region)} had requires_grad={before[1]} when the region's forward began, and "
-                f"has requires_grad={now[1]} now. A rerun of the region would save other tensors: change requires_grad after "
-                "backward, or pass a detached tensor.",
-                region=region,
-            )
+            raise flag_error(path_at(self._captured, position), tensor, before[1], now[1], region)
 
     def _look_for_steps(self, region: Callable[[], tuple[str, ...]]) -> None:
         for position, tensor in enumerate(self._tensors):
@@ -345,49 +326,15 @@ class Arguments:
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
         has_moved = self._saved is not None and storage_of(tensor) != self._storages[position]
-        change = change_in_words(tensor._version, expected, " since the region's forward began", has_moved=has_moved)
-        raise MutationError(
-            f"{self._where(position, tensor, region)} {change} Backward reruns the region and needs the values that forward "
-            "saw. Modify a clone, or use the out-of-place form of the operation.",
-            region=region,
-            tensor=self._path_at(position),
-            expected=expected,
-            found=tensor._version,
-        )
-
-    def _where(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> str:
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return f"{self._path_at(position)} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
+        raise modified_error(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
 
     def path_of(self, value: Any) -> str | None:
         """Returns where a tensor, or an object that was not taken apart, is among the arguments, as a user would write it."""
         for position, other in enumerate(self._tensors):
             if other is value:
-                return self._path_at(position)
+                return path_at(self._captured, position)
         if self._origins is not None and (place := self._origins.position_of(value)) is not None:
-            return self._path_at(place)
+            return path_at(self._captured, place)
         if self._captured is None or not any(value is other for other in self.objects):
             return None
-        return self._find(lambda captured: captured is value)
-
-    def _path_at(self, position: int) -> str:
-        if self._captured is None:
-            return f"args[{position}]"
-        return self._find(lambda captured: isinstance(captured, TensorAt) and captured.position == position)
-
-    def _find(self, is_meant: Callable[[Any], bool]) -> str:
-        assert self._captured is not None
-        args, kwargs = self._captured
-        todo: list[tuple[str, Any]] = [(f"args[{index}]", captured) for index, captured in enumerate(args)]
-        todo += [(f"kwargs[{key!r}]", captured) for key, captured in kwargs.items()]
-        seen = set()
-        while todo:
-            path, captured = todo.pop(0)
-            if is_meant(captured):
-                return path
-            if isinstance(captured, Container) and id(captured) not in seen:
-                seen.add(id(captured))
-                entries = captured.entries if issubclass(captured.kind, dict) else enumerate(captured.entries)
-                todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
-                todo += [(f"{path}.{name}", entry) for name, entry in captured.attributes()]
-        return "an argument"
+        return path_to(self._captured, lambda captured: captured is value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from types import FunctionType
 from typing import Any
@@ -16,41 +16,29 @@ from typing import Any
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.current import Current, Made, run_on
+from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
-from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.hook_numbers import hooks_since, next_hook
 from ckpt_hooks._core.hooks import close_frame
-from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.modes import pause_modes, resume_modes
-from ckpt_hooks._core.passes import is_last_backward
-from ckpt_hooks._core.patience import patient
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._torch import (
     num_dispatch_modes,
-    resume_transforms,
-    set_grad_enabled,
-    suspend_transforms,
     top_saved_tensors_hooks,
 )
-from ckpt_hooks.errors import DeterminismError, MutationError
 
-from .arguments import Arguments, HandedOut, Hooks, Restored
+from .arguments import Arguments
 from .boundaries import NO_MARKS
-from .collector import Collector, StopRecompute
-from .compare import result_of
 from .contexts import ContextPair, selection_of, suppressed_error, under_modes
-from .explain import blame, uninitialized
+from .explain import uninitialized
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
-from .rerun import CallingFrame
+from .rerun import RerunFrame
 from .state.closure_scan import NOTHING, reach
-from .state.leftovers import leftovers_of
 from .state.module_plan import idle_plan
 from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
@@ -63,7 +51,7 @@ _NO_GENERATORS: Sequence[torch.Generator] = ()
 _NO_LAYERS: Sequence[Any] = ()
 
 
-class FunctionFrame(CallingFrame):
+class FunctionFrame(RerunFrame):
     """A region whose forward is one call of a function; a context manager around that call.
 
     The call itself is the caller's, with the same function and arguments that the frame was given: hooks that run before and
@@ -77,13 +65,7 @@ class FunctionFrame(CallingFrame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = (
-        "_compared",
-        "_finish",
-        "_keeps_all",
-        "_options",
-        "_plain",
-    )
+    __slots__ = ("_finish", "_keeps_all", "_plain")
 
     def __init__(
         self,
@@ -233,105 +215,3 @@ class FunctionFrame(CallingFrame):
                 self.observer.exited(self, error)
         finally:
             resume_modes(paused)
-
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function; see :meth:`Frame.recompute`."""
-        return run_on(self.current, self._recompute_here, wanted)
-
-    def made(self) -> Made | None:
-        """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""
-        return None if self.current is None else Made(self.current)
-
-    def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function on the devices and streams that are current."""
-        return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
-
-    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        collector = Collector(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
-        mark = mark_thread()
-        outer, self._collector = self._collector, collector
-        try:
-            collector.leftovers = None if self._objects is None else leftovers_of(self._objects)
-            if self._options.check.fingerprint is None:
-                return self._recompute(collector, wanted)
-            return self._compared.recompute(lambda: self._recompute(collector, wanted), self._region())
-        except BaseException as error:
-            bring_back(mark, error)
-            raise
-        finally:
-            self._collector = outer
-            collector.let_go()
-
-    def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
-        borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
-        # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
-        paused = pause_modes() if num_dispatch_modes() else None
-        outer, stack.innermost = stack.innermost, self
-        reentered, self.recomputing = self.recomputing, True
-        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, next_hook()
-        handed_out: list[HandedOut] = []
-        call: Restored | None = None
-        hooks: Hooks = ()
-        try:
-            transforms = suspend_transforms()
-            set_grad_enabled(True)
-            call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
-            hooks = self._arguments.hooks()
-            if self._selection is not None:
-                last = wanted is None and is_last_backward()
-                self._selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
-            state = self._state
-            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
-                self._call_with_more(collector, wanted, call, borrows=borrows)
-            elif state is None:
-                self._call_in_ambient(collector, wanted, call)
-            else:
-                lock = state.plans[0].lock
-                with lock if self.current is None else patient(lock, self.path):
-                    self._call_in_ambient(collector, wanted, call)
-        except StopRecompute:
-            pass
-        except (DeterminismError, MutationError) as error:
-            # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
-            own = error.region == self._region()
-            if own and isinstance(error, DeterminismError):
-                self._explain(error)
-            if own or not collector.stopped:
-                raise
-        except Exception as error:
-            if not collector.stopped:
-                if self._selection is not None and call is not None:
-                    self._selection.check(len(collector.values) - 1, self._explain, error)
-                if call is not None:
-                    self._explain_failure(error, len(collector.values), selective=self._selection is not None)
-                raise
-            # The function swallowed the stop and failed later on. Every value is there (Rule 8).
-        finally:
-            if borrows:
-                default_generators_lock.release()
-            if paused:
-                resume_modes(paused)
-            if self._selection is not None:
-                self._selection.settle()
-            set_grad_enabled(grad_enabled)
-            self.recomputing = reentered
-            stack.innermost = outer
-            if transforms is not None:
-                resume_transforms(transforms)
-            if (registered := hooks_since(first_hook)) or hooks:
-                self._arguments.put_hooks_back(hooks, handed_out, registered)
-            if handed_out:
-                self._arguments.look_at(handed_out)
-        try:
-            values = result_of(collector, self._options.check, self._marks)
-        except DeterminismError as found:  # not those of regions around, which restore the arguments
-            required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
-            blame(found, self, self._function, self._arguments.path_of, required)
-            self._explain(found)
-            raise
-        if self._selection is not None:
-            self._selection.check(collector.last, self._explain)
-        if collector.leftovers is not None:
-            self._explain_leftovers(collector)
-        return values

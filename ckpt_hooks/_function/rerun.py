@@ -1,149 +1,146 @@
-"""Calling a region's function again, under what its forward saw."""
+"""Rerunning a region: its function is called again, and ends when every tensor that is wanted was saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
-from contextvars import Context, copy_context
-from typing import Any
+from collections.abc import Collection
 
 import torch
 
-from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.draws import RecordDraws
-from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
-from ckpt_hooks._core.hooks import hand_back
+from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._ambient.rng import default_generators_lock
+from ckpt_hooks._core.hook_numbers import hooks_since, next_hook
+from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.passes import is_last_backward
 from ckpt_hooks._core.patience import patient
-from ckpt_hooks._torch import num_dispatch_modes, pop_saved_tensors_hooks, push_saved_tensors_hooks
-from ckpt_hooks.errors import MutationError
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._torch import (
+    num_dispatch_modes,
+    resume_transforms,
+    set_grad_enabled,
+    suspend_transforms,
+)
+from ckpt_hooks.errors import DeterminismError, MutationError
 
-from .arguments import Restored
-from .collector import Collector
-from .contexts import ContextPair, Selects, reusable
-from .explain import mutation_error, name_of
-from .failures import ExplainingFrame
-from .state.parameters import WatchReads
-from .state.reached_state import ReachedState, Rewound
-from .state.variables import Loan, lend, take_back
+from .arguments import HandedOut, Hooks, Restored
+from .calling import CallingFrame
+from .collector import Collector, StopRecompute
+from .compare import result_of
+from .explain import blame
+from .options import RegionOptions
+from .state.leftovers import leftovers_of
+from .suspects import Compared
 
-__all__ = ["CallingFrame"]
+__all__ = ["RerunFrame"]
 
 
-class CallingFrame(ExplainingFrame):
-    """A function frame as far as it calls its function again.
+class RerunFrame(CallingFrame):
+    """A function frame as far as a rerun is prepared, watched and taken back."""
 
-    What is undone afterwards is undone once more where an exception came in between, such as that of Ctrl-C.
-    """
+    __slots__ = ("_compared", "_options")
 
-    __slots__ = ("_ambient", "_context", "_contexts", "_draws", "_function", "_selection", "_state", "_variables")
+    _compared: Compared
+    _options: RegionOptions
 
-    _ambient: _ambient.Ambient
-    _context: Context | None
-    _contexts: ContextPair | None
-    _draws: RecordDraws | None
-    _function: Callable[..., Any]
-    _selection: Selects | None
-    _state: ReachedState | None
-    _variables: Any  # what is noted of them, for :func:`lend`
+    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Reruns the function; see :meth:`Frame.recompute`."""
+        return run_on(self.current, self._recompute_here, wanted)
 
-    def _call_in_ambient(self, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
-        """Calls the function where flags, the CPU's generator and one module's state are all that has to be put back."""
-        undo = _ambient.enter(self._ambient)
+    def made(self) -> Made | None:
+        """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""
+        return None if self.current is None else Made(self.current)
+
+    def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        """Reruns the function on the devices and streams that are current."""
+        return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
+
+    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        collector = Collector(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        mark = mark_thread()
+        outer, self._collector = self._collector, collector
         try:
-            if self._state is None:
-                self._call_under(collector, wanted, call)
+            collector.leftovers = None if self._objects is None else leftovers_of(self._objects)
+            if self._options.check.fingerprint is None:
+                return self._recompute(collector, wanted)
+            return self._compared.recompute(lambda: self._recompute(collector, wanted), self._region())
+        except BaseException as error:
+            bring_back(mark, error)
+            raise
+        finally:
+            self._collector = outer
+            collector.let_go()
+
+    def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
+        borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
+        # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
+        paused = pause_modes() if num_dispatch_modes() else None
+        outer, stack.innermost = stack.innermost, self
+        reentered, self.recomputing = self.recomputing, True
+        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, next_hook()
+        handed_out: list[HandedOut] = []
+        call: Restored | None = None
+        hooks: Hooks = ()
+        try:
+            transforms = suspend_transforms()
+            set_grad_enabled(True)
+            call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
+            hooks = self._arguments.hooks()
+            if self._selection is not None:
+                last = wanted is None and is_last_backward()
+                self._selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
+            state = self._state
+            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
+                self._call_with_more(collector, wanted, call, borrows=borrows)
+            elif state is None:
+                self._call_in_ambient(collector, wanted, call)
             else:
-                self._call_rewound(self._state, collector, wanted, call)
-        finally:
-            try:
-                _ambient.leave(undo)
-            except BaseException:
-                _ambient.leave(undo)
+                lock = state.plans[0].lock
+                with lock if self.current is None else patient(lock, self.path):
+                    self._call_in_ambient(collector, wanted, call)
+        except StopRecompute:
+            pass
+        except (DeterminismError, MutationError) as error:
+            # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
+            own = error.region == self._region()
+            if own and isinstance(error, DeterminismError):
+                self._explain(error)
+            if own or not collector.stopped:
                 raise
-
-    def _call_with_more(self, collector: Collector, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
-        """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
-        ambient, state = self._ambient, self._state
-        with ExitStack() as undone:
-            # Locks last of all that is waited for: what restores arguments takes locks of other frames.
-            if ambient.has_streams:
-                undone.enter_context(patient(shared_streams_lock, self.path))
-            for plan in () if state is None else sorted(state.plans, key=id):
-                undone.enter_context(plan.lock if self.current is None else patient(plan.lock, self.path))
-            undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
-            if ambient.has_streams:
-                undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
-            if not borrows:
-                undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
-            if state is None:
-                self._call_under(collector, wanted, call)
-            else:
-                self._call_rewound(state, collector, wanted, call)
-
-    def _call_rewound(self, state: ReachedState, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
-        """Calls the function with the state that it reaches as forward found it."""
-        rewound = Rewound(state, self._mutated)
-        try:
-            self._call_under(collector, wanted, call, rewound.put_back())
-        finally:
-            try:
-                rewound.restore()
-            except BaseException:
-                rewound.restore()
+        except Exception as error:
+            if not collector.stopped:
+                if self._selection is not None and call is not None:
+                    self._selection.check(len(collector.values) - 1, self._explain, error)
+                if call is not None:
+                    self._explain_failure(error, len(collector.values), selective=self._selection is not None)
                 raise
-
-    def _call_under(
-        self,
-        collector: Collector,
-        wanted: Collection[int] | None,
-        call: Restored,
-        exchanged: frozenset[int | None] = frozenset(),
-    ) -> None:
-        parameters = self._state.parameters if self._state is not None and self.complete else None
-        changed = parameters.changed() if parameters is not None and parameters.have_changed() else []
-        in_context = self._context is not None or self._contexts is not None or copy_context()
-        lent = None if self._variables is None else lend(self._variables, call[2])
-        try:
-            if type(lent) is Loan and self.complete:
-                changed += lent.changed()
-            hook = collector.hook(wanted, exchanged)
-            leftovers = collector.leftovers
-            if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
-                hook = collector.noting_versions(hook)
-            if leftovers is not None:
-                hook = leftovers.noting(hook, collector.values, collector.last)
-            push_saved_tensors_hooks(hook, hand_back)
-            try:
-                if changed or leftovers is not None:
-                    with (
-                        WatchReads(changed, collector, self._mutated) if changed else nullcontext(),
-                        leftovers or nullcontext(),
-                    ):
-                        self._call_in_context(call)
-                elif not in_context:
-                    self._function(*call[0], **call[1])
-                else:
-                    self._call_in_context(call)
-            finally:
-                pop_saved_tensors_hooks()
+            # The function swallowed the stop and failed later on. Every value is there (Rule 8).
         finally:
-            if lent is not None:
-                try:
-                    take_back(lent)
-                except BaseException:
-                    take_back(lent)
-                    raise
-
-    def _call_in_context(self, call: Restored) -> None:
-        # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
-        (Context() if self._context is None else self._context.copy()).run(self._call, *call[:2])
-
-    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        if self._contexts is None:
-            self._function(*args, **kwargs)
-        else:
-            with reusable(self._contexts[1]):
-                self._function(*args, **kwargs)
-
-    def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
-        return mutation_error(name_of(tensor, self._function), tensor, version, self._region())
+            if borrows:
+                default_generators_lock.release()
+            if paused:
+                resume_modes(paused)
+            if self._selection is not None:
+                self._selection.settle()
+            set_grad_enabled(grad_enabled)
+            self.recomputing = reentered
+            stack.innermost = outer
+            if transforms is not None:
+                resume_transforms(transforms)
+            if (registered := hooks_since(first_hook)) or hooks:
+                self._arguments.put_hooks_back(hooks, handed_out, registered)
+            if handed_out:
+                self._arguments.look_at(handed_out)
+        try:
+            values = result_of(collector, self._options.check, self._marks)
+        except DeterminismError as found:  # not those of regions around, which restore the arguments
+            required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
+            blame(found, self, self._function, self._arguments.path_of, required)
+            self._explain(found)
+            raise
+        if self._selection is not None:
+            self._selection.check(collector.last, self._explain)
+        if collector.leftovers is not None:
+            self._explain_leftovers(collector)
+        return values

@@ -1,0 +1,149 @@
+"""Calling a region's function again, under what its forward saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
+from contextvars import Context, copy_context
+from typing import Any
+
+import torch
+
+from ckpt_hooks import _ambient
+from ckpt_hooks._ambient.draws import RecordDraws
+from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
+from ckpt_hooks._core.hooks import hand_back
+from ckpt_hooks._core.patience import patient
+from ckpt_hooks._torch import num_dispatch_modes, pop_saved_tensors_hooks, push_saved_tensors_hooks
+from ckpt_hooks.errors import MutationError
+
+from .arguments import Restored
+from .collector import Collector
+from .contexts import ContextPair, Selects, reusable
+from .explain import mutation_error, name_of
+from .failures import ExplainingFrame
+from .state.parameters import WatchReads
+from .state.reached_state import ReachedState, Rewound
+from .state.variables import Loan, lend, take_back
+
+__all__ = ["CallingFrame"]
+
+
+class CallingFrame(ExplainingFrame):
+    """A function frame as far as it calls its function again.
+
+    What is undone afterwards is undone once more where an exception came in between, such as that of Ctrl-C.
+    """
+
+    __slots__ = ("_ambient", "_context", "_contexts", "_draws", "_function", "_selection", "_state", "_variables")
+
+    _ambient: _ambient.Ambient
+    _context: Context | None
+    _contexts: ContextPair | None
+    _draws: RecordDraws | None
+    _function: Callable[..., Any]
+    _selection: Selects | None
+    _state: ReachedState | None
+    _variables: Any  # what is noted of them, for :func:`lend`
+
+    def _call_in_ambient(self, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
+        """Calls the function where flags, the CPU's generator and one module's state are all that has to be put back."""
+        undo = _ambient.enter(self._ambient)
+        try:
+            if self._state is None:
+                self._call_under(collector, wanted, call)
+            else:
+                self._call_rewound(self._state, collector, wanted, call)
+        finally:
+            try:
+                _ambient.leave(undo)
+            except BaseException:
+                _ambient.leave(undo)
+                raise
+
+    def _call_with_more(self, collector: Collector, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
+        """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
+        ambient, state = self._ambient, self._state
+        with ExitStack() as undone:
+            # Locks last of all that is waited for: what restores arguments takes locks of other frames.
+            if ambient.has_streams:
+                undone.enter_context(patient(shared_streams_lock, self.path))
+            for plan in () if state is None else sorted(state.plans, key=id):
+                undone.enter_context(plan.lock if self.current is None else patient(plan.lock, self.path))
+            undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
+            if ambient.has_streams:
+                undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
+            if not borrows:
+                undone.enter_context(_ambient.replay_draws(ambient, None if self._draws is None else self._draws.states))
+            if state is None:
+                self._call_under(collector, wanted, call)
+            else:
+                self._call_rewound(state, collector, wanted, call)
+
+    def _call_rewound(self, state: ReachedState, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
+        """Calls the function with the state that it reaches as forward found it."""
+        rewound = Rewound(state, self._mutated)
+        try:
+            self._call_under(collector, wanted, call, rewound.put_back())
+        finally:
+            try:
+                rewound.restore()
+            except BaseException:
+                rewound.restore()
+                raise
+
+    def _call_under(
+        self,
+        collector: Collector,
+        wanted: Collection[int] | None,
+        call: Restored,
+        exchanged: frozenset[int | None] = frozenset(),
+    ) -> None:
+        parameters = self._state.parameters if self._state is not None and self.complete else None
+        changed = parameters.changed() if parameters is not None and parameters.have_changed() else []
+        in_context = self._context is not None or self._contexts is not None or copy_context()
+        lent = None if self._variables is None else lend(self._variables, call[2])
+        try:
+            if type(lent) is Loan and self.complete:
+                changed += lent.changed()
+            hook = collector.hook(wanted, exchanged)
+            leftovers = collector.leftovers
+            if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
+                hook = collector.noting_versions(hook)
+            if leftovers is not None:
+                hook = leftovers.noting(hook, collector.values, collector.last)
+            push_saved_tensors_hooks(hook, hand_back)
+            try:
+                if changed or leftovers is not None:
+                    with (
+                        WatchReads(changed, collector, self._mutated) if changed else nullcontext(),
+                        leftovers or nullcontext(),
+                    ):
+                        self._call_in_context(call)
+                elif not in_context:
+                    self._function(*call[0], **call[1])
+                else:
+                    self._call_in_context(call)
+            finally:
+                pop_saved_tensors_hooks()
+        finally:
+            if lent is not None:
+                try:
+                    take_back(lent)
+                except BaseException:
+                    take_back(lent)
+                    raise
+
+    def _call_in_context(self, call: Restored) -> None:
+        # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
+        (Context() if self._context is None else self._context.copy()).run(self._call, *call[:2])
+
+    def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        if self._contexts is None:
+            self._function(*args, **kwargs)
+        else:
+            with reusable(self._contexts[1]):
+                self._function(*args, **kwargs)
+
+    def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
+        return mutation_error(name_of(tensor, self._function), tensor, version, self._region())
