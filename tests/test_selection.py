@@ -77,7 +77,7 @@ def test_collectives_are_kept_as_they_are():
     for kind in (Kind.SAVEABLE, Kind.COLLECTIVE):
         selection = Selection()
         selection.attach([], ("region", None), (packed.append, lambda value: value), respect_hooks=True)
-        selection.keep(0, torch.ones(3), (), {}, None, kind, offload=True)
+        selection.outputs.keep(0, torch.ones(3), (), {}, None, kind, offload=True)
         assert len(packed) == 1
 
 

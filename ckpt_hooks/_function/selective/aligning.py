@@ -27,7 +27,8 @@ from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.kinds import Kind, facts_of, same_operator
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
 
-from .selection import Selection, tensors_of
+from .outputs import tensors_of
+from .selection import Selection
 from .sequence import Counts, OperatorSequence
 
 __all__ = ["Aligning"]
@@ -104,16 +105,16 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
         places = self._places.get((sequence.marks[found], sequence.nodes_at(found)), ())
         places = [place for place in places if same_operator(operators[place], func)]
         if kind in _HANDED_OUT:
-            if len(places) == 1 and places[0] in selection.entries:
-                output = selection.take(places[0], func, args, kwargs, last=self._last, draw_modes=self._draw_modes)
+            if len(places) == 1 and places[0] in selection.outputs.entries:
+                output = selection.outputs.take(places[0], func, args, kwargs, last=self._last, draw_modes=self._draw_modes)
                 if output is not MISSING:
                     return output
-            if kind is Kind.EFFECT and any(operators[place] is func for place in selection.entries):
+            if kind is Kind.EFFECT and any(operators[place] is func for place in selection.outputs.entries):
                 raise selection.sequence.error(found, "one that has its effect once", f"{func} that forward may not have run")
             return call(*args, **kwargs)
         output = call(*args, **kwargs)
         for place in places:
-            kept = selection.peek(place)
+            kept = selection.outputs.peek(place)
             if kept is not MISSING and not past_modes(_agree, output, kept):
                 self._unequal.add((place, found))
         return output

@@ -169,7 +169,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = call(*args, **kwargs)
         draw = None if watch is None else watch()
-        self.selection.keep(place, output, args, kwargs, draw, kind, offload=offload)
+        self.selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=offload)
         return output
 
     def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
@@ -196,18 +196,18 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 self._policy.warn_of_view(func)
         elif decision not in _RECOMPUTES:
             draw = None if watch is None else watch()
-            selection.keep(place, output, args, kwargs, draw, kind, offload=decision in _OFFLOADS)
+            selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=decision in _OFFLOADS)
         return output
 
     def _look_at(self, func: Any, kind: Kind, args: Any, kwargs: Any, output: Any) -> None:
         """Sees to what was kept, after an operator that may have touched it."""
         if kind is _WRITES:
             count_writes(func, args)
-        if self.selection.entries:
+        if self.selection.outputs.entries:
             if kind is Kind.ALIASES:
-                self.selection.watch((args, kwargs), output)
+                self.selection.outputs.watch((args, kwargs), output)
             else:
-                self.selection.forget(written_by(func, args, kwargs))
+                self.selection.outputs.forget(written_by(func, args, kwargs))
 
 
 class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -223,7 +223,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self.error: DeterminismError | None = None
         self._selection = selection
         self._sequence, self._operators = selection.sequence, selection.sequence.operators
-        self._entries = selection.entries
+        self._entries = selection.outputs.entries
         self.marks: list[int] = []
         self._saved = selection.values
         self._task = graph_task_id()
@@ -263,7 +263,9 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
                     finally:
                         del error  # its traceback has this call, which would keep it alive in turn
             if place in self._entries:
-                output = self._selection.take(place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes)
+                output = self._selection.outputs.take(
+                    place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes
+                )
                 if output is not MISSING:
                     return output
         output = call(*args, **kwargs) if kwargs else call(*args)
