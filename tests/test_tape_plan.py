@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
 
 import pytest
@@ -15,6 +16,7 @@ from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._recorded.recorder import Recorder
 from ckpt_hooks._recorded.replay import Replay, bring_back
 from ckpt_hooks._recorded.schedule import plan_for, work_for
+from ckpt_hooks._recorded.tape import Tape
 from tests.measure import CountOps
 from tests.regions import assert_same
 
@@ -126,9 +128,12 @@ def test_facts_are_found_out_once():
 # Plans
 
 
+@contextlib.contextmanager
 def recording(**options):
-    """Returns a tape for a block of operators alone: no frame, no autograd."""
-    return Recorder(this_thread(), None, **{"respect_hooks": True, "is_in_frame": False, **options})
+    """Gives a tape for a block of operators alone: no frame, no autograd."""
+    tape = Tape(this_thread(), None, **{"respect_hooks": True, "is_in_frame": False, **options})
+    with Recorder(tape):
+        yield tape
 
 
 def numbers(values):
@@ -146,7 +151,7 @@ def test_readers_are_counted():
     with recording() as tape:
         h = x.sin()
         y = (h * h).cos() + h
-        values = [tape.known[id(tensor)] for tensor in (h, y)]
+        values = [tape.tables.known[id(tensor)] for tensor in (h, y)]
         source = values[0].op.args[0]
     plan, work = plan_for([values[1], values[0], values[1]], 0, nested=False)
     assert plan.readers[source.number] == 1
@@ -165,7 +170,7 @@ def test_what_nobody_needs_is_in_no_plan():
         h = x.sin()
         (h + other).exp()
         y = h.cos()
-        value = tape.known[id(y)]
+        value = tape.tables.known[id(y)]
     plan, work = plan_for([value], 0, nested=False)
     assert [op.facts.name for op in work.steps.values()] == ["cos", "sin"]
     assert len(work.leaves) == 1
@@ -181,8 +186,9 @@ def test_readers_in_lists_and_keywords():
         taken = joined[:, None][index, :]
         out = torch.zeros(2, 1)
         torch.add(taken, taken, out=out)
-        h_value, x_value, joined_value = tape.known[id(h)], tape.known[id(h)].op.args[0], tape.known[id(joined)]
-        value = tape.known[id(out)]
+        known = tape.tables.known
+        h_value, x_value, joined_value = known[id(h)], known[id(h)].op.args[0], known[id(joined)]
+        value = tape.tables.known[id(out)]
     plan, work = plan_for([value], 0, nested=False)
     assert plan.readers[h_value.number] == 2
     assert plan.readers[x_value.number] == 2
@@ -199,7 +205,7 @@ def test_a_leaf_is_one_value_however_often_it_is_read():
     x = torch.randn(3)
     with recording() as tape:
         y = (x * x) + x
-        value = tape.known[id(y)]
+        value = tape.tables.known[id(y)]
     plan, work = plan_for([value], 0, nested=False)
     assert [saved.saved.tensor is x for saved in work.leaves] == [True]
     assert plan.readers[work.leaves[0].number] == 3
@@ -210,9 +216,9 @@ def test_what_was_there_before_a_frame_is_another_ones():
     x = torch.randn(3)
     with recording() as tape:
         h = x.sin()
-        start = tape.number
+        start = tape.tables.number
         y = h.cos() * h
-        values = [tape.known[id(tensor)] for tensor in (h, y)]
+        values = [tape.tables.known[id(tensor)] for tensor in (h, y)]
     plan, work = plan_for([values[1]], start, nested=True)
     assert [op.facts.name for op in work.steps.values()] == ["mul", "cos"]
     assert work.crossing == [values[0]]
@@ -227,10 +233,10 @@ def test_a_write_in_a_frame_to_a_storage_that_was_there_crosses():
     x = torch.randn(3)
     with recording() as tape:
         h = x.sin()
-        start = tape.number
+        start = tape.tables.number
         h.mul_(2)
         y = h.cos()
-        values = [tape.known[id(tensor)] for tensor in (h, y)]
+        values = [tape.tables.known[id(tensor)] for tensor in (h, y)]
     _, work = plan_for([values[1]], start, nested=True)
     assert work.crossing == [values[0]]
     assert [op.facts.name for op in work.steps.values()] == ["cos"]
@@ -255,7 +261,7 @@ def test_order_matters_where_something_is_read_that_is_overwritten(name, expecte
             other = h.t().exp()
         h.mul_(2)
         y = (view if name == "view before" else h) * other
-        value = tape.known[id(y)]
+        value = tape.tables.known[id(y)]
     assert plan_for([value], 0, nested=False)[0].in_order is expected
 
 
@@ -266,7 +272,7 @@ def test_work_for_what_is_left():
         h = x.sin()
         k = h.exp()
         y = k.cos()
-        values = [tape.known[id(tensor)] for tensor in (h, k, y)]
+        values = [tape.tables.known[id(tensor)] for tensor in (h, k, y)]
     work = work_for(values[2], 0, {values[0].number: h}, set(), nested=False)
     assert [op.facts.name for op in work.steps.values()] == ["cos", "exp"]
     work = work_for(values[2], 0, {values[1].number: k}, set(), nested=False)
@@ -282,7 +288,7 @@ def assert_brought_back(program, *, size=0):
     """Records a program, which returns tensors, and brings each back to what it was; returns the operators that ran."""
     with recording() as tape:
         tensors = program()
-        values = [tape.known[id(tensor)] for tensor in tensors]
+        values = [tape.tables.known[id(tensor)] for tensor in tensors]
         expected = [tensor.clone() for tensor in tensors]
     tape.close()
     del tensors
@@ -346,7 +352,7 @@ def test_random_numbers_come_back_and_the_stream_stays():
     states = []
     with recording() as tape:
         tensors = program()
-        values = [tape.known[id(tensor)] for tensor in tensors]
+        values = [tape.tables.known[id(tensor)] for tensor in tensors]
         states.append((torch.get_rng_state(), generator.get_state()))
     again = Replay(frame(), values, None)
     for value, tensor in reversed(list(zip(values, tensors, strict=True))):

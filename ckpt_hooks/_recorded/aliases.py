@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import set_versions
 
+from .surroundings import Around
+from .tables import Tables
 from .values import Op, Store, Unsettled, Value, new_value
-
-if TYPE_CHECKING:
-    from .tables import Tables
 
 __all__ = ["alias_of", "group_in", "group_of", "is_in"]
 
@@ -71,7 +68,7 @@ def is_in(tables: Tables, value: Value, groups: list[object]) -> bool:
     return any(group is other for other in groups)
 
 
-def alias_of(tables: Tables, store: Store, tensor: torch.Tensor) -> Value | None:
+def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, around: Around) -> Value | None:
     """Returns the value of such a tensor, which is a view of another one in the storage; None if there is none that will do."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return None
@@ -81,7 +78,7 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor) -> Value | None
             continue
         op = Op()
         tables.number = op.number = tables.number + 1
-        op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, tables.around
+        op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, around
         op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
         group = value.group if _share_versions(member, tensor) else object()

@@ -32,6 +32,7 @@ from .decisions import RECOMPUTE, Deciding
 from .kept import Hooks, Kept
 from .recorder import Recorder
 from .replayed import Pin, ReplayedFrame
+from .tape import Tape
 from .values import Value, values_of
 
 __all__ = ["RecordedFrame", "unpack"]
@@ -44,12 +45,13 @@ class RecordedFrame(ReplayedFrame):
         current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
         compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
         hooks_around: Saved-tensor hooks of somebody's around it, in the innermost function frame; None when it has ended.
-        tape: What records; None when it has ended.
+        tape: What it records; None when it has ended.
     """
 
     __slots__ = (
         "_deciding",
         "_draws_anew",
+        "_recorder",
         "_respect_hooks",
         "compared",
         "hooks_around",
@@ -78,7 +80,8 @@ class RecordedFrame(ReplayedFrame):
         self._deciding = None if policy is None else Deciding(policy)
         self._respect_hooks = respect_hooks
         self._draws_anew = not preserve_rng_state
-        self.tape: Recorder | None = None if outer is None else outer.tape
+        self._recorder: Recorder | None = None
+        self.tape: Tape | None = None if outer is None else outer.tape
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
@@ -91,17 +94,13 @@ class RecordedFrame(ReplayedFrame):
         if outer is None or tape is None:
             watch_fused_steps()
             users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
-            tape = self.tape = Recorder(
-                self.thread,
-                hooks,
-                respect_hooks=self._respect_hooks,
-                is_in_frame=self.parent is not None,
-            )
+            tape = self.tape = Tape(self.thread, hooks, respect_hooks=self._respect_hooks, is_in_frame=self.parent is not None)
             tape.users_modes = users
-            tape.__enter__()
+            self._recorder = Recorder(tape)
+            self._recorder.__enter__()
         else:
             outer._children.append(weakref.ref(self))
-        self.start, self.current = tape.number, tape.current
+        self.start, self.current = tape.tables.number, tape.current
         self._lock = tape.lock
         try:
             pack, release = self._packing(tape)
@@ -111,8 +110,8 @@ class RecordedFrame(ReplayedFrame):
             else:
                 push_saved_tensors_hooks(pack, unpack)
         except BaseException:
-            if outer is None:
-                tape.__exit__()
+            if self._recorder is not None:
+                self._recorder.__exit__()
             raise
         tape.path, tape.deciding, tape.draws_anew = self.path, self._deciding, self._draws_anew
         self.release = release
@@ -129,22 +128,22 @@ class RecordedFrame(ReplayedFrame):
             self.compared.close()
         self.tape = self.hooks_around = None
         self.complete = True
-        if outer is None:
-            tape.__exit__()
-            tape.deciding = None
+        if self._recorder is not None:
+            self._recorder.__exit__()
+            self._recorder = tape.deciding = None
             if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
-                parent.note_inside(tape.num_held(), self.path)
+                parent.note_inside(len(tape.held), self.path)
             tape.close()  # which calls hooks of the user's, who may raise
-        else:
+        elif outer is not None:
             tape.path, tape.deciding, tape.draws_anew = outer.path, outer._deciding, outer._draws_anew
         if self.observer is not None:
             self.observer.exited(self, error)
         if self._deciding is not None and error is None:
             self._deciding.finish()
 
-    def _packing(self, tape: Recorder) -> tuple[Callable[[torch.Tensor], Pin | KeptLeaf], Callable[[], None]]:
+    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Pin | KeptLeaf], Callable[[], None]]:
         """Returns the pack hook, and what has it let go of this frame: autograd keeps it with each leaf that is kept."""
-        get, pins = tape.known.get, self.pins
+        get, pins = tape.tables.known.get, self.pins
         append = pins.append
         pack_other, observer = self._pack_other, self.observer
         new, reference_to, frame = Pin, weakref.ref, self
@@ -191,7 +190,7 @@ class RecordedFrame(ReplayedFrame):
         if value is None and is_kept_anyway(tensor):
             return [tensor, tensor._version, self.path]
         if value is None or storage_of(tensor) != value.store.address:
-            store = tape.store_of(tensor)
+            store = tape.tables.store_of(tensor)
             if store.blank:
                 value = tape.input_of(tensor, store)  # what it is when it has been written to
             elif store.outside and tape.hooks is None and self.hooks_around is None:
@@ -207,9 +206,9 @@ class RecordedFrame(ReplayedFrame):
         if tape is None or self._deciding is None:
             return
         decision = self._deciding.of_name(name)
-        value = tape.known.get(id(tensor))
+        value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.outside:
-            tape.keep(value, tensor, decision, f"kept by the policy, by the name of {name!r}")
+            tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, by the name of {name!r}")
 
     def kept(self) -> list[tuple[str, str]]:
         """Returns what this frame keeps, in words, and why."""

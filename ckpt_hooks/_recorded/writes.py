@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -25,12 +25,11 @@ from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
 from .aliases import group_of, is_in
+from .calls import decide, op_of, run
 from .decisions import OFFLOAD, RECOMPUTE, SAVE
 from .kept import Clones, Hooks, Kept, Packed, lost_to_write
+from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_value
-
-if TYPE_CHECKING:
-    from .recorder import Recorder
 
 __all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
 
@@ -63,7 +62,7 @@ def _covers(tensor: torch.Tensor) -> bool:
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator that writes to tensors it is given."""
     targets = _targets(facts, args, kwargs)
     if not targets and not facts.has_fresh:
@@ -74,14 +73,14 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     inside: dict[int, Store] = {}
     outside: dict[int, Store] = {}
     for tensor, written in targets:
-        store = tape.store_of(tensor)
-        if not store.outside and id(tensor) not in tape.known and id(tensor) not in tape.blank:
+        store = tape.tables.store_of(tensor)
+        if not store.outside and id(tensor) not in tape.tables.known and id(tensor) not in tape.tables.blank:
             tape.value_of(tensor, None)  # another face of it, which came to be unseen
         if store.blank:
             if written.overwritten and _covers(tensor):
                 overwritten.add(id(tensor))
             else:
-                tape.make_outside(store, "memory that was written to in part")
+                tape.tables.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
     # Where all is kept that it writes, nobody will ask for the write to be done again.
     keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
@@ -89,10 +88,10 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     for key, store in list(inside.items()):
         # A replay could not write to all faces of a memory of which some are kept and others are not.
         if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
-            tape.make_outside(store, "kept by the policy, and written to since")
+            tape.tables.make_outside(store, "kept by the policy, and written to since")
             outside[key] = inside.pop(key)
     # Which versions it counts up, and what autograd has saved and is not told of the write.
-    bumped = [group_of(tape, tensor) for tensor, written in targets if written.counted]
+    bumped = [group_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     quiet = _look_at_pins(tape, outside.values(), bumped, facts, [tensor for tensor, _ in targets])
     if not inside and not facts.has_fresh:
         _before(tape, outside.values())
@@ -103,15 +102,15 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         count_writes(func, args)
         return out
     _before(tape, inside.values())
-    op, values = tape.op_of(facts, args, kwargs, frozenset(overwritten))
+    op, values = op_of(tape, facts, args, kwargs, frozenset(overwritten))
     _before(tape, outside.values())
     try:
-        out = tape.run(op, func, facts, args, kwargs)
+        out = run(tape, op, func, facts, args, kwargs)
         count_writes(func, args)
-        decision = tape.decide(facts, args, kwargs, out)
+        decision = decide(tape, facts, args, kwargs, out)
     except BaseException:
         for store in inside.values():
-            tape.make_outside(store, f"written to by {func}, which raised")
+            tape.tables.make_outside(store, f"written to by {func}, which raised")
         _after_outside(tape, (*inside.values(), *outside.values()), quiet)
         raise
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
@@ -123,7 +122,7 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
     return out
 
 
-def _before(tape: Recorder, stores: Iterable[Store]) -> None:
+def _before(tape: Tape, stores: Iterable[Store]) -> None:
     """Copies what was kept in storages that are about to be written to, where somebody but the tape's table needs it."""
     for store in stores:
         if store.blank:  # there is nothing to copy yet
@@ -135,39 +134,39 @@ def _before(tape: Recorder, stores: Iterable[Store]) -> None:
             if value is None or value.saved is None:
                 continue
             tensor, saved = value.tensor(), value.saved
-            in_table = tensor is not None and tape.known.get(id(tensor)) is value
+            in_table = tensor is not None and tape.tables.known.get(id(tensor)) is value
             del value
             if _holders(reference) > _ONE_HOLDER - (not in_table):
                 saved.copy(clones)
 
 
-def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
+def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
     """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
     facts, made = op.facts, []
     pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
-    quiet = [pin for pin in pins if not is_in(tape, pin.value, bumped)]
+    quiet = [pin for pin in pins if not is_in(tape.tables, pin.value, bumped)]
     for pin in pins:
-        if is_in(tape, pin.value, bumped):
+        if is_in(tape.tables, pin.value, bumped):
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
-    tables = tape.blank if store.blank else tape.known
+    tables = tape.tables.blank if store.blank else tape.tables.known
     store.blank = False
     store.written = True
-    members = list(tape.live_members(store))
+    members = list(tape.tables.live_members(store))
     store.members = []
     for tensor in members:
         before = tables.pop(id(tensor), None)
         if before is None:
             continue
         value = _after(tape, op, before)
-        tape.register(tensor, value)
+        tape.tables.register(tensor, value)
         made.append(value)
         if decision != RECOMPUTE:
-            tape.keep(value, tensor, decision, f"kept by the policy, as written by {facts.operator}")
+            tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, as written by {facts.operator}")
     # What autograd saved without a version in common is what was written, now.
     store.pins = None
     for pin in quiet:
         tensor = pin.value.tensor()
-        now = None if tensor is None else tape.known.get(id(tensor))
+        now = None if tensor is None else tape.tables.known.get(id(tensor))
         if now is None:
             now = _after(tape, op, pin.value)
             made.append(now)
@@ -176,9 +175,9 @@ def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], de
     return made
 
 
-def _after(tape: Recorder, op: Op, before: Value) -> Value:
-    tape.number += 1
-    value = new_value(tape.number, before.store, before.group, op, before)
+def _after(tape: Tape, op: Op, before: Value) -> Value:
+    tape.tables.number += 1
+    value = new_value(tape.tables.number, before.store, before.group, op, before)
     value.tensor = before.tensor
     return value
 
@@ -200,7 +199,7 @@ def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
 
 
 def _look_at_pins(
-    tape: Recorder, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
+    tape: Tape, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
     """Finds handles of tensors in storages from outside that are about to be written to.
 
@@ -214,7 +213,7 @@ def _look_at_pins(
             pin = reference()
             if pin is None:
                 continue
-            if is_in(tape, pin.value, bumped):
+            if is_in(tape.tables, pin.value, bumped):
                 pin.value = _overwritten(pin.value, facts, pin.frame.path)
                 continue
             kept = None if pin.value.saved is None else pin.value.saved.tensor
@@ -240,11 +239,11 @@ def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> t
     return None
 
 
-def _after_outside(tape: Recorder, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
+def _after_outside(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
     """Forgets what was known of tensors in storages from outside that were written to."""
     for store in stores:
         store.written = True
-        tape.forget_members(store)
+        tape.tables.forget_members(store)
     for pin, tensor, store in quiet:
         pin.value = tape.input_of(tensor, store)
         store.pins = [*(store.pins or ()), weakref.ref(pin)]
@@ -259,11 +258,11 @@ def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
     return inner + [part for one in inner for part in _inside(one)]
 
 
-def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
     tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
     tensors += [inner for tensor in tensors for inner in _inside(tensor)]
-    stores = {id(store): store for store in map(tape.store_of, tensors)}
+    stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
     if facts.kind is Kind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
     else:
@@ -274,7 +273,7 @@ def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any
             out = facts.call(*args, **kwargs)
         finally:
             for store in stores.values():
-                tape.make_outside(store, f"handed to {func}")
+                tape.tables.make_outside(store, f"handed to {func}")
             _after_outside(tape, stores.values(), quiet)
     for tensor in flatten(out):
         if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
@@ -282,37 +281,37 @@ def run_opaque(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: Any
     return out
 
 
-def run_marking(tape: Recorder, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator that tells of a tensor which stream uses it; a replay runs it for those who read the tensor after it."""
     target: torch.Tensor = args[0]
     out = facts.call(*args, **kwargs)
-    before = tape.known.get(id(target))
+    before = tape.tables.known.get(id(target))
     if before is not None and before.saved is None and before.store.address == storage_of(target):
-        op, _ = tape.op_of(facts, args, kwargs)
-        op.number = tape.number + 1
-        tape.number += 2
-        tape.register(target, new_value(tape.number, before.store, before.group, op, before))
+        op, _ = op_of(tape, facts, args, kwargs)
+        op.number = tape.tables.number + 1
+        tape.tables.number += 2
+        tape.tables.register(target, new_value(tape.tables.number, before.store, before.group, op, before))
     return out
 
 
-def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator that makes a tensor another view of the same memory."""
     target: torch.Tensor = args[0]
-    store = tape.store_of(target)
+    store = tape.tables.store_of(target)
     before = op.args[0]
     if before.saved is not None and before.saved.tensor is target:
         before.saved.tensor = counted_detach(target)
-    bumped = [group_of(tape, target)]
+    bumped = [group_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
     for holder in store.held or ():
         held = holder()
         if held is not None and held.saved is not None and held.saved.version is not None:
-            tape.note_version_later(held)
+            tape.held.note_version_later(held)
     for reference in store.pins or ():
         pin = reference()
-        if pin is not None and is_in(tape, pin.value, bumped):
+        if pin is not None and is_in(tape.tables, pin.value, bumped):
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
-    tape.number = op.number = tape.number + 1
-    tape.inputs.pop(id(target), None)
-    tape.register(target, new_value(op.number, store, before.group, op))
+    tape.tables.number = op.number = tape.tables.number + 1
+    tape.tables.inputs.pop(id(target), None)
+    tape.tables.register(target, new_value(op.number, store, before.group, op))
     return out

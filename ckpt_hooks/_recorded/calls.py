@@ -1,0 +1,89 @@
+"""Calling operators that are recorded: their arguments as values, their random numbers, and what the policy says of them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt_hooks._ambient.draws import drops_nothing
+from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._operators.kinds import drops_from_buffer
+from ckpt_hooks._operators.noted_draws import draw_noting
+from ckpt_hooks._torch import graph_task_id, storage_of
+
+from .decisions import ASK, RECOMPUTE, SAVE
+from .tape import Tape
+from .values import ANEW, Op, Value
+
+__all__ = ["decide", "op_of", "run"]
+
+_Tensor = torch.Tensor
+
+
+def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+    """Runs an operator, and notes in ``op`` what it draws."""
+    if not facts.is_random:
+        return facts.call(*args, **kwargs)
+    if tape.draws_anew:
+        op.draw = None if drops_nothing(func, args, kwargs) else ANEW
+        return facts.call(*args, **kwargs)
+    out, op.draw = draw_noting(func, args, kwargs, shared=is_concurrent(tape.thread))
+    return out
+
+
+def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
+    """Returns what the policy says of an operator that has run; of one of a backward in the region it is not asked."""
+    deciding = tape.deciding
+    if facts.looks_at_grad or (facts.has_buffered_masks and drops_from_buffer(facts.operator, args, kwargs)):
+        return SAVE
+    if deciding is None or graph_task_id() != tape.task:
+        return SAVE if facts.is_collective or facts.has_effect else RECOMPUTE
+    decision = deciding.of(facts)
+    return deciding.ask(facts, args, kwargs, out) if decision == ASK else decision
+
+
+def op_of(
+    tape: Tape, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset()
+) -> tuple[Op, list[Value]]:
+    """Returns an operator that is about to run, with values in place of tensors, and those values.
+
+    Args:
+        tape: The tape that it goes on.
+        facts: What is known of it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        overwritten: Identities of tensors of which it does not matter what they are.
+    """
+    values: list[Value] = []
+    record = partial(_recorded, tape, facts, overwritten, values)
+    op = Op()
+    op.facts = facts
+    if facts.is_like:
+        op.args = [tape.shape_of(args[0]), *map(record, args[1:])]
+    else:
+        op.args = list(map(record, args))
+    op.kwargs = {name: record(argument) for name, argument in kwargs.items()} if kwargs else kwargs
+    op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
+    op.draw = None
+    op.is_plain = False
+    op.around = tape.around
+    return op, values
+
+
+def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: list[Value], argument: Any) -> Any:
+    """Returns an argument with values in place of tensors, which it adds to ``values``."""
+    if isinstance(argument, _Tensor):
+        key = id(argument)
+        value = tape.tables.blank.get(key) if key in overwritten else None
+        if value is None:
+            value = tape.tables.known.get(key)
+        if value is None or storage_of(argument) != value.store.address:
+            value = tape.value_of(argument, facts)
+        values.append(value)
+        return value
+    if isinstance(argument, (list, tuple)) and any(isinstance(one, _Tensor) for one in argument):
+        return [_recorded(tape, facts, overwritten, values, one) for one in argument]
+    return argument

@@ -1,0 +1,106 @@
+"""What a tape holds for the end of its outermost region, when it is sealed: inputs of operators, and what policies keep."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._tensors.offloaded import Batch
+from ckpt_hooks._tensors.transfers import transfers_for
+from ckpt_hooks._torch import counted_detach, is_kept_anyway
+
+from .decisions import OFFLOAD
+from .kept import Hooks, Kept, Moved
+from .values import Value
+
+__all__ = ["Held"]
+
+_weakref = weakref.ref
+
+
+class Held:
+    """The values of one tape whose tensors are kept.
+
+    Attributes:
+        is_in_frame: Whether a function frame is around.
+    """
+
+    __slots__ = ("_batch", "_for_frame", "_held", "is_in_frame")
+
+    def __init__(self, *, is_in_frame: bool) -> None:
+        self.is_in_frame = is_in_frame
+        self._held: list[weakref.ref[Value]] = []
+        # What is handed to hooks has to be the same in forward and in the rerun of a frame around. Which values are alive is
+        # not, where the garbage collector has a say, so all of them are held up to the end of the region.
+        self._for_frame: list[Value] = []
+        self._batch: Batch | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def note(self, value: Value, reference: weakref.ref[Value]) -> None:
+        """Has what a value keeps sealed at the end.
+
+        Args:
+            value: The value.
+            reference: Refers to it.
+        """
+        self._held.append(reference)
+        if self.is_in_frame:
+            self._for_frame.append(value)
+
+    def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, reason: str) -> None:
+        """Keeps the tensor of a value, or sends it to the host; what it was made of is not needed any more then."""
+        kept = Kept()
+        kept.tensor, kept.version, kept.reason, kept.path = counted_detach(tensor), None, reason, path
+        kept.is_fickle, kept.by_policy = False, True
+        to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
+        transfers = transfers_for(tensor) if to_host else None
+        if transfers is not None:
+            self._batch = self._batch or Batch()
+            kept = Moved(kept, self._batch, transfers)
+        self._hold(value, kept)
+        value.op = value.before = None
+
+    def _hold(self, value: Value, kept: Kept) -> None:
+        value.saved = kept
+        reference = _weakref(value)
+        self.note(value, reference)
+        held = value.store.held
+        if held is None:
+            value.store.held = [reference]
+        else:
+            held.append(reference)
+
+    def note_version_later(self, value: Value) -> None:
+        """Has the version of what is kept noted when the region ends, since it moves without a write."""
+        assert value.saved is not None
+        value.saved.version = None
+        self._held.append(_weakref(value))
+
+    def close(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
+        """Ends the recording: what is kept is handed to the hooks around, if any.
+
+        Args:
+            hooks: The hooks.
+            respect_hooks: Whether what a policy keeps goes through those.
+        """
+        held, self._held = self._held, []
+        for reference in held:
+            value = reference()
+            if value is not None and value.saved is not None:
+                saved = value.saved
+                value.saved = saved.sealed(None if saved.by_policy and not respect_hooks else hooks)
+        self._for_frame.clear()
+
+
+def _is_cast_of_leaf(value: Value) -> bool:
+    """Whether a value is what autocast makes of a parameter, and keeps until its block ends."""
+    if value.op is None or value.op.facts.kind is not Kind.CAST:
+        return False
+    source = value.op.args[0]
+    saved = source.saved if type(source) is Value else None
+    return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)

@@ -1,0 +1,278 @@
+"""The tape of an open region: what its operators read and return, as values.
+
+Whoever records (:mod:`.recorder`) puts operators on it. What it knows of tensors are its tables, and what it keeps it holds
+until the outermost region ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.threads import RegionThread
+from ckpt_hooks._operators.facts import OpFacts, facts_of
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
+from ckpt_hooks._tensors.fused_steps import num_fused_steps
+from ckpt_hooks._torch import FAKE, graph_task_id, is_kept_anyway, storage_address, storage_of
+
+from .aliases import alias_of, group_in
+from .decisions import RECOMPUTE, Deciding
+from .held import Held
+from .kept import Hooks, Kept, lost_to_exchange
+from .surroundings import Around
+from .tables import Tables
+from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
+
+__all__ = ["Tape"]
+
+_Tensor = torch.Tensor
+_weakref = weakref.ref
+_EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+
+
+class Tape:
+    """What the outermost region of a thread records, with those directly within it.
+
+    Attributes:
+        around: What operators run under now.
+        current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
+        deciding: What the innermost region's policy says; None where it has none.
+        draws_anew: Whether a replay of that region draws other random numbers.
+        held: What is kept.
+        hooks: The saved-tensor hooks around the outermost region.
+        is_in_frame: Whether a function frame is around that region.
+        lock: Held by whoever replays this tape.
+        path: The innermost region.
+        respect_hooks: Whether what a policy keeps goes through the hooks.
+        tables: What is known of tensors.
+        task: The backward in which the outermost region runs; -1 for none.
+        thread: The thread that runs it.
+        users_modes: Names of the dispatch modes of the user's that are active around it.
+    """
+
+    around: Around
+    current: Current | None
+
+    def __init__(self, thread: RegionThread, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
+        """Starts a tape.
+
+        Args:
+            thread: The thread.
+            hooks: The saved-tensor hooks that are active around the outermost region, if any.
+            respect_hooks: Whether what a policy keeps goes through those.
+            is_in_frame: Whether a function frame is around.
+        """
+        self.tables = Tables()
+        self.held = Held(is_in_frame=is_in_frame)
+        self.hooks = hooks
+        self.respect_hooks = respect_hooks
+        self.is_in_frame = is_in_frame
+        self.thread = thread
+        self.task = graph_task_id()
+        self.path: RegionPath = ("", None)
+        self.lock = threading.RLock()
+        self.deciding: Deciding | None = None
+        self.draws_anew = False
+        self.users_modes: Sequence[str] = ()
+
+    def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
+        """Puts an output of an operator that has a number on the tape; returns its value, if there is one.
+
+        Args:
+            op: The operator.
+            index: Which of the outputs.
+            values: What the operator read.
+            tensor: The output.
+        """
+        facts = op.facts
+        try:
+            address = storage_address(tensor)
+        except NotImplementedError:
+            return None
+        key, table = id(tensor), self.tables.known
+        value = Value()
+        value.number = number = op.number + index
+        value.op = op
+        value.index = index
+        value.before = value.saved = None
+        for other in values:
+            store = other.store
+            if store.address == address:
+                if tensor is other.tensor():  # an argument
+                    return None
+                value.store = store
+                value.group = object()
+                if facts.is_view:
+                    value.group = Unsettled(other.group) if facts.is_detach else other.group
+                if store.blank:
+                    table = self.tables.blank
+                value.tensor = reference = _weakref(tensor, partial(table.pop, key))
+                store.members.append(reference)
+                break
+        else:
+            if not facts.is_trusted and self.tables.is_taken(address):
+                self.note_outside(tensor, f"returned by {facts.operator}")
+                return None
+            value.tensor = reference = _weakref(tensor, partial(table.pop, key))
+            value.store = value.group = store = Store()
+            store.address = address
+            store.birth = number
+            store.outside = store.blank = store.written = False
+            store.members = [reference]
+            store.pins = store.held = None
+            self.tables.stores[address] = store
+        table[key] = value
+        return value
+
+    def note(self, op: Op, values: list[Value], out: Any, decision: int = RECOMPUTE) -> list[Value]:
+        """Puts what an operator returned on the tape; returns what it put there.
+
+        Args:
+            op: The operator, without a number yet.
+            values: What it read.
+            out: What it returned.
+            decision: What becomes of it.
+        """
+        outputs = out if type(out) is tuple else flatten(out)
+        op.number = self.tables.number + 1
+        self.tables.number += max(1, len(outputs))
+        made = []
+        for index, tensor in enumerate(outputs):
+            if type(tensor) in PLAIN_OR_FAKE:
+                if type(tensor) is FAKE and not any(type(value.tensor()) is FAKE for value in values):
+                    op.facts = facts_of(op.facts.operator).under(tensor.fake_mode)
+                value = self.put(op, index, values, tensor)
+                if value is not None:
+                    made.append(value)
+                    if decision != RECOMPUTE and value.store.birth == value.number:
+                        self.held.keep(
+                            value, tensor, decision, self.path, f"kept by the policy, as a result of {op.facts.operator}"
+                        )
+            elif isinstance(tensor, (list, tuple)):
+                return self.note(op, values, flatten(out), decision)
+            elif isinstance(tensor, _Tensor):
+                self.note_outside(tensor, _reason_for(tensor))
+        return made
+
+    def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
+        """Makes a storage one that comes from outside, since what made it cannot be replayed."""
+        address = storage_of(tensor)
+        if address is not None:
+            store = self.tables.stores.get(address)
+            if store is None or not store.is_alive():
+                store = self.tables.store_outside(address)
+            self.tables.make_outside(store, reason)
+            store.members.append(_weakref(tensor))
+
+    def note_blank(self, tensor: Any) -> None:
+        """Puts memory on the tape that nobody has written to."""
+        address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
+        if address is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
+            return
+        value = self._blank_like(tensor, address)
+        value.store.blank = True
+        self.tables.stores[address] = value.store
+        self.tables.register(tensor, value)
+
+    def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
+        """Returns the value of a tensor that is not in the table.
+
+        Args:
+            tensor: The tensor: one that nobody has written to, one from outside, or another face of one on the tape that came
+                to be unseen.
+            facts: The operator that reads it, if any.
+        """
+        key = id(tensor)
+        self.tables.known.pop(key, None)  # one that was given another storage
+        if self.tables.blank and (blank := self.tables.blank.get(key)) is not None:
+            if facts is not None and facts.is_view:
+                return blank
+            self.tables.make_outside(blank.store, "memory that was not written to as a whole")
+        address, reference = storage_of(tensor), self.tables.inputs.get(key)
+        if reference is not None:
+            found = reference()
+            # Where the forward of a frame around meets one tensor twice, its rerun may meet two.
+            same = found is not None and found.saved is not None and found.saved.tensor is tensor
+            if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
+                if found.store.address == (address or 0) or not is_kept_anyway(tensor):
+                    return found
+                found.saved = lost_to_exchange(self.path)
+        store = None if address is None else self.tables.stores.get(address)
+        if store is None or not store.is_alive():
+            store = self.tables.store_outside(address)
+            if type(tensor) not in PLAIN_OR_FAKE:
+                store.reason = _reason_for(tensor)
+        elif not store.outside:
+            value = alias_of(self.tables, store, tensor, self.around)
+            if value is not None:
+                return value
+            self.tables.make_outside(store, "written or seen by other ways than operators")
+        return self.input_of(tensor, store)
+
+    def input_of(self, tensor: torch.Tensor, store: Store) -> Value:
+        """Returns a value that keeps a tensor as it is."""
+        self.tables.number = number = self.tables.number + 1
+        value = Value()
+        value.number = number
+        value.index = 0
+        value.op = value.before = None
+        value.store = store
+        value.group = group_in(self.tables, store, tensor) if store.members else store
+        value.tensor = reference = _weakref(tensor)
+        store.members.append(reference)
+        kept = Kept()
+        kept.tensor = tensor
+        kept.reason = store.reason
+        kept.path = self.path
+        kept.by_policy = False
+        value.saved = kept
+        self.tables.inputs[id(tensor)] = holder = _weakref(value)
+        if store.held is None:
+            store.held = [holder]
+        else:
+            store.held.append(holder)
+        if is_kept_anyway(tensor):
+            kept.version = None if tensor.is_inference() else tensor._version
+            kept.steps = num_fused_steps()
+            kept.is_fickle = False
+        else:
+            kept.version = None
+            kept.is_fickle = store.written and not tensor.requires_grad
+            self.held.note(value, holder)
+        return value
+
+    def shape_of(self, tensor: torch.Tensor) -> Any:
+        """Returns a value that has the shape, strides and so on of a tensor, and nothing in it."""
+        if not is_dense(tensor):
+            return self.tables.known.get(id(tensor)) or self.value_of(tensor, None)
+        value = self._blank_like(tensor, 0)
+        value.tensor = _weakref(tensor)
+        return value
+
+    def _blank_like(self, tensor: torch.Tensor, address: int) -> Value:
+        """Returns a value for memory like that of a tensor, at an address."""
+        op = Op()
+        self.tables.number = op.number = self.tables.number + 1
+        op.facts, op.present, op.draw, op.around, op.is_plain = facts_of(_EMPTY_STRIDED), (), None, self.around, True
+        if type(tensor) is FAKE:
+            op.facts = op.facts.under(tensor.fake_mode)  # type: ignore[attr-defined]
+        op.args = [tuple(tensor.shape), tensor.stride()]
+        op.kwargs = {"dtype": tensor.dtype, "device": tensor.device}
+        store = new_store(address, op.number)
+        return new_value(op.number, store, store, op)
+
+    def close(self) -> None:
+        """Ends the recording: what is not needed goes, what is kept is handed to the hooks around, if any."""
+        self.tables.clear()
+        self.held.close(self.hooks, respect_hooks=self.respect_hooks)
+
+
+def _reason_for(tensor: torch.Tensor) -> str:
+    return f"a {type(tensor).__name__}, which is kept as it is"
