@@ -72,7 +72,7 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._sequence.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _, kind, call, _ = facts_of(func)
+        _, kind, call = facts_of(func)
         kwargs = kwargs or {}
         of_region = not self.paused and graph_task_id() == self._task
         if of_region and kind not in _NO_READERS:

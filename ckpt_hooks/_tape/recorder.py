@@ -26,7 +26,6 @@ from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
     is_kept_anyway,
-    num_function_modes,
     storage_address,
     storage_of,
 )
@@ -126,12 +125,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
                 return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
             self._look_closely(facts)
-        if kwargs:
-            out = facts.call(*args, **kwargs)
-        elif facts.short_cut is not None and type(args[0]) is _Tensor and not num_function_modes():
-            out = facts.short_cut(*args)
-        else:
-            out = facts.call(*args)
+        out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
         get = self.known.get
         recorded = list(args)
         present = facts.tensors[len(recorded)]
