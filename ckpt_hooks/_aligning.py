@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from ._ambient.draws import num_draw_modes
-from ._bytes import same_bits
 from ._dispatch import PausableDispatchMode, count_writes, is_without_values, past_modes
 from ._filling import StopRecompute
 from ._operators import Kind, facts_of, same_operator
 from ._runtime.passes import MISSING
 from ._selection import Selection, tensors_of
 from ._sequence import Counts, OperatorSequence
+from ._state_copies import same_bits
 from ._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
 
 __all__ = ["Aligning"]

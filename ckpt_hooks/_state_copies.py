@@ -6,11 +6,10 @@ import weakref
 
 import torch
 
-from ._bytes import same_bytes
-from ._refit import copy_of, same_layout
-from ._torch import FAKE
+from ._refit import copy_of, is_plain, same_layout
+from ._torch import past_all_modes
 
-__all__ = ["has_storage", "is_compared", "is_same", "known_copy", "take_copy"]
+__all__ = ["has_storage", "is_compared", "is_same", "known_copy", "same_bits", "take_copy"]
 
 #: Up to this size tensors on the CPU are compared byte by byte, since batch norm moves no version; its own, which have one
 #: dimension, up to the other size.
@@ -31,13 +30,37 @@ def is_compared(tensor: torch.Tensor) -> bool:
     return tensor.nbytes <= (_COMPARED_BYTES if tensor.dim() > 1 else _COMPARED_BYTES_1D)
 
 
+#: An integer of each size: floating-point numbers compare by value, by which -0.0 is 0.0 and not-a-number is not itself.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits. True for two of one class whose bits cannot be had: sparse, quantised, fake."""
+    if not (is_plain(one) and is_plain(other)):
+        return type(one) is type(other) and one.is_nested is other.is_nested
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return one.is_meta or bool(past_all_modes(one, _same_bits, one, other))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_bits_of(one), _bits_of(other))
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
 def is_same(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     """Whether a tensor still equals its copy, if its version says so: other devices than the CPU are not made to wait."""
     if not same_layout(tensor, copy):
         return False
     if not is_compared(copy):
         return True
-    return tensor.device.type == "cpu" and (type(tensor) is FAKE or same_bytes(tensor, copy))
+    return tensor.device.type == "cpu" and same_bits(tensor, copy)
 
 
 # The latest copy of each tensor, with its version, as long as somebody holds that copy.

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._bytes import same_bytes
-
 from .draws import (
     NO_DRAW,
     call_with,
@@ -19,7 +17,7 @@ from .draws import (
     given_generator,
     handlers,
 )
-from .streams import is_capturing
+from .streams import is_capturing, is_same_state
 
 __all__ = ["OwnStreams", "draw_again", "draw_anew", "draw_noting"]
 
@@ -74,7 +72,7 @@ def draw_noting(
     result = operator(*args, **kwargs)
     if handlers.latest is not None:  # from a generator of a mode around
         return result, handlers.latest.before
-    if form_of(operator) is NO_DRAW and same_bytes(before, generator.get_state()):
+    if form_of(operator) is NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None
     return result, before
 
