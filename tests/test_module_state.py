@@ -15,6 +15,7 @@ from torch import nn
 from ckpt_hooks import checkpoint
 from ckpt_hooks._function.state.module_plan import idle_plan, plan_of
 from ckpt_hooks._function.state.module_state import capture_state
+from ckpt_hooks._tensors.copies import same_bits
 
 
 def leaf(size):
@@ -189,6 +190,55 @@ def test_quiet_writes_are_found():
             gradient, before, after = run(module, x)
             assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
             assert all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("kind", ["packed", "transposed", "complex", "frozen parameter"])
+def test_a_quiet_write_of_a_sign_of_zero_is_found(kind):
+    """By value -0.0 is 0.0, and a rerun that found the other one would go to the other infinity."""
+
+    class Flips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            zero = torch.zeros(3, 2, dtype=torch.complex128 if kind == "complex" else torch.float64)
+            self.zero = (
+                nn.Parameter(zero, requires_grad=False)
+                if kind == "frozen parameter"
+                else nn.Buffer(zero if kind == "packed" else zero.t())
+            )
+
+        def forward(self, x):
+            with torch.autograd._unsafe_preserve_version_counter(self.zero):
+                self.zero.neg_()
+            real = torch.view_as_real(self.zero) if self.zero.is_complex() else self.zero
+            return (x * (1 / real).clamp(-1, 1).flatten()[0]).sin()
+
+    x, module, plain = leaf(3), Flips(), Flips()
+    for _ in range(3):
+        gradient, before, after = run(module, x)
+        assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+        assert all(map(same_bits, before, after))
+
+
+def test_bits_are_compared_and_not_values():
+    one = torch.tensor([[0.0, float("nan")], [1.0, 2.0]])
+    other = one.clone()
+    assert same_bits(one, other)
+    assert same_bits(one.t(), other.t())
+    assert same_bits(nn.Parameter(one), other)
+    other[0, 0] = -0.0
+    assert not same_bits(one, other)
+    assert not same_bits(one.t(), other.t())
+    assert not same_bits(one, one.double())
+    assert not same_bits(one, one.view(torch.int32))
+    assert not same_bits(one, one[:1])
+    for dtype in (torch.complex64, torch.bfloat16, torch.bool, torch.int64, torch.float8_e4m3fn):
+        values = one.to(dtype)
+        assert same_bits(values, values.clone())
+        assert not same_bits(values, values[[1, 0]])
+    values = torch.complex(one, one)
+    assert same_bits(values.conj(), torch.complex(one, -one))
+    assert same_bits(values.conj().imag, -one)
+    assert not same_bits(values.conj(), values)
 
 
 def test_memory_shared_with_numpy_stays_where_it_is():

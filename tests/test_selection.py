@@ -16,7 +16,7 @@ import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, policies
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._function.selective.selection import Selection
-from ckpt_hooks._operators.kinds import Kind, facts_of, kind_of, written_by
+from ckpt_hooks._operators.kinds import Kind, kind_of, written_by
 from tests.measure import CountOps, Token, leaf
 
 aten = torch.ops.aten
@@ -370,42 +370,3 @@ def test_a_policy_of_ones_own_that_answers_yes_and_no():
         y.sum().backward()
     assert (ops.counts["exp"], ops.counts["sin"]) == (1, 1)  # the sine is that of backward
     assert Sines()(None, aten.sin.default) is CheckpointPolicy.MUST_SAVE
-
-
-@pytest.mark.parametrize(
-    ("operator", "args"),
-    [
-        (aten.view.default, ([6, 4],)),
-        (aten.view.default, ([-1],)),
-        (aten.permute.default, ([2, 0, 1],)),
-        (aten.transpose.int, (0, -1)),
-        (aten.unbind.int, ()),
-        (aten.unbind.int, (1,)),
-        (aten.t.default, ()),
-    ],
-    ids=str,
-)
-def test_short_ways_to_views_are_the_long_ones(operator, args):
-    """The same views, of the same memory."""
-    x = torch.randn(6, 4) if operator is aten.t.default else torch.randn(2, 3, 4)
-    _, _, call, short_cut = facts_of(operator)
-    found, expected = short_cut(x, *args), call(x, *args)
-    for one, other in zip(
-        *(value if isinstance(value, (tuple, list)) else [value] for value in (found, expected)), strict=True
-    ):
-        assert (one.shape, one.stride(), one.storage_offset()) == (other.shape, other.stride(), other.storage_offset())
-        assert one.data_ptr() == other.data_ptr()
-
-
-def test_short_ways_are_not_taken_under_function_modes():
-    """Which would see methods called where they see operators."""
-    seen = []
-
-    class Mode(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            seen.append(func)
-            return func(*args, **(kwargs or {}))
-
-    with Mode():
-        region(lambda x: x.t().sin(), policies.everything_saveable)(leaf(2, 3))
-    assert seen.count(torch.Tensor.t) == 1  # the function's own

@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._bytes import same_bytes
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, unseen
 
-from .streams import is_capturing
+from .streams import is_capturing, is_same_state
 
 __all__ = [
     "NO_DRAW",
@@ -178,14 +177,14 @@ def call_with(
     default = default_generator(generator.device)
     with _one_draw if is_draw else nullcontext():
         before, wanted = default.get_state(), generator.get_state()
-        if not same_bytes(before, wanted):  # see :mod:`.rng`
+        if not is_same_state(before, wanted):  # see :mod:`.rng`
             default.set_state(wanted)
         try:
             return call(*args, **kwargs)
         finally:
             after = default.get_state()
             generator.set_state(after)
-            if not same_bytes(before, after):
+            if not is_same_state(before, after):
                 default.set_state(before)
 
 
@@ -198,7 +197,7 @@ def draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_genera
     result = call_with(call, args, kwargs, own, takes_generator=takes_generator)
     # Should another thread have drawn meanwhile, then both drew the same, which they may.
     with _one_draw:
-        if same_bytes(default.get_state(), state):
+        if is_same_state(default.get_state(), state):
             default.set_state(own.get_state())
     return result, Draw(state, own.get_state())
 
@@ -334,7 +333,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     @unseen
     def drawn() -> Draw | None:
         after = watched.get_state()
-        return None if same_bytes(before, after) else Draw(before, after)
+        return None if is_same_state(before, after) else Draw(before, after)
 
     return drawn
 

@@ -20,8 +20,6 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._bytes import same_bytes
-
 from .streams import Stream, device_streams, find_devices, is_same_state, stream_of_generator
 from .tracking import TRACKED
 
@@ -124,7 +122,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
         streams = (*TRACKED, *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
     state, latest = read_cpu(), _latest  # read once: another thread may put its own there
-    if same_bytes(state, latest):
+    if is_same_state(state, latest):
         state = latest
     else:
         _latest = state

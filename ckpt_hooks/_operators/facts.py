@@ -94,7 +94,6 @@ class OpFacts:
     Attributes:
         operator: The operator.
         call: What runs it.
-        short_cut: What does so in a shorter way on tensors that are no subclass, if anything.
         name: Without library and overload.
         kind: What kind it is.
         tensors: For each number of positional arguments, which of them are tensors.
@@ -151,7 +150,6 @@ class OpFacts:
         "name",
         "operator",
         "replaces_storage",
-        "short_cut",
         "single",
         "tensors",
         "written",
@@ -159,7 +157,7 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
-        _, self.kind, self.call, self.short_cut = plain_facts_of(operator)
+        _, self.kind, self.call = plain_facts_of(operator)
         kind, schema = self.kind, getattr(operator, "_schema", None)
         self.name: str = str(operator) if schema is None else schema.name.partition("::")[2]
         self.is_opaque = schema is None or (kind is Kind.REWRITES and self.name not in WRITES_UNSAID)
@@ -214,7 +212,7 @@ class OpFacts:
     def under(self, mode: Any) -> OpFacts:
         """Returns the same of an operator that runs under a dispatch mode: one that makes fake tensors of nothing."""
         facts = copy.copy(self)
-        facts.call, facts.short_cut = functools.partial(_call_under, mode, self.call), None
+        facts.call = functools.partial(_call_under, mode, self.call)
         return facts
 
 

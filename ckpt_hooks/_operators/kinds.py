@@ -123,18 +123,8 @@ _TAGGED = frozenset({"aten", "prims", "_c10d_functional"})
 #: Promise autograd that nobody looks at their input any more. A policy may have kept it.
 _ALIASES_UNSAID = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
-#: Views that make up most of what runs in a model, as methods that take the same arguments by position: their way into the
-#: dispatcher is shorter by 0.3 us. For tensors alone, not for subclasses; and not under function modes, which would see it.
-_SHORT_CUTS: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten.permute.default: torch.Tensor.permute,
-    torch.ops.aten.t.default: torch.Tensor.t,
-    torch.ops.aten.transpose.int: torch.Tensor.transpose,
-    torch.ops.aten.unbind.int: torch.Tensor.unbind,
-    torch.ops.aten.view.default: torch.Tensor.view,
-}
-
-#: An operator, what kind it is, how to call it, and how to in a shorter way on tensors that are no subclass, if there is one.
-Facts = tuple[Any, Kind, Callable[..., Any], Callable[..., Any] | None]
+#: An operator, its kind, and how to call it.
+Facts = tuple[Any, Kind, Callable[..., Any]]
 
 #: What was found out so far, by the identity of operators: they hash by a function of Python, integers do not. An entry whose
 #: first is another operator is none.
@@ -189,7 +179,7 @@ def facts_of(operator: Any) -> Facts:
     """Returns what is known of an operator; found out once."""
     found = KNOWN.get(id(operator))
     if found is None or found[0] is not operator:
-        found = KNOWN[id(operator)] = operator, kind_of(operator), call_of(operator), _SHORT_CUTS.get(operator)
+        found = KNOWN[id(operator)] = operator, kind_of(operator), call_of(operator)
     return found
 
 

@@ -17,8 +17,7 @@ from ckpt_hooks._ambient.draws import (
     given_generator,
     handlers,
 )
-from ckpt_hooks._ambient.streams import is_capturing
-from ckpt_hooks._bytes import same_bytes
+from ckpt_hooks._ambient.streams import is_capturing, is_same_state
 
 __all__ = ["OwnStreams", "draw_again", "draw_anew", "draw_noting"]
 
@@ -73,7 +72,7 @@ def draw_noting(
     result = operator(*args, **kwargs)
     if handlers.latest is not None:  # from a generator of a mode around
         return result, handlers.latest.before
-    if form_of(operator) is NO_DRAW and same_bytes(before, generator.get_state()):
+    if form_of(operator) is NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None
     return result, before
 

@@ -190,12 +190,7 @@ class Replay:
                     number = args[position].number
                     readers[number] = left = readers[number] - 1
                     args[position] = tensors[number] if left else tensors.pop(number)
-                if op.kwargs:
-                    out = facts.call(*args, **op.kwargs)
-                elif facts.short_cut is not None and type(args[0]) is torch.Tensor:
-                    out = facts.short_cut(*args)
-                else:
-                    out = facts.call(*args)
+                out = facts.call(*args, **op.kwargs) if op.kwargs else facts.call(*args)
                 number = op.number
                 if facts.single:
                     if number in readers:

@@ -30,6 +30,7 @@ __all__ = [
     "is_dense",
     "is_plain",
     "refit",
+    "same_bits",
     "same_layout",
     "stand_in_for",
 ]
@@ -192,6 +193,30 @@ _kind_of = operator.attrgetter("shape", "dtype", "device")
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype, device and strides."""
     return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
+
+
+#: An integer of each size: floating-point numbers compare by value, by which -0.0 is 0.0 and not-a-number is not itself.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors hold the same bits. True for two of one class whose bits cannot be had: sparse, quantised, fake."""
+    if not (is_plain(one) and is_plain(other)):
+        return type(one) is type(other) and one.is_nested is other.is_nested
+    if one.shape != other.shape or one.dtype is not other.dtype:
+        return False
+    return one.is_meta or bool(past_all_modes(one, _same_bits, one, other))
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_bits_of(one), _bits_of(other))
+
+
+def _bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    return tensor.view(_INTEGERS[tensor.itemsize])
 
 
 def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | None) -> None:

@@ -496,7 +496,7 @@ def test_dropout_is_kept_whole(run):
 # Ambient state
 
 
-@runs("region", "nested", torch_fails=RuntimeError if torch.__version__ >= (2, 12) else None)
+@runs("region", "nested", torch_fails=RuntimeError if torch.__version__ >= (2, 13) else None)
 def test_autocast_casts_that_were_cached_in_forward(run):
     """A weight that was cast before the region is cast in the recompute, where forward had no such operator."""
 

@@ -14,7 +14,6 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import Self
 
@@ -33,7 +32,7 @@ from ckpt_hooks._operators.kinds import (
     has_buffered_masks,
     written_by,
 )
-from ckpt_hooks._torch import graph_task_id, is_kept_anyway, num_function_modes, sequence_number, top_saved_tensors_hooks
+from ckpt_hooks._torch import graph_task_id, is_kept_anyway, sequence_number, top_saved_tensors_hooks
 from ckpt_hooks.errors import DeterminismError
 from ckpt_hooks.policies.base import Policy, PolicyFn, SelectiveCheckpointContext, decision_of
 from ckpt_hooks.policies.policy_warnings import warn_of_unseen
@@ -46,8 +45,8 @@ __all__ = ["Recompute", "Record"]
 # What the mode of forward does with an operator.
 _PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
 
-#: Operator, what to do, how to call it, its kind, a shorter way to call it.
-_Plan = tuple[Any, int, Any, Kind, Any]
+#: An operator, what to do with it, how to call it, its kind.
+_Plan = tuple[Any, int, Any, Kind]
 
 _PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
 _RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
@@ -65,9 +64,9 @@ _LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
 
 def _plan_for(policy: Policy, operator: Any) -> _Plan:
-    _, kind, call, short_cut = facts_of(operator)
+    _, kind, call = facts_of(operator)
     if kind is Kind.IGNORED or kind is Kind.RANGE:
-        return operator, _PASS, call, kind, short_cut
+        return operator, _PASS, call, kind
     decision = policy.for_op(operator)
     if decision is not None:
         decision = _decision_of(decision, operator, kind)
@@ -87,7 +86,7 @@ def _plan_for(policy: Policy, operator: Any) -> _Plan:
         action = _REPLAY
     else:
         action = _OFFLOAD if decision in _OFFLOADS else _SAVE
-    return operator, action, call, kind, short_cut
+    return operator, action, call, kind
 
 
 def _decision_of(answer: Any, operator: Any, kind: Kind) -> CheckpointPolicy:
@@ -127,9 +126,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         plan = self._plan.get(id(func))
         if plan is None or plan[0] is not func:
             plan = self._plan[id(func)] = _plan_for(self._policy, func)
-        _, action, call, kind, short_cut = plan
-        if action == _PASS and short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
-            return short_cut(*args)
+        _, action, call, kind = plan
         # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
         if action == _PASS or self.paused or graph_task_id() != self._task:
             output = call(*args, **kwargs) if kwargs else call(*args)
@@ -234,9 +231,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         facts = KNOWN.get(id(func))
         if facts is None or facts[0] is not func:
             facts = facts_of(func)
-        _, kind, call, short_cut = facts
-        if short_cut is not None and not kwargs and type(args[0]) is Tensor and not num_function_modes():
-            return short_cut(*args)
+        _, kind, call = facts
         if (
             kind is not _VIEW
             and kind is not _IGNORED

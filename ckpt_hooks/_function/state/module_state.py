@@ -25,9 +25,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._bytes import same_bytes
-from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, is_dense, is_plain, same_layout
-from ckpt_hooks._torch import FAKE, storage_of
+from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, is_dense, is_plain, same_bits, same_layout
+from ckpt_hooks._torch import storage_of
 
 from .module_plan import ModulePlan, Slot
 from .noted_values import Complain, GoneError, PutBack, TensorNote
@@ -106,9 +105,7 @@ class _Parameter(_Entry):
         tensor, copy = self._noted.reference(), self.copy
         written = tensor is None or self.slot[0].get(self.slot[1]) is not tensor
         if tensor is not None and copy is not None and not written and self.is_in_place():
-            written = tensor._version != self.before or (
-                tensor.device.type == "cpu" and not (type(tensor) is FAKE or same_bytes(tensor, copy))
-            )
+            written = tensor._version != self.before or (tensor.device.type == "cpu" and not same_bits(tensor, copy))
         if written and self._note is not None:
             self._note()
         return written
@@ -321,7 +318,7 @@ class State:
             if is_exchanged:
                 ends = one.after if self._settled else versions
                 counted_on = [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)]
-                pack.write(one.copy, counted_on, versions)
+                pack.write(one.copy, counted_on)
         fill_all((tensor, version, copy, None) for tensor, version, copy in stale)
 
 

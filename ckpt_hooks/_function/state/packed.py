@@ -1,8 +1,7 @@
 """Contents of a module's small buffers, copied, compared and put back all at once.
 
 The state of a batch norm is three small tensors. An operator on each costs more than the bytes do. So the small tensors of a
-module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, and the C library compares them and
-puts them back.
+module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, and one compares them.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._bytes import memcmp, memcpy, same_bytes
 from ckpt_hooks._tensors.copies import is_plain
 from ckpt_hooks._torch import past_all_modes, set_versions, storage_of
 
@@ -68,7 +65,7 @@ class Pack:
     The rows are aliases, which share memory and version counters with the tensors, and have no history if these come by one.
     """
 
-    __slots__ = ("_latest", "_layouts", "_offsets", "_pointers", "_rows", "_sizes", "notes", "storages")
+    __slots__ = ("_latest", "_layouts", "_rows", "_sizes", "notes", "storages")
 
     @_apart
     def __init__(self, notes: Sequence[TensorNote]) -> None:
@@ -76,10 +73,7 @@ class Pack:
         self.notes = notes
         self._rows = [noted.alias.reshape(-1).view(torch.uint8) for noted in notes if noted.alias is not None]
         self._sizes = [row.numel() for row in self._rows]
-        self._offsets = list(accumulate(self._sizes, initial=0))
-        self._pointers = [row.data_ptr() for row in self._rows]
-        shapes = [noted.alias.shape for noted in notes if noted.alias is not None]
-        self._layouts = list(zip(self._pointers, shapes, strict=True))
+        self._layouts = [(noted.alias.data_ptr(), noted.alias.shape) for noted in notes if noted.alias is not None]
         #: Which storages the tensors are in: rows hold theirs.
         self.storages = frozenset(map(storage_of, self._rows))
         self._latest: Callable[[], torch.Tensor | None] = _nothing
@@ -103,33 +97,27 @@ class Pack:
         """Returns a copy of all bytes."""
         return torch.cat(self._rows)
 
+    @_apart
     def copy(self) -> torch.Tensor:
         """Returns a copy of all bytes: the latest one, where that is still there and nothing has changed."""
-        copy, latest = self.read(), self._latest()
-        if latest is not None and same_bytes(latest, copy):
+        copy, latest = torch.cat(self._rows), self._latest()
+        if latest is not None and torch.equal(latest, copy):
             return latest
         self._latest = weakref.ref(copy)
         return copy
 
     @_apart
-    def write(self, content: torch.Tensor, versions: Sequence[int], found: Sequence[int] | None = None) -> None:
+    def write(self, content: torch.Tensor, versions: Sequence[int]) -> None:
         """Gives the tensors a content and versions.
 
         Args:
             content: The bytes.
             versions: The versions.
-            found: Those that they have, if that is known.
         """
-        if memcpy is None:
-            with torch.no_grad():
-                for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True):
-                    row.copy_(piece)
-        else:
-            start = content.data_ptr()
-            for pointer, offset, size in zip(self._pointers, self._offsets, self._sizes, strict=False):
-                memcpy(pointer, start + offset, size)
-        if memcpy is None or (self.versions() if found is None else found) != versions:
-            set_versions(tuple(self._rows), tuple(versions))
+        with torch.no_grad():
+            for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True):
+                row.copy_(piece)
+        set_versions(tuple(self._rows), tuple(versions))
 
     @_apart
     def pieces(self, content: torch.Tensor) -> list[tuple[TensorNote, torch.Tensor]]:
@@ -143,14 +131,8 @@ class Pack:
     @_apart
     def differences(self, content: torch.Tensor) -> list[bool]:
         """Returns of each tensor whether its bytes differ from those in a copy."""
-        if memcmp is None:
-            return [
-                not torch.equal(row, piece)
-                for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True)
-            ]
-        start = content.data_ptr()
-        places = zip(self._pointers, self._offsets, self._sizes, strict=False)
-        return [memcmp(pointer, start + offset, size) != 0 for pointer, offset, size in places]
+        pieces = torch.split_with_sizes(content, self._sizes)
+        return [not torch.equal(row, piece) for row, piece in zip(self._rows, pieces, strict=True)]
 
 
 def _nothing() -> None:
@@ -188,7 +170,7 @@ class PackedCopy:
 
     def is_stale(self, versions: Sequence[int], content: torch.Tensor) -> bool:
         """Whether what the tensors have now is not what they had before forward."""
-        return versions != self.before or not same_bytes(content, self.copy)
+        return versions != self.before or not past_all_modes(content, torch.equal, content, self.copy)
 
 
 def pack_up(notes: Iterable[TensorNote]) -> tuple[Pack | None, list[TensorNote]]:
