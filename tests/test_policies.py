@@ -103,7 +103,7 @@ def test_no_product_and_no_attention_of_a_block_runs_again():
     contexts = ckpt_hooks.create_selective_checkpoint_contexts(p.save_compute_and_communication)
     y = ckpt_hooks.checkpoint(block, x, context_fn=lambda: contexts)
     kept = contexts[0].selection
-    assert [str(kept.sequence.operators[place]) for place in kept.entries] == [
+    assert [str(kept.sequence.operators[place]) for place in kept.outputs.entries] == [
         "aten.addmm.default",
         "aten._scaled_dot_product_flash_attention_for_cpu.default",
         "aten.addmm.default",
