@@ -14,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._core.passes import MISSING, Pass
+from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import shared_copies
 from ckpt_hooks._tensors.kept_outputs import packed_in

@@ -31,7 +31,7 @@ from ckpt_hooks import (
     policies,
     track_rng,
 )
-from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops

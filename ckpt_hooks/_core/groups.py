@@ -8,7 +8,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._torch import graph_exec_group, set_graph_exec_group
 
-from .passes import Scope, new_group_scope
+from .scopes import Scope, new_group_scope
 
 __all__ = ["GraphExecGroup", "group_scope"]
 

@@ -24,13 +24,14 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import Frame, Mark
+from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
-from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch import detach_past_modes, sequence_number, storage_of
 from ckpt_hooks.errors import MutationError
 
+from .handles import HandleFrame
 from .state.leftovers import Leftovers
 
 __all__ = ["Collector", "StopRecompute"]
@@ -79,7 +80,7 @@ class Collector:
         "without_grad",
     )
 
-    def __init__(self, frame: Frame, function: Any, *, early_stop: bool, selective: bool = False) -> None:
+    def __init__(self, frame: HandleFrame, function: Any, *, early_stop: bool, selective: bool = False) -> None:
         """Prepares to fill handles.
 
         Args:

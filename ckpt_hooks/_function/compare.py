@@ -9,8 +9,8 @@ import torch
 
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import is_without_values, past_modes
-from ckpt_hooks._core.passes import MISSING
 from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.words import describe
 from ckpt_hooks._tensors.determinism import Check, version_of
 from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import FIRST, Frame
 from ckpt_hooks._core.mutation import advice_for, change_in_words
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.words import describe_tensor
 from ckpt_hooks._torch import current_node, storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
+from .handles import FIRST, HandleFrame
 from .state.closure_scan import reach
 
 __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "node_of", "uninitialized"]
@@ -109,7 +109,7 @@ def _packed_by(node: Any) -> Iterator[Any]:
                     continue
 
 
-def node_of(frame: Frame, index: int) -> Any:
+def node_of(frame: HandleFrame, index: int) -> Any:
     """Returns the autograd node that saved a tensor; None where it is not below the node that runs on this thread.
 
     Args:
@@ -123,7 +123,7 @@ def node_of(frame: Frame, index: int) -> Any:
     return None
 
 
-def grad_fn_of(frame: Frame, index: int) -> str | None:
+def grad_fn_of(frame: HandleFrame, index: int) -> str | None:
     """Returns the name of the autograd node that saved a tensor; see :func:`node_of`."""
     node = node_of(frame, index)
     return None if node is None else str(node.name())
@@ -180,7 +180,7 @@ def changed_requires_grad(
 
 def blame(
     error: DeterminismError,
-    frame: Frame,
+    frame: HandleFrame,
     function: Any,
     argument: Callable[[torch.Tensor], str | None],
     required: Collection[int] = (),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NoReturn
 
-from ckpt_hooks._core.frame import Frame, Mark
+from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
@@ -13,6 +13,7 @@ from .arguments import Arguments
 from .boundaries import NO_MARKS
 from .collector import Collector
 from .compare import TIP
+from .handles import HandleFrame
 from .state.reached_objects import ObjectNotes
 
 __all__ = ["ExplainingFrame"]
@@ -30,7 +31,7 @@ _WAYS_OUT = (
 _SYMPTOMS = frozenset({RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError})
 
 
-class ExplainingFrame(Frame):
+class ExplainingFrame(HandleFrame):
     """A frame that brings tensors back by reruns, as far as it notes what explains a failure of one.
 
     Attributes:

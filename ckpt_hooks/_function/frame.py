@@ -20,7 +20,6 @@ from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
-from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
@@ -35,6 +34,7 @@ from .arguments import Arguments
 from .boundaries import NO_MARKS
 from .contexts import ContextPair, selection_of, suppressed_error, under_modes
 from .explain import uninitialized
+from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
 from .rerun import RerunFrame
@@ -96,7 +96,7 @@ class FunctionFrame(RerunFrame):
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent = stack.innermost
-        Frame.__init__(self, name, parent, settings.observer)
+        HandleFrame.__init__(self, name, parent, settings.observer)
         self._function = function
         self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
         self._marks, self._collector, self._objects = NO_MARKS, None, None

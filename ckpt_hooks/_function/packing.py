@@ -18,12 +18,14 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import FIRST, Frame, Handle, Kept, Observer, mutated_leaf
+from ckpt_hooks._core.frame import Kept, Observer, mutated_leaf
 from ckpt_hooks._core.hooks import UNPACKS
-from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._tensors.fingerprints import Fingerprints
 from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks
+
+from .handles import FIRST, Handle, HandleFrame
 
 __all__ = ["open_frame", "unpack", "unpack_observed"]
 
@@ -39,7 +41,7 @@ def unpack(packed: Any) -> torch.Tensor:
         if leaf._version != packed[1]:
             raise mutated_leaf(packed)
         return leaf
-    frame: Frame
+    frame: HandleFrame
     frame, index = packed
     index -= FIRST
     opened = frame.passes.get(graph_task_id())
@@ -64,7 +66,7 @@ def unpack_observed(packed: Any) -> torch.Tensor:
     """Does what :func:`unpack` does, and tells the frame's observer."""
     tensor = unpack(packed)
     if type(packed) is tuple:
-        frame: Frame
+        frame: HandleFrame
         frame, number = packed
         assert frame.observer is not None
         frame.observer.unpacked(frame, number - FIRST, tensor)
@@ -101,7 +103,7 @@ def _pack_fingerprinted(
 
 
 def open_frame(
-    frame: Frame,
+    frame: HandleFrame,
     facts: Callable[[Any], Any],
     fingerprint: Callable[[torch.Tensor], Any] | None = None,
     left_out: Collection[int | None] = (),
@@ -160,7 +162,7 @@ def open_frame(
 
 
 def _open_watched(
-    frame: Frame,
+    frame: HandleFrame,
     pack: Callable[[torch.Tensor], Handle | Kept],
     fingerprint: Callable[[torch.Tensor], Any] | None,
     left_out: Collection[int | None],

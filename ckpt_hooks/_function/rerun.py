@@ -6,13 +6,13 @@ from collections.abc import Collection
 
 import torch
 
-from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._ambient.current import run_on
 from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._core.hook_numbers import hooks_since, next_hook
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.modes import pause_modes, resume_modes
-from ckpt_hooks._core.passes import is_last_backward
 from ckpt_hooks._core.patience import patient
+from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._torch import (
@@ -46,10 +46,6 @@ class RerunFrame(CallingFrame):
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`Frame.recompute`."""
         return run_on(self.current, self._recompute_here, wanted)
-
-    def made(self) -> Made | None:
-        """Returns what hands the values of a rerun to streams of devices; see :meth:`Frame.made`."""
-        return None if self.current is None else Made(self.current)
 
     def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function on the devices and streams that are current."""

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_hooks._core.frame import Frame, Observer, overlap_error
 from ckpt_hooks._core.groups import group_scope
-from ckpt_hooks._core.passes import MISSING, graph_task_scope
+from ckpt_hooks._core.scopes import MISSING, graph_task_scope
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
 from .replay import Replay, bring_back

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
-from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._torch import counted_detach, is_freed, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 

@@ -21,7 +21,7 @@ import torch
 
 from ckpt_hooks._ambient.draws import num_draw_modes
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes, is_without_values, past_modes
-from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.kinds import Kind, facts_of, same_operator
 from ckpt_hooks._tensors.copies import same_bits

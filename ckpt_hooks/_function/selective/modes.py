@@ -20,8 +20,8 @@ from typing_extensions import Self
 from ckpt_hooks._ambient.draws import num_draw_modes, watch_draw
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
-from ckpt_hooks._core.passes import MISSING
 from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.kinds import (

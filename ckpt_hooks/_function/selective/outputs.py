@@ -19,7 +19,7 @@ import torch
 
 from ckpt_hooks._ambient.draws import Draw, skip_draw
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
-from ckpt_hooks._core.passes import MISSING
+from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import copies_of
 from ckpt_hooks._tensors.kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in, recomputes

@@ -17,9 +17,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from functools import partial
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, keeps_graph, queue_callback
 
@@ -27,8 +25,6 @@ __all__ = [
     "MISSING",
     "NO_PASSES",
     "Ending",
-    "HandsOut",
-    "Pass",
     "Scope",
     "drop_at_end",
     "graph_task_scope",
@@ -50,33 +46,6 @@ class _Missing:
 
 #: Stands for a value that was taken, or not wanted.
 MISSING: Any = _Missing()
-
-
-class HandsOut(Protocol):
-    """Hands values to whatever stream of a device is current."""
-
-    def hand_out(self, tensor: torch.Tensor) -> None:
-        """Is told that a value is about to be used."""
-
-    def renew(self) -> None:
-        """Is told that there are more values."""
-
-
-class Pass:
-    """The values of one frame in one scope.
-
-    Attributes:
-        values: One entry a handle, in the order of saving: the tensor, or :data:`MISSING`.
-        made: Where the values were made, which hands them to streams of devices; None where no device is in use.
-        taken: Indices in the order in which they were taken.
-    """
-
-    __slots__ = ("made", "taken", "values")
-
-    def __init__(self, values: list[torch.Tensor], made: HandsOut | None = None) -> None:
-        self.values = values
-        self.made = made
-        self.taken: list[int] = []
 
 
 #: What every frame has until its first pass; never filled.
