@@ -37,6 +37,7 @@ def install(monkeypatch):
         monkeypatch.setattr(torch, "cpu", device)
         monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, "cpu"])
         monkeypatch.setattr(streams, "_modules_known_for", -1)
+        monkeypatch.setattr(streams, "names_without_devices", -1)
         monkeypatch.setattr(current, "mark_used", lambda tensor, stream: used.append((tensor, stream)))
         torch.get_device_module.cache_clear()
         DEVICE[:] = [device]
