@@ -182,6 +182,10 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         preserve_rng_state: Whether a replay draws the random numbers that forward drew. If not, forward reads no state of a
             generator, as while a CUDA graph is captured, and a replay draws new numbers; the streams outside are where they
             were after it, unless a graph is being captured. The innermost region's counts.
+        replay_whole: Whether the first tensor that backward asks for brings back all of the region's, each operator once, which
+            is quicker (True); or each tensor only what it depends on, as far as that is not there, which needs less memory
+            (False). None brings back all of a region that saved at most 1 MiB. A region in which a tensor is overwritten that
+            an operator read before is brought back as a whole in any case.
 
     Raises:
         TypeError: If the policy is none.
@@ -212,6 +216,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         name: str | None = None,
         respect_saved_tensors_hooks: bool = True,
         preserve_rng_state: bool = True,
+        replay_whole: bool | None = None,
     ) -> None:
         if misplaced:
             raise _misplaced_error(misplaced[0])
@@ -221,6 +226,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
             respect_saved_tensors_hooks, "respect_saved_tensors_hooks"
         )
         self._preserve_rng_state = preserve_rng_state is True or checked_flag(preserve_rng_state, "preserve_rng_state")
+        self._replay_whole = None if replay_whole is None else checked_flag(replay_whole, "replay_whole", others=(None,))
         self._latest: weakref.ref[RecordedFrame] | None = None
 
     def __enter__(self) -> Self:
@@ -242,6 +248,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
                         self._policy,
                         respect_hooks=self._respect_hooks,
                         preserve_rng_state=self._preserve_rng_state,
+                        replay_whole=self._replay_whole,
                     )
                     entry.frame.__enter__()
                     self._latest = weakref.ref(entry.frame)

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
+from ckpt_hooks._core.frame import Observer
+from ckpt_hooks._core.observers import observe
 from ckpt_hooks._recorded import replay
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
@@ -82,6 +84,82 @@ def test_what_no_gradient_is_asked_for(size, monkeypatch):
     with CountOps() as ops:
         grad(y.sum(), w)
     assert (ops.counts["exp"], ops.counts["tanh"]) == (other, 1)
+
+
+@pytest.mark.parametrize("at_once", [0, 1 << 20])
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_region_says_how_it_is_replayed(whole, at_once, monkeypatch):
+    """Whatever its size, and each region for itself."""
+    monkeypatch.setattr(replay, "AT_ONCE", at_once)
+    x, w = leaf(4), leaf(4)
+    with checkpoint_region(replay_whole=whole):
+        y = x.sin().exp() + w.cos().tanh()
+        with checkpoint_region(replay_whole=not whole):
+            z = x.tan().sigmoid() + w.neg().erf()
+    with CountOps() as ops:
+        gradient = grad((y * z).sum(), x, retain_graph=True)
+    assert ops.counts["tanh"] == int(whole)
+    assert ops.counts["neg"] == int(not whole)
+    again = grad(((x.sin().exp() + w.cos().tanh()) * (x.tan().sigmoid() + w.neg().erf())).sum(), x)
+    assert torch.equal(*gradient, *again)
+
+
+def test_a_region_that_writes_is_replayed_as_a_whole_whatever_it_says():
+    x = leaf(4)
+
+    def program(region):
+        with region(replay_whole=False) if region is checkpoint_region else region():
+            h = x * 2
+            y = h.exp()
+            h.mul_(3)
+            return y * h.sin()
+
+    assert replayed(program, x) == {"mul": 1, "exp": 1, "mul_": 1, "sin": 1}
+
+
+FAILS = []
+
+
+@torch.library.custom_op("ckpt_hooks_tests::fails_later", mutates_args=())
+def fails_later(x: torch.Tensor) -> torch.Tensor:
+    """Raises once it is told to."""
+    if FAILS:
+        raise ValueError("the operator failed in a replay")
+    return x.clone()
+
+
+fails_later.register_autograd(lambda ctx, grad: grad)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_observers_are_told_of_replays(fails, monkeypatch):
+    """Of each region that runs an operator again, within what is asked of the one around."""
+    log = []
+
+    class Log(Observer):
+        def recomputing(self, frame):
+            log.append(("begins", frame.path[0]))
+
+        def recomputed(self, frame, error):
+            log.append(("ends", frame.path[0], type(error)))
+
+    x = leaf(4)
+    with observe(Log()):
+        with checkpoint_region(name="outer"):
+            h = x.sin()
+            with checkpoint_region(name="inner"):
+                y = fails_later(h).exp().sin()
+        with checkpoint_region(name="keeps all"):
+            z = y * 2
+    assert log == []
+    if fails:
+        monkeypatch.setattr("tests.test_region_replay.FAILS", [True])
+        with pytest.raises(ValueError, match="failed in a replay"):
+            grad(z.sum(), x)
+    else:
+        grad(z.sum(), x)
+    end = ValueError if fails else type(None)
+    assert log == [("begins", "outer"), ("ends", "outer", type(None)), ("begins", "inner"), ("ends", "inner", end)]
 
 
 def test_outputs_that_consumers_outside_saved_are_kept():

@@ -142,7 +142,7 @@ def numbers(values):
 
 def frame(start=0, size=0):
     """Stands for the frame whose values are replayed."""
-    return types.SimpleNamespace(outer=None, start=start, bytes=size, current=None)
+    return types.SimpleNamespace(outer=None, start=start, bytes=size, current=None, observer=None, whole=None)
 
 
 def test_readers_are_counted():

@@ -61,7 +61,13 @@ class RecordedFrame(ReplayedFrame):
     outer: RecordedFrame | None
 
     def __init__(
-        self, name: str, policy: Policy | None = None, *, respect_hooks: bool = True, preserve_rng_state: bool = True
+        self,
+        name: str,
+        policy: Policy | None = None,
+        *,
+        respect_hooks: bool = True,
+        preserve_rng_state: bool = True,
+        replay_whole: bool | None = None,
     ) -> None:
         """Makes a frame inside the innermost one of this thread.
 
@@ -70,6 +76,7 @@ class RecordedFrame(ReplayedFrame):
             policy: What is kept.
             respect_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the outermost region.
             preserve_rng_state: Whether a replay draws what forward drew.
+            replay_whole: See :attr:`whole`.
         """
         parent = stack.innermost
         # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
@@ -79,6 +86,7 @@ class RecordedFrame(ReplayedFrame):
         self.hooks_around: Hooks | None = None
         self._deciding = None if policy is None else Deciding(policy)
         self._respect_hooks = respect_hooks
+        self.whole = replay_whole
         self._draws_anew = not preserve_rng_state
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape

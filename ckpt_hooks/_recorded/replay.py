@@ -1,8 +1,9 @@
 """Replaying a tape: bringing back values of one frame for one backward, each operator at most once (Rule 13).
 
 A replay counts the readers of each value, and lets go of it after the last one. Small regions are replayed as a whole when the
-first value is asked for, which is quicker; larger ones as far as is needed for what is asked for, which needs less memory; and
-those where a value is overwritten that somebody reads before, as a whole, in the order of recording.
+first value is asked for, which is quicker; larger ones as far as is needed for what is asked for, which needs less memory; a
+region may say which of the two. Those where a value is overwritten that an operator reads before are replayed as a whole, in
+the order of recording.
 
 A frame that reads values of the frame around it asks that one's replay for them, and so on outwards. That is a loop and not a
 recursion: first each frame finds out what it needs of the next, then they run, from the outermost inwards.
@@ -10,13 +11,15 @@ recursion: first each frame finds out what it needs of the next, then they run, 
 
 from __future__ import annotations
 
+import abc
 import weakref
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch import storage_address
@@ -27,26 +30,37 @@ from .schedule import Work, plan_for, work_for
 from .surroundings import Around, Below
 from .values import ANEW, Op, Value, flatten, rebuild, values_of
 
-__all__ = ["Replay", "bring_back"]
+__all__ = ["Replay", "Replayable", "bring_back"]
 
-#: Bytes that a region saved up to which it is replayed as a whole.
+#: Bytes that a region saved up to which it is replayed as a whole, where it does not say.
 AT_ONCE = 1 << 20
 
 
-class Replayable(Protocol):
-    """What a replay needs of its frame; see :class:`.replayed.ReplayedFrame`."""
+class Replayable(Frame):
+    """A recorded frame as far as a replay needs to know it.
+
+    Attributes:
+        bytes: How large the tensors are that were saved in it.
+        outer: The recorded frame directly around it, on the same tape.
+        start: The number of the latest value when it began.
+        whole: Whether a replay brings back all that backward may ask for, or what is asked for; None to go by :attr:`bytes`.
+    """
+
+    __slots__ = ("bytes", "outer", "start", "whole")
 
     bytes: int
-    current: Any
-    passes: dict[int, Any]
+    outer: Replayable | None
     start: int
+    whole: bool | None
 
-    @property
-    def outer(self) -> Any:
-        """The frame around this one on the same tape."""
-
+    @abc.abstractmethod
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns who brings back values of the frame around."""
+        """Returns who brings back values of the frame around this one.
+
+        Args:
+            replay: The replay of this frame that reads them.
+            values: The values.
+        """
 
 
 class Replay:
@@ -95,7 +109,8 @@ class Replay:
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
         self.readers = self._plan.readers
         self.crossing = [weakref.ref(value) for value in work.crossing]
-        self._whole: Work | None = work if self._plan.in_order or frame.bytes <= AT_ONCE else None
+        whole = frame.bytes <= AT_ONCE if frame.whole is None else frame.whole
+        self._whole: Work | None = work if whole or self._plan.in_order else None
         self._ran: set[int] = set()
         self.held: dict[int, torch.Tensor] = {}
         self._cloned: Clones = {}
@@ -163,9 +178,24 @@ class Replay:
         if self.made is not None:
             self.made.renew()
         self._fetch(work)
-        steps = work.steps
-        if not steps:
+        if not work.steps:
             return
+        observer = self.frame.observer
+        if observer is None:
+            self._run(work.steps)
+            return
+        observer.recomputing(self.frame)
+        error: BaseException | None = None
+        try:
+            self._run(work.steps)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            observer.recomputed(self.frame, error)
+            del error  # its traceback has this call, which would keep it alive in turn
+
+    def _run(self, steps: dict[int, Op | Value]) -> None:
         around: Around | None = None
         tensors, readers = self.tensors, self.readers
         self._ran.update(steps)

@@ -13,7 +13,7 @@ from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.scopes import MISSING, graph_task_scope
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
-from .replay import Replay, bring_back
+from .replay import Replay, Replayable, bring_back
 from .values import Value
 
 __all__ = ["Pin", "ReplayedFrame"]
@@ -35,17 +35,16 @@ class Pin:
     index: int
 
 
-class ReplayedFrame(Frame):
+class ReplayedFrame(Replayable):
     """A recorded frame as far as its tape is replayed.
 
     Attributes:
-        bytes: How large the tensors are that were saved in it.
-        outer: The recorded frame directly around it, on the same tape.
         pins: Its handles.
-        start: The number of the latest value when it began.
     """
 
-    __slots__ = ("_children", "bytes", "outer", "pins", "start")
+    __slots__ = ("_children", "pins")
+
+    outer: ReplayedFrame | None
 
     passes: dict[int, Any]  # replays, by the key of the scope
 
@@ -56,6 +55,7 @@ class ReplayedFrame(Frame):
         self.outer = outer
         self.pins: list[weakref.ref[Pin]] = []
         self.start = 0
+        self.whole = None
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Brings tensors back by themselves; see :meth:`Frame.recompute`."""
@@ -115,12 +115,7 @@ class ReplayedFrame(Frame):
         return take(Replay(self, (value,), None), value)
 
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns who brings back values of the frame around this one.
-
-        Args:
-            replay: The replay of this frame that reads them.
-            values: The values.
-        """
+        """See :meth:`Replayable.sources_of`."""
         outer = self.outer
         assert outer is not None
         if replay.key is None:
