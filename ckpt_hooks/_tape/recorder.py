@@ -25,6 +25,7 @@ from ckpt_hooks._torch import (
     FAKE,
     counted_detach,
     graph_task_id,
+    is_below_counting,
     is_kept_anyway,
     num_function_modes,
     storage_address,
@@ -37,7 +38,7 @@ from .deciding import ASK, RECOMPUTE, SAVE, Deciding
 from .facts import KNOWN, OpFacts, facts_of
 from .kept import Hooks, Kept
 from .tables import Tables
-from .values import ANEW, Op, Store, Unsettled, Value, cut, flatten, new_store, new_value
+from .values import ANEW, Op, Store, Value, cut, flatten, new_store, new_value
 
 __all__ = ["Recorder"]
 
@@ -175,15 +176,14 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
                 if store.blank or out is other.tensor():
                     self.put(op, 0, values, out)
                     return out
-                value.group = object()
-                if facts.is_view:
-                    value.group = Unsettled(other.group) if facts.is_detach else other.group
+                shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
+                value.counter = other.counter if shares_counter else object()
                 value.tensor = reference = _weakref(out, partial(self._forget, key))
                 store.members.append(reference)
                 break
         else:
             value.tensor = reference = _weakref(out, partial(self._forget, key))
-            value.group = store = Store()
+            value.counter = store = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False
@@ -216,7 +216,7 @@ class Recorder(Tables, PausableDispatchMode):  # type: ignore[no-untyped-call]
             value.number = number
             value.index = 0
             value.op = value.before = None
-            value.store = value.group = store = self.stores[address] = Store()
+            value.store = value.counter = store = self.stores[address] = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False

@@ -20,15 +20,15 @@ from ckpt_hooks._offloaded import Batch
 from ckpt_hooks._operators import Kind
 from ckpt_hooks._refit import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._runtime.paths import RegionPath
-from ckpt_hooks._torch import FAKE, counted_detach, is_kept_anyway, storage_address, storage_of
+from ckpt_hooks._torch import FAKE, counted_detach, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks._transfers import transfers_for
 
-from .aliases import alias_of, group_in
+from .aliases import alias_of, counter_in
 from .around import Around
 from .deciding import OFFLOAD, RECOMPUTE
 from .facts import OpFacts, facts_of
 from .kept import Hooks, Kept, Moved, lost_to_exchange
-from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
+from .values import Op, Store, Value, flatten, new_store, new_value
 
 __all__ = ["Tables"]
 
@@ -106,9 +106,8 @@ class Tables:
                 if tensor is other.tensor():  # an argument
                     return None
                 value.store = store
-                value.group = object()
-                if facts.is_view:
-                    value.group = Unsettled(other.group) if facts.is_detach else other.group
+                shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
+                value.counter = other.counter if shares_counter else object()
                 if store.blank:
                     table = self.blank
                 value.tensor = reference = _weakref(tensor, partial(table.pop, key))
@@ -119,7 +118,7 @@ class Tables:
                 self.note_outside(tensor, f"returned by {facts.operator}")
                 return None
             value.tensor = reference = _weakref(tensor, partial(table.pop, key))
-            value.store = value.group = store = Store()
+            value.store = value.counter = store = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False
@@ -313,7 +312,7 @@ class Tables:
         value.index = 0
         value.op = value.before = None
         value.store = store
-        value.group = group_in(self, store, tensor) if store.members else store
+        value.counter = counter_in(self, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
         kept = Kept()

@@ -23,7 +23,7 @@ from ckpt_hooks._operators import Kind
 from ckpt_hooks._refit import PLAIN_OR_FAKE
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
-from .aliases import group_of, is_in
+from .aliases import counter_of
 from .deciding import OFFLOAD, RECOMPUTE, SAVE
 from .facts import OpFacts, Written
 from .kept import Clones, Hooks, Kept, Packed, lost_to_write
@@ -70,6 +70,8 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         return facts.call(*args, **kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
+    # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
+    bumped = [counter_of(tape, tensor) for tensor, written in targets if written.counted]
     overwritten = set()
     inside: dict[int, Store] = {}
     outside: dict[int, Store] = {}
@@ -91,8 +93,6 @@ def run_writing(tape: Recorder, func: Any, facts: OpFacts, args: Any, kwargs: An
         if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
             tape.make_outside(store, "kept by the policy, and written to since")
             outside[key] = inside.pop(key)
-    # Which versions it counts up, and what autograd has saved and is not told of the write.
-    bumped = [group_of(tape, tensor) for tensor, written in targets if written.counted]
     quiet = _look_at_pins(tape, outside.values(), bumped, facts, [tensor for tensor, _ in targets])
     if not inside and not facts.has_fresh:
         _before(tape, outside.values())
@@ -145,9 +145,9 @@ def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], de
     """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
     facts, made = op.facts, []
     pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
-    quiet = [pin for pin in pins if not is_in(tape, pin.value, bumped)]
+    quiet = [pin for pin in pins if pin.value.counter not in bumped]
     for pin in pins:
-        if is_in(tape, pin.value, bumped):
+        if pin.value.counter in bumped:
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tables = tape.blank if store.blank else tape.known
     store.blank = False
@@ -178,13 +178,13 @@ def _after_inside(tape: Recorder, op: Op, store: Store, bumped: list[object], de
 
 def _after(tape: Recorder, op: Op, before: Value) -> Value:
     tape.number += 1
-    value = new_value(tape.number, before.store, before.group, op, before)
+    value = new_value(tape.number, before.store, before.counter, op, before)
     value.tensor = before.tensor
     return value
 
 
 def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
-    changed = new_value(value.number, value.store, value.group)
+    changed = new_value(value.number, value.store, value.counter)
     changed.tensor, changed.saved = value.tensor, lost_to_write(str(facts.operator), path)
     return changed
 
@@ -194,7 +194,7 @@ def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     kept = Kept()
     kept.tensor, kept.version, kept.reason, kept.path = tensor, None, pin.value.store.reason, pin.frame.path
     kept.is_fickle = kept.by_policy = False
-    value = new_value(pin.value.number, pin.value.store, pin.value.group)
+    value = new_value(pin.value.number, pin.value.store, pin.value.counter)
     value.tensor, value.saved = pin.value.tensor, Packed(kept, hooks)
     return value
 
@@ -214,7 +214,7 @@ def _look_at_pins(
             pin = reference()
             if pin is None:
                 continue
-            if is_in(tape, pin.value, bumped):
+            if pin.value.counter in bumped:
                 pin.value = _overwritten(pin.value, facts, pin.frame.path)
                 continue
             kept = None if pin.value.saved is None else pin.value.saved.tensor
@@ -291,7 +291,7 @@ def run_marking(tape: Recorder, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         op, _ = tape.op_of(facts, args, kwargs)
         op.number = tape.number + 1
         tape.number += 2
-        tape.register(target, new_value(tape.number, before.store, before.group, op, before))
+        tape.register(target, new_value(tape.number, before.store, before.counter, op, before))
     return out
 
 
@@ -302,7 +302,7 @@ def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: 
     before = op.args[0]
     if before.saved is not None and before.saved.tensor is target:
         before.saved.tensor = counted_detach(target)
-    bumped = [group_of(tape, target)]
+    bumped = [counter_of(tape, target)]
     out = facts.call(*args, **kwargs)
     for holder in store.held or ():
         held = holder()
@@ -310,9 +310,12 @@ def run_inplace_view(tape: Recorder, op: Op, facts: OpFacts, args: Any, kwargs: 
             tape.note_version_later(held)
     for reference in store.pins or ():
         pin = reference()
-        if pin is not None and is_in(tape, pin.value, bumped):
+        if pin is not None and pin.value.counter in bumped:
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tape.number = op.number = tape.number + 1
     tape.inputs.pop(id(target), None)
-    tape.register(target, new_value(op.number, store, before.group, op))
+    tape.register(target, new_value(op.number, store, before.counter, op))
+    # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
+    if storage_of(target) != store.address:
+        tape.note_outside(target, f"given to another tensor by {facts.operator}")
     return out
