@@ -93,6 +93,9 @@ _exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_
 _is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
+# Whether the operator that a dispatch mode sees came past the key that ties versions of views to bases: ``detach()`` did,
+# the one of ``.data`` did not. 2.11 to 2.15.
+is_below_counting: Callable[[], bool] = functools.partial(_is_excluded, _COUNTING)
 
 # As long as there is one, this thread's dispatch modes are not asked: whatever ends the function that has it, Ctrl-C too, they
 # are asked again. 2.11 to 2.15.

@@ -106,7 +106,7 @@ class OpFacts:
         has_fresh: Whether it returns something that is not an argument, nor a view of one.
         is_fast: Whether it does nothing but take tensors by position and return tensors.
         is_view: Whether its output is another face of its input, by which versions of the two are one.
-        is_detach: Whether it is a view whose versions may be its own all the same.
+        is_detach: Whether it is ``detach``. ``tensor.data`` runs it too, and has a version of its own.
         is_random: Whether it draws random numbers, or may.
         may_drop_out: Whether it draws where it was told to drop out, and else not.
         is_blank: Whether it returns memory that nobody has written to.

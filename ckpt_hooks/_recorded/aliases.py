@@ -9,9 +9,9 @@ from ckpt_hooks._torch import set_versions
 
 from .surroundings import Around
 from .tables import Tables
-from .values import Op, Store, Unsettled, Value, new_value
+from .values import Op, Store, Value, new_value
 
-__all__ = ["alias_of", "group_in", "group_of", "is_in"]
+__all__ = ["alias_of", "counter_in", "counter_of"]
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
@@ -31,41 +31,19 @@ def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
     return shared
 
 
-def group_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
-    """Returns what stands for the version counter of a tensor, by looking for another one in the storage that shares it."""
+def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
+    """Returns the version counter of a tensor, by looking for another one in the storage that shares it."""
     for member in tables.live_members(store):
         value = tables.value_now(member)
-        if value is not None and type(value.group) is not Unsettled and _share_versions(tensor, member):
-            return value.group
-    for reference in store.held or ():
-        value = reference()
-        kept = None if value is None or value.saved is None else value.saved.tensor
-        if value is None or kept is None or not store.has(kept):
-            continue
-        if type(value.group) is not Unsettled and _share_versions(tensor, kept):
-            return value.group
+        if value is not None and _share_versions(tensor, member):
+            return value.counter
     return object()
 
 
-def group_of(tables: Tables, tensor: torch.Tensor) -> object:
-    """Returns what stands for the version counter of a tensor."""
+def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
+    """Returns the version counter of a tensor."""
     value = tables.value_now(tensor)
-    if value is not None and type(value.group) is not Unsettled:
-        return value.group
-    group = group_in(tables, tables.store_of(tensor), tensor)
-    if value is not None:
-        value.group = group
-    return group
-
-
-def is_in(tables: Tables, value: Value, groups: list[object]) -> bool:
-    """Whether one of some version counters is that of a value."""
-    group, tensor = value.group, value.tensor()
-    if type(group) is Unsettled and tensor is not None and tables.value_now(tensor) is not None:
-        group = group_of(tables, tensor)
-    while type(group) is Unsettled:  # of a tensor that is gone: one that autograd made of an output to save it, mostly
-        group = group.base
-    return any(group is other for other in groups)
+    return counter_in(tables, tables.store_of(tensor), tensor) if value is None else value.counter
 
 
 def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, around: Around) -> Value | None:
@@ -81,8 +59,7 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, around: Around)
         op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, around
         op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
-        group = value.group if _share_versions(member, tensor) else object()
-        alias = new_value(op.number, store, group, op)
+        alias = new_value(op.number, store, counter_in(tables, store, tensor), op)
         tables.register(tensor, alias)
         return alias
     return None

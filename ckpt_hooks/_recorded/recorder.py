@@ -23,6 +23,7 @@ from ckpt_hooks._torch import (
     FAKE,
     counted_detach,
     graph_task_id,
+    is_below_counting,
     is_kept_anyway,
     storage_address,
 )
@@ -33,7 +34,7 @@ from .decisions import RECOMPUTE, SAVE
 from .kept import Kept
 from .surroundings import Around, look_around
 from .tape import Tape
-from .values import Op, Store, Unsettled, Value, cut, flatten, new_store, new_value
+from .values import Op, Store, Value, cut, flatten, new_store, new_value
 
 __all__ = ["Recorder"]
 
@@ -157,15 +158,14 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 if store.blank or out is other.tensor():
                     tape.put(op, 0, values, out)
                     return out
-                value.group = object()
-                if facts.is_view:
-                    value.group = Unsettled(other.group) if facts.is_detach else other.group
+                shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
+                value.counter = other.counter if shares_counter else object()
                 value.tensor = reference = _weakref(out, partial(self._forget, key))
                 store.members.append(reference)
                 break
         else:
             value.tensor = reference = _weakref(out, partial(self._forget, key))
-            value.group = store = Store()
+            value.counter = store = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False
@@ -199,7 +199,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             value.number = number
             value.index = 0
             value.op = value.before = None
-            value.store = value.group = store = tables.stores[address] = Store()
+            value.store = value.counter = store = tables.stores[address] = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False

@@ -20,15 +20,15 @@ from ckpt_hooks._core.threads import RegionThread
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._torch import FAKE, graph_task_id, is_kept_anyway, storage_address, storage_of
+from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
 
-from .aliases import alias_of, group_in
+from .aliases import alias_of, counter_in
 from .decisions import RECOMPUTE, Deciding
 from .held import Held
 from .kept import Hooks, Kept, lost_to_exchange
 from .surroundings import Around
 from .tables import Tables
-from .values import Op, Store, Unsettled, Value, flatten, new_store, new_value
+from .values import Op, Store, Value, flatten, new_store, new_value
 
 __all__ = ["Tape"]
 
@@ -108,9 +108,8 @@ class Tape:
                 if tensor is other.tensor():  # an argument
                     return None
                 value.store = store
-                value.group = object()
-                if facts.is_view:
-                    value.group = Unsettled(other.group) if facts.is_detach else other.group
+                shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
+                value.counter = other.counter if shares_counter else object()
                 if store.blank:
                     table = self.tables.blank
                 value.tensor = reference = _weakref(tensor, partial(table.pop, key))
@@ -121,7 +120,7 @@ class Tape:
                 self.note_outside(tensor, f"returned by {facts.operator}")
                 return None
             value.tensor = reference = _weakref(tensor, partial(table.pop, key))
-            value.store = value.group = store = Store()
+            value.store = value.counter = store = Store()
             store.address = address
             store.birth = number
             store.outside = store.blank = store.written = False
@@ -224,7 +223,7 @@ class Tape:
         value.index = 0
         value.op = value.before = None
         value.store = store
-        value.group = group_in(self.tables, store, tensor) if store.members else store
+        value.counter = counter_in(self.tables, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
         kept = Kept()

@@ -23,7 +23,7 @@ from ckpt_hooks._torch import storage_of
 
 from .kept import Kept
 
-__all__ = ["ANEW", "Op", "Store", "Unsettled", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
+__all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
 
 
 class Store:
@@ -98,21 +98,6 @@ class Op:
     is_plain: bool
 
 
-class Unsettled:
-    """Stands for the version counter of a detached tensor, of which an operator cannot tell.
-
-    ``detach()`` shares that of its base, ``.data`` does not; the same operator runs for both.
-
-    Attributes:
-        base: What stands for the counter of the base.
-    """
-
-    __slots__ = ("base",)
-
-    def __init__(self, base: object) -> None:
-        self.base = base
-
-
 class Value:
     """A tensor at a moment.
 
@@ -125,19 +110,20 @@ class Value:
         index: Which of the outputs.
         before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
         store: The storage that it is in.
-        group: The same for all tensors that have a version in common.
+        counter: Stands for its version counter: the same object for all tensors that have a version in common. One storage may
+            have several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
         saved: The tensor, where it is kept.
         tensor: The tensor that it belongs to, as long as that is alive.
     """
 
-    __slots__ = ("__weakref__", "before", "group", "index", "number", "op", "saved", "store", "tensor")
+    __slots__ = ("__weakref__", "before", "counter", "index", "number", "op", "saved", "store", "tensor")
 
     number: int
     op: Op | None
     index: int
     before: Value | None
     store: Store
-    group: object
+    counter: object
     saved: Kept | None
     tensor: Callable[[], torch.Tensor | None]
 
@@ -152,11 +138,11 @@ def new_store(address: int, birth: int) -> Store:
     return store
 
 
-def new_value(number: int, store: Store, group: object, op: Op | None = None, before: Value | None = None) -> Value:
+def new_value(number: int, store: Store, counter: object, op: Op | None = None, before: Value | None = None) -> Value:
     """Returns a value, of no tensor yet; where each operator pays for one, it is written out instead."""
     value = Value()
     value.number, value.op, value.index, value.before = number, op, 0, before
-    value.store, value.group, value.saved = store, group, None
+    value.store, value.counter, value.saved = store, counter, None
     return value
 
 

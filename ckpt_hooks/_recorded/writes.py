@@ -24,7 +24,7 @@ from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
-from .aliases import group_of, is_in
+from .aliases import counter_of
 from .calls import decide, op_of, run
 from .decisions import OFFLOAD, RECOMPUTE, SAVE
 from .kept import Clones, Hooks, Kept, Packed, lost_to_write
@@ -69,6 +69,8 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         return facts.call(*args, **kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
+    # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
+    bumped = [counter_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     overwritten = set()
     inside: dict[int, Store] = {}
     outside: dict[int, Store] = {}
@@ -90,8 +92,6 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
             tape.tables.make_outside(store, "kept by the policy, and written to since")
             outside[key] = inside.pop(key)
-    # Which versions it counts up, and what autograd has saved and is not told of the write.
-    bumped = [group_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     quiet = _look_at_pins(tape, outside.values(), bumped, facts, [tensor for tensor, _ in targets])
     if not inside and not facts.has_fresh:
         _before(tape, outside.values())
@@ -144,9 +144,9 @@ def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisi
     """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
     facts, made = op.facts, []
     pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
-    quiet = [pin for pin in pins if not is_in(tape.tables, pin.value, bumped)]
+    quiet = [pin for pin in pins if pin.value.counter not in bumped]
     for pin in pins:
-        if is_in(tape.tables, pin.value, bumped):
+        if pin.value.counter in bumped:
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tables = tape.tables.blank if store.blank else tape.tables.known
     store.blank = False
@@ -177,13 +177,13 @@ def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisi
 
 def _after(tape: Tape, op: Op, before: Value) -> Value:
     tape.tables.number += 1
-    value = new_value(tape.tables.number, before.store, before.group, op, before)
+    value = new_value(tape.tables.number, before.store, before.counter, op, before)
     value.tensor = before.tensor
     return value
 
 
 def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
-    changed = new_value(value.number, value.store, value.group)
+    changed = new_value(value.number, value.store, value.counter)
     changed.tensor, changed.saved = value.tensor, lost_to_write(str(facts.operator), path)
     return changed
 
@@ -193,7 +193,7 @@ def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     kept = Kept()
     kept.tensor, kept.version, kept.reason, kept.path = tensor, None, pin.value.store.reason, pin.frame.path
     kept.is_fickle = kept.by_policy = False
-    value = new_value(pin.value.number, pin.value.store, pin.value.group)
+    value = new_value(pin.value.number, pin.value.store, pin.value.counter)
     value.tensor, value.saved = pin.value.tensor, Packed(kept, hooks)
     return value
 
@@ -213,7 +213,7 @@ def _look_at_pins(
             pin = reference()
             if pin is None:
                 continue
-            if is_in(tape.tables, pin.value, bumped):
+            if pin.value.counter in bumped:
                 pin.value = _overwritten(pin.value, facts, pin.frame.path)
                 continue
             kept = None if pin.value.saved is None else pin.value.saved.tensor
@@ -290,7 +290,7 @@ def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         op, _ = op_of(tape, facts, args, kwargs)
         op.number = tape.tables.number + 1
         tape.tables.number += 2
-        tape.tables.register(target, new_value(tape.tables.number, before.store, before.group, op, before))
+        tape.tables.register(target, new_value(tape.tables.number, before.store, before.counter, op, before))
     return out
 
 
@@ -301,7 +301,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     before = op.args[0]
     if before.saved is not None and before.saved.tensor is target:
         before.saved.tensor = counted_detach(target)
-    bumped = [group_of(tape.tables, target)]
+    bumped = [counter_of(tape.tables, target)]
     out = facts.call(*args, **kwargs)
     for holder in store.held or ():
         held = holder()
@@ -309,9 +309,12 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
             tape.held.note_version_later(held)
     for reference in store.pins or ():
         pin = reference()
-        if pin is not None and is_in(tape.tables, pin.value, bumped):
+        if pin is not None and pin.value.counter in bumped:
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tape.tables.number = op.number = tape.tables.number + 1
     tape.tables.inputs.pop(id(target), None)
-    tape.tables.register(target, new_value(op.number, store, before.group, op))
+    tape.tables.register(target, new_value(op.number, store, before.counter, op))
+    # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
+    if storage_of(target) != store.address:
+        tape.note_outside(target, f"given to another tensor by {facts.operator}")
     return out

@@ -13,7 +13,7 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._torch import counted_detach, is_freed, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
-from .copies import refit
+from .copies import copy_of
 from .offloaded import Batch
 from .transfers import Transfers
 
@@ -76,7 +76,9 @@ class PackedOutput:
                 return MISSING  # type: ignore[no-any-return]
             if is_freed(value) or (storage_of(value) == self._storage and value._version > self._version):
                 return MISSING  # type: ignore[no-any-return]
-        return counted_detach(refit(value.detach(), self._strides, self._version))
+        # Its version is 0, as that of any result that a mode sees: below autograd, an alias has a counter of its own.
+        tensor: torch.Tensor = value.detach()
+        return tensor if self._strides is None or tensor.stride() == self._strides else copy_of(tensor, self._strides)
 
 
 class MovedOutput:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks import CheckpointError, MutationError
+from ckpt_hooks import CheckpointError, MutationError, checkpoint
 from tests.behaviours.recorded import Recorded, runs
 from tests.behaviours.runs import SILENT, assert_as_eager, gradients, plain
 from tests.measure import leaf
@@ -139,6 +139,128 @@ def test_a_saved_tensor_that_is_overwritten_later_in_the_region(form):
     assert caught.value.region == ("region",) * (1 if form == "region" else 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         function(x).sum().backward()
+
+
+#: Other faces of a tensor: how each is made, and whether a write to it counts as a write to the tensor.
+FACES = {
+    "itself": (lambda h: h, True),
+    "a view": (lambda h: h[1:], True),
+    "detach": (lambda h: h.detach(), True),
+    "a view of detach": (lambda h: h.detach()[1:], True),
+    "data": (lambda h: h.data, False),
+    "a view of data": (lambda h: h.data[1:], False),
+    "detach of data": (lambda h: h.data.detach(), False),
+    "data of detach": (lambda h: h.detach().data, False),
+    "set_": (lambda h: torch.empty(0, dtype=h.dtype).set_(h.detach()), False),
+    "assigned data": (lambda h: _assigned(h), False),
+    "unsafe_chunk": (lambda h: torch.unsafe_chunk(h, 2)[1], False),
+}
+
+#: What autograd saves: the result of an operator, the input of one, or an input that came from outside.
+SAVES = {
+    "a result": lambda x, outside: ((h := x.exp()), h.sum()),
+    "an input": lambda x, outside: ((h := x * 2), h.sin().sum()),
+    "from outside": lambda x, outside: (outside, (x * outside).sum()),
+}
+
+
+def _assigned(tensor):
+    other = torch.zeros_like(tensor)
+    other.data = tensor
+    return other
+
+
+@pytest.mark.parametrize("form", ["region", "nested", "inside", "policy"])
+@pytest.mark.parametrize("dies", [False, True], ids=["alive", "dead"])
+@pytest.mark.parametrize("saves", SAVES)
+@pytest.mark.parametrize("face", FACES)
+def test_a_write_to_another_face_of_a_saved_tensor(face, saves, dies, form):
+    """Plain autograd raises for some, by the version that the two have in common, and hands out what was written for others."""
+    make, is_counted = FACES[face]
+    if dies and face == "assigned data":
+        pytest.skip("nothing tells whose memory it is")
+    base = torch.rand(4, dtype=torch.float64)
+
+    def function(x):
+        h, y = SAVES[saves](x, base.clone())
+        with torch.no_grad():
+            other = make(h)
+            if dies:
+                del h
+            other.mul_(3)
+        return y
+
+    run = Recorded("region" if form == "policy" else form)
+    run = run.selecting([aten.exp.default, aten.mul.Tensor, aten.sin.default]) if form == "policy" else run
+    x = leaf(4)
+    y = run(function, x)
+    if is_counted:
+        with pytest.raises(MutationError):
+            torch.autograd.grad(y, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(function(x), x)
+    else:
+        assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(function(x), x)[0])
+
+
+@pytest.mark.parametrize("form", ["region", "nested", "inside"])
+@pytest.mark.parametrize("face", FACES)
+def test_a_write_to_a_face_that_was_made_before_the_region(face, form):
+    """No operator of the region says what the two have in common."""
+    make, is_counted = FACES[face]
+
+    def function(x, run):
+        def outer(x):
+            h = x.detach() * 2
+            other = make(h)
+
+            def inner(x):
+                y = (x * h).sum()
+                other.mul_(3)
+                return y
+
+            return run(inner, x)
+
+        return checkpoint(outer, x) if form == "inside" and run is not plain else outer(x)
+
+    x, run = leaf(4), Recorded("region" if form == "inside" else form)
+    if is_counted:
+        with pytest.raises(MutationError):
+            torch.autograd.grad(function(x, run), x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(function(x, plain), x)
+    else:
+        expected = torch.autograd.grad(function(x, plain), x)[0]
+        assert torch.equal(torch.autograd.grad(function(x, run), x)[0], expected)
+
+
+@pytest.mark.parametrize("form", ["region", "nested", "inside"])
+@pytest.mark.parametrize("dies", [False, True], ids=["alive", "dead"])
+@pytest.mark.parametrize("face", FACES)
+def test_a_write_to_a_tensor_of_which_another_face_was_saved(face, dies, form):
+    """The other way round: the face was saved, and the tensor that it is one of is written to."""
+    make, is_counted = FACES[face]
+
+    def function(x):
+        h = x * 2
+        with torch.no_grad():
+            other = make(h)
+        y = (x[-len(other) :] * other.detach() if is_counted else x[-len(other) :] * other).sum()
+        if dies:
+            del other
+        with torch.no_grad():
+            h.mul_(3)
+        return y
+
+    x = leaf(4)
+    y = Recorded(form)(function, x)
+    if is_counted:
+        with pytest.raises(MutationError):
+            torch.autograd.grad(y, x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(function(x), x)
+    else:
+        assert torch.equal(torch.autograd.grad(y, x)[0], torch.autograd.grad(function(x), x)[0])
 
 
 @pytest.mark.parametrize("what", ["leaf", "input", "output", "buffer"])

@@ -311,6 +311,39 @@ def test_flags_that_choose_kernels(run, flag):
     assert_as_eager(program, run)
 
 
+#: Operators, and switches by which some processors run another kernel of theirs, with other roundings.
+KERNELS = {
+    "gelu": (lambda x, w: F.gelu(x), torch.backends.mkldnn, "enabled", False),
+    "product": (torch.mm, torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+}
+
+
+@runs("region", "nested", "inside")
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_kernel_that_changes_between_two_operators(run, kernel):
+    """One operator three times, the second time by another kernel: a replay runs each by the kernel that it had."""
+    call, where, name, other = KERNELS[kernel]
+
+    def program(run):
+        x, w = torch.randn(65, 65, requires_grad=True), torch.randn(65, 65)
+        first = getattr(where, name)
+
+        def function(x):
+            x = call(x.sin(), w)
+            setattr(where, name, other)
+            try:
+                x = call(x.sin(), w)
+            finally:
+                setattr(where, name, first)
+            return call(x.sin(), w).exp().sin()
+
+        found = gradients(run(function, x), x)
+        assert getattr(where, name) == first
+        return found
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested")
 def test_a_function_mode_in_forward(run):
     """What it made of the program is what is replayed, with it gone."""
