@@ -7,6 +7,7 @@ frame lives exactly as long as some node of the graph may still ask for one of i
 
 from __future__ import annotations
 
+import abc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +18,12 @@ from ckpt_hooks.errors import MutationError, OverlapError
 
 from .mutation import advice_for, change_in_words
 from .paths import RegionPath, format_path
+from .saved import Fate, Saved
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 from .words import describe_kind
 
-__all__ = ["Frame", "Kept", "Mark", "Observer", "mutated_leaf", "overlap_error"]
+__all__ = ["Frame", "Kept", "Mark", "Observer", "describe_packed", "mutated_leaf", "overlap_error"]
 
 # Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
@@ -88,7 +90,7 @@ class Observer:
         """A tensor that was brought back is handed to autograd."""
 
 
-class Frame:
+class Frame(abc.ABC):
     """One checkpointed region, of either kind: owns what was packed in it and knows how to bring it back.
 
     Attributes:
@@ -137,7 +139,19 @@ class Frame:
         self._lock = threading.RLock()
         self.current: Any = None
 
-    def note_inside(self, count: int, path: RegionPath) -> None:
+    @abc.abstractmethod
+    def saved(self) -> list[Saved]:
+        """Returns the tensors that backward may still ask for, in the order of saving, without recomputing any."""
+
+    @abc.abstractmethod
+    def describe(self, packed: Any) -> Saved:
+        """Returns what one of this frame's handles stands for.
+
+        Args:
+            packed: The handle.
+        """
+
+    def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
         """Is told that a region inside this one is about to save inputs in it, or has saved what its policy keeps.
 
         Args:
@@ -153,3 +167,21 @@ class Frame:
         else:  # of backwards that overlap
             self.passes[scope.key] = opened
             self._endings = (*(ending for ending in self._endings if ending()), drop_at_end(scope, self.passes))
+
+
+def describe_packed(packed: Any) -> Saved | None:
+    """Returns what stands in autograd's graph for a saved tensor, described without recomputing anything.
+
+    Args:
+        packed: What a pack hook returned.
+
+    Returns:
+        The description; None for what no region has packed.
+    """
+    if type(packed) is list and len(packed) == 3 and isinstance(packed[0], torch.Tensor):
+        tensor, _, path = packed
+        fate = Fate.LEAF if tensor.is_leaf and tensor.requires_grad else Fate.EXTERNAL
+        shape = None if tensor.is_nested else tensor.shape
+        return Saved(format_path(path), -1, fate, shape, tensor.dtype, tensor.nbytes)
+    frame = packed[0] if type(packed) is tuple and len(packed) == 2 else getattr(packed, "frame", None)
+    return frame.describe(packed) if isinstance(frame, Frame) else None

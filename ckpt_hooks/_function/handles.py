@@ -20,6 +20,7 @@ from ckpt_hooks._core.frame import Frame, Observer, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.patience import patient
+from ckpt_hooks._core.saved import Fate, Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, graph_task_scope
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError
@@ -55,7 +56,7 @@ class Pass:
         self.taken: list[int] = []
 
 
-class HandleFrame(Frame, abc.ABC):
+class HandleFrame(Frame):
     """A function frame as far as it has handles, and values for them in one backward.
 
     Attributes:
@@ -76,6 +77,21 @@ class HandleFrame(Frame, abc.ABC):
         self.facts: list[Any] = []
         self.fingerprints: Sequence[Any] = ()
         self.without_grad: list[int] = []
+
+    def saved(self) -> list[Saved]:
+        """Returns the tensors that backward may still ask for; see :meth:`Frame.saved`."""
+        return [self._describe(index) for index, alive in enumerate(self.alive()) if alive]
+
+    def describe(self, packed: Any) -> Saved:
+        """Returns what a handle stands for; see :meth:`Frame.describe`."""
+        return self._describe(packed[1] - FIRST)
+
+    def _describe(self, index: int) -> Saved:
+        noted = self.facts[index]
+        if not isinstance(noted, tuple):  # of tensors whose metadata is not compared
+            return Saved(format_path(self.path), index, Fate.DROPPED, None, None, None)
+        shape, dtype = noted[:2]
+        return Saved(format_path(self.path), index, Fate.DROPPED, shape, dtype, nbytes_of(shape, dtype))
 
     def alive(self) -> list[bool]:
         """Returns of each tensor packed whether its handle is alive."""

@@ -171,7 +171,13 @@ class RecordedFrame(ReplayedFrame):
                 store.pins = [reference]
             else:
                 store.pins.append(reference)
-            frame.bytes += tensor.nbytes
+            pin.nbytes = nbytes = tensor.nbytes
+            frame.bytes += nbytes
+            pin.dtype = tensor.dtype
+            try:
+                pin.shape = tensor.shape
+            except RuntimeError:  # a nested tensor has none
+                return pin
             return pin
 
         def release() -> None:
@@ -186,7 +192,10 @@ class RecordedFrame(ReplayedFrame):
         reference = weakref.ref(pin)
         self.pins.append(reference)
         value.store.pins = [*(value.store.pins or ()), reference]
-        self.bytes += tensor.nbytes if tensor.layout is torch.strided else 0
+        pin.dtype, pin.nbytes = tensor.dtype, tensor.nbytes if tensor.layout is torch.strided else 0
+        if not tensor.is_nested:
+            pin.shape = tensor.shape
+        self.bytes += pin.nbytes
         if self.observer is not None:
             self.observer.packed(self, pin.index, tensor)
         return pin

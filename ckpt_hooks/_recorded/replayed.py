@@ -10,9 +10,12 @@ import torch
 
 from ckpt_hooks._core.frame import Frame, Observer, overlap_error
 from ckpt_hooks._core.groups import group_scope
+from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.saved import Fate, Saved
 from ckpt_hooks._core.scopes import MISSING, graph_task_scope
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
+from .kept import Kept, Lost, Moved
 from .replay import Replay, Replayable, bring_back
 from .values import Value
 
@@ -26,13 +29,19 @@ class Pin:
         frame: The frame.
         value: What the tensor was.
         index: How many tensors the frame had saved before.
+        dtype: The tensor's dtype.
+        nbytes: Its size in bytes.
+        shape: Its sizes; not set for a nested tensor, which has none.
     """
 
-    __slots__ = ("__weakref__", "frame", "index", "value")
+    __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
 
     frame: ReplayedFrame
     value: Value
     index: int
+    dtype: torch.dtype
+    nbytes: int
+    shape: torch.Size
 
 
 class ReplayedFrame(Replayable):
@@ -68,6 +77,18 @@ class ReplayedFrame(Replayable):
         for index, value in values.items():
             tensors[index] = take(replay, value)
         return tensors
+
+    def saved(self) -> list[Saved]:
+        """Returns the tensors that backward may still ask for; see :meth:`Frame.saved`."""
+        return [self.describe(pin) for reference in self.pins if (pin := reference()) is not None]
+
+    def describe(self, packed: Pin) -> Saved:
+        """Returns what a handle stands for; see :meth:`Frame.describe`."""
+        value = packed.value
+        made_by = None if value.op is None else str(value.op.facts.operator)
+        fate = Fate.DROPPED if value.saved is None else _fate_of(value.saved)
+        shape = getattr(packed, "shape", None)
+        return Saved(format_path(self.path), packed.index, fate, shape, packed.dtype, packed.nbytes, made_by)
 
     def _living_children(self) -> list[ReplayedFrame]:
         return [child for reference in self._children if (child := reference()) is not None]
@@ -132,3 +153,11 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
     if not replay.has(value):
         bring_back(replay, value)
     return replay.take(value)
+
+
+def _fate_of(kept: Kept) -> Fate:
+    if isinstance(kept, Lost):
+        return Fate.LOST
+    if isinstance(kept, Moved):
+        return Fate.OFFLOADED
+    return Fate.POLICY if kept.by_policy else Fate.EXTERNAL
