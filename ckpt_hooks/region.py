@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
+from ._core.holdings import Holding
 from ._core.interrupts import ThreadMark, bring_back, mark_thread
 from ._core.misuse import check_alone, check_callable, checked_flag, described_as, name_of
 from ._core.stack import stack
@@ -32,12 +33,16 @@ class KeptTensor(NamedTuple):
     """A tensor that a region keeps.
 
     Attributes:
-        description: What it is, as in ``"float32[4, 8]"``.
+        description: What it is, as in ``"float32[4, 8]"``; with ``" on the host"`` where it was moved there.
         reason: Why it is kept.
+        nbytes: Its size in bytes. Tensors in one storage share theirs.
+        storage: Stands for its storage; None where it has none of its own.
     """
 
     description: str
     reason: str
+    nbytes: int
+    storage: int | None
 
 
 class _Entry(weakref.ref[Any]):
@@ -293,10 +298,17 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
     def kept(self) -> list[KeptTensor]:
         """Returns what the region keeps, as of the last time that it was entered, and regions around it with it, and why.
 
+        Tensors from outside that autograd has saved come first, others in the order of the operators that made or read them,
+        and states of random generators with the operators that drew.
         Empty when backward has been through it. Parameters and what is in a region within it are not among them.
         """
         frame = None if self._latest is None else self._latest()
-        return [] if frame is None else [KeptTensor(*kept) for kept in frame.kept()]
+        return [] if frame is None else [_described(held) for held in frame.held()]
+
+
+def _described(held: Holding) -> KeptTensor:
+    kind = str(held.dtype).removeprefix("torch.") + (str(list(held.shape)) if held.shape is not None else "[nested]")
+    return KeptTensor(kind, held.reason, held.nbytes, held.storage)
 
 
 def _misplaced_error(value: Any) -> TypeError:

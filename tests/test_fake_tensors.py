@@ -91,7 +91,7 @@ def test_the_same_is_kept(policy, hooks):
             model, x = model_and_input()
             with checkpoint_region(policy=policy) as region:
                 y = run_through(model, lambda block, x: block(x), x)
-            found = region.kept()
+            found = [kept[:3] for kept in region.kept()]
             y.backward()
         assert region.kept() == []
         return found

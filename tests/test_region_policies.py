@@ -9,7 +9,6 @@ from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_name, checkpoint_region, policies
-from ckpt_hooks.region import KeptTensor
 from tests.measure import leaf
 from tests.regions import assert_as_eager, replayed
 
@@ -157,6 +156,11 @@ def test_an_error_in_a_policy():
 # What is kept, and why
 
 
+def kept_by(region):
+    """Returns description and reason of each tensor that a region keeps."""
+    return [kept[:2] for kept in region.kept()]
+
+
 def test_what_a_region_keeps_and_why():
     """Inputs from outside but for parameters, what the policy says, by operator and by name."""
     x, w, other = leaf(4, 4), leaf(4, 4), torch.ones(4)
@@ -164,18 +168,20 @@ def test_what_a_region_keeps_and_why():
     hidden = x * 2
     with region:
         y = checkpoint_name((hidden @ w + other).sin().exp(), "e").cos()
-    assert region.kept() == [
-        KeptTensor("float64[4, 4]", "kept by the policy"),
-        KeptTensor("float32[4]", "from outside of the region"),
-        KeptTensor("float64[4, 4]", "kept by the policy, by the name of 'e'"),
+    assert kept_by(region) == [
+        ("float64[4, 4]", "saved, from outside of the region"),
+        ("float64[4, 4]", "kept by the policy"),
+        ("float32[4]", "from outside of the region"),
+        ("float64[4, 4]", "kept by the policy, by the name of 'e'"),
     ]
     del y
     with region:
         y = (hidden.sin() @ w).mul(other).cos()
-    assert region.kept() == [
-        KeptTensor("float64[4, 4]", "from outside of the region"),
-        KeptTensor("float64[4, 4]", "kept by the policy"),
-        KeptTensor("float32[4]", "from outside of the region"),
+    assert kept_by(region) == [
+        ("float64[4, 4]", "saved, from outside of the region"),
+        ("float32[4]", "saved, from outside of the region"),
+        ("float64[4, 4]", "from outside of the region"),
+        ("float64[4, 4]", "kept by the policy"),
     ]
     y.sum().backward()
     assert region.kept() == []
@@ -196,7 +202,13 @@ def test_what_cannot_be_brought_back_is_kept():
         table[:2] = 1
         table[2:] = 2
         y = (x.sin() * table).exp()
-    assert region.kept() == [KeptTensor("float64[4]", "memory that was written to in part")]
+    assert kept_by(region) == [
+        ("float64[4]", "saved, from outside of the region"),
+        ("float64[4]", "memory that was written to in part"),
+    ]
+    one, other = region.kept()
+    assert one.nbytes == other.nbytes == 32
+    assert one.storage != other.storage  # what may be written to since is copied when the region ends
     del y
 
 

@@ -9,7 +9,7 @@ from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.frame import Observer, describe_packed
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Fate
-from ckpt_hooks.policies import offload_ops, save_only_these_names
+from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from tests.measure import CountOps, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -166,3 +166,98 @@ def test_a_nested_tensor_has_no_shape():
         y = (parts * 2).relu()
     assert all(one.shape is None or len(one.shape) for one in log.frames[0].saved())
     del y
+
+
+# What frames hold besides
+
+
+def held_by(frame):
+    """Returns reason and size of each tensor that a frame holds."""
+    return sorted((held.reason, held.nbytes) for held in frame.held())
+
+
+class Norm(torch.nn.Module):
+    """Has a state that forward changes, and one that it does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("mask", torch.ones(4, dtype=torch.float64))
+
+    def forward(self, x, *more):
+        self.count += 1
+        return torch.nn.functional.dropout((x * self.weight).sin() * self.mask, 0.5).exp()
+
+
+def test_a_function_frame_holds_arguments_state_and_random_state():
+    """Parameters are not its own. Of state there are aliases of the buffers, and one copy of both, in bytes."""
+    module = Norm()
+    for _ in range(3):  # the first forwards find out which buffers are written to
+        module(leaf(4))
+        checkpoint(module, leaf(4))
+    x, table = leaf(4) * 2, torch.arange(6)
+    log = Frames()
+    with observe(log):
+        y = checkpoint(module, x, table)
+    (frame,) = log.frames
+    owners = {"x": x, "table": table, "count": module.count, "mask": module.mask}
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in owners.items()}
+    assert {(held.reason, names.get(held.storage, held.nbytes)) for held in frame.held()} == {
+        ("argument", "x"),
+        ("argument", "table"),
+        ("random state", 5056),
+        ("state that the function reaches", "count"),
+        ("state that the function reaches", "mask"),
+        ("state that the function reaches", 64),
+    }
+    (argument,) = (held for held in frame.held() if held.nbytes == 48)
+    assert argument.shape == (6,)
+    assert argument.dtype is torch.int64
+    assert argument.device.type == "cpu"
+    assert argument.storage == table.untyped_storage()._cdata
+    del y
+
+
+def test_a_function_frame_holds_what_its_policy_keeps():
+    x, w = leaf(4, 4), leaf(4, 4)
+    log = Frames()
+    with observe(log):
+        y = checkpoint(policy=save_ops(aten.mm.default))(lambda x: (x @ w).sin().exp())(x)
+    (frame,) = log.frames
+    assert [held for held in held_by(frame) if held[0] == "kept by the policy"] == [("kept by the policy", 128)]
+    y.sum().backward()
+    assert [held for held in held_by(frame) if held[0] == "kept by the policy"] == []
+
+
+def test_what_a_backward_brought_back_and_nobody_took():
+    """It is held as long as that backward may ask for it."""
+    x = leaf(4)
+    log, seen = Frames(), []
+    with observe(log):
+        one, other = checkpoint(lambda x: ((x * 2).sin(), (x * 3).exp()), x)
+    one.register_hook(lambda gradient: seen.append(held_by(log.frames[0])))
+    hidden = one.grad_fn.register_hook(lambda *_: seen.append(held_by(log.frames[0])))
+    torch.autograd.grad(one.sum(), x, retain_graph=True)
+    before, during = seen
+    assert [held for held in before if held[0] == "recomputed"] == []
+    assert [held for held in during if held[0] == "recomputed"] == [("recomputed", 32)]
+    assert [held for held in held_by(log.frames[0]) if held[0] == "recomputed"] == []
+    hidden.remove()
+    del other
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_a_recorded_frame_holds_what_was_kept_and_then_written_to(written):
+    """The value that the policy kept is copied before the write, and listed."""
+    x, w = leaf(4, 4), leaf(4, 4)
+    log = Frames()
+    with observe(log), checkpoint_region(policy=save_ops(aten.mm.default)):
+        h = x @ w
+        y = (h * 2).sin()
+        if written:
+            h.add_(1)
+        z = h.exp()
+    held = held_by(log.frames[0])
+    assert ("kept by the policy", 128) in held
+    del y, z

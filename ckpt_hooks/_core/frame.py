@@ -16,6 +16,7 @@ import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
+from .holdings import Holding
 from .mutation import advice_for, change_in_words
 from .paths import RegionPath, format_path
 from .saved import Fate, Saved
@@ -144,6 +145,10 @@ class Frame(abc.ABC):
         """Returns the tensors that backward may still ask for, in the order of saving, without recomputing any."""
 
     @abc.abstractmethod
+    def held(self) -> list[Holding]:
+        """Returns the tensors that this frame keeps alive, each once, and why; leaves that require grad are not among them."""
+
+    @abc.abstractmethod
     def describe(self, packed: Any) -> Saved:
         """Returns what one of this frame's handles stands for.
 
@@ -178,7 +183,7 @@ def describe_packed(packed: Any) -> Saved | None:
     Returns:
         The description; None for what no region has packed.
     """
-    if type(packed) is list and len(packed) == 3 and isinstance(packed[0], torch.Tensor):
+    if isinstance(packed, list) and len(packed) == 3 and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed
         fate = Fate.LEAF if tensor.is_leaf and tensor.requires_grad else Fate.EXTERNAL
         shape = None if tensor.is_nested else tensor.shape

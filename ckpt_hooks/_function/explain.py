@@ -159,7 +159,7 @@ def changed_requires_grad(
                 frozen[id(leaf)] = leaf
         for packed in _packed_by(node):
             if (
-                type(packed) is list
+                isinstance(packed, list)
                 and len(packed) == 3
                 and packed[2] == path
                 and not (packed[0].requires_grad or packed[0].is_nested)

@@ -20,6 +20,8 @@ from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
+from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
@@ -39,7 +41,7 @@ from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
 from .rerun import RerunFrame
 from .state.closure_scan import NOTHING, reach
-from .state.module_plan import idle_plan
+from .state.module_plan import ModulePlan, idle_plan
 from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
 from .state.variables import variables_in, variables_of
@@ -173,6 +175,18 @@ class FunctionFrame(RerunFrame):
                 self._close(error)
                 raise
         return self
+
+    def held(self) -> list[Holding]:
+        """Returns the tensors that this frame keeps alive; see :meth:`Frame.held`."""
+        seen: set[int] = set()
+        parts = (
+            ("argument", self._arguments),
+            ("state that the function reaches", (self._state, self._variables)),
+            ("random state", (self._ambient, self._draws)),
+            ("kept by the policy", self._selection),
+            ("recomputed", [opened.values for opened in self.passes.values()]),
+        )
+        return [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._plain:

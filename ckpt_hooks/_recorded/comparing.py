@@ -62,7 +62,7 @@ class ComparedValues:
 
         def pack_compared(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
-            if type(packed) is not list:
+            if type(packed) is Pin:
                 if not tensor.requires_grad:
                     without_grad.add(len(numbers))
                 numbers.append(packed.value.number)

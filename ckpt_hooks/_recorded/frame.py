@@ -29,11 +29,11 @@ from ckpt_hooks.policies.base import Policy
 
 from .comparing import ComparedValues
 from .decisions import RECOMPUTE, Deciding
-from .kept import Hooks, Kept
+from .kept import Hooks
 from .recorder import Recorder
-from .replayed import Pin, ReplayedFrame
+from .replayed import External, Pin, ReplayedFrame
 from .tape import Tape
-from .values import Value, values_of
+from .values import Value
 
 __all__ = ["RecordedFrame", "unpack"]
 
@@ -212,7 +212,9 @@ class RecordedFrame(ReplayedFrame):
                 value = tape.input_of(tensor, store)  # what it is when it has been written to
             elif store.outside and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
-                return [kept, tensor._version, self.path]
+                external = External((kept, tensor._version, self.path))
+                self.externals.append(weakref.ref(external))
+                return external
             else:
                 value = tape.value_of(tensor, None)
         return self._pin_of(tensor, value)
@@ -227,27 +229,6 @@ class RecordedFrame(ReplayedFrame):
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.outside:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, by the name of {name!r}")
 
-    def kept(self) -> list[tuple[str, str]]:
-        """Returns what this frame keeps, in words, and why."""
-        seen: dict[int, Kept] = {}
-        todo = [pin.value for reference in self.pins if (pin := reference()) is not None]
-        visited = set()
-        while todo:
-            value = todo.pop()
-            if id(value) in visited:
-                continue
-            visited.add(id(value))
-            if value.saved is not None:
-                seen[value.number] = value.saved
-                continue
-            if value.before is not None:
-                todo.append(value.before)
-            if value.op is not None:
-                for argument in (*value.op.args, *value.op.kwargs.values()):
-                    todo += values_of(argument)
-        described = [(kept.describe(), kept.reason) for _, kept in sorted(seen.items(), key=lambda item: item[0])]
-        return [kept for kept in described if kept[0]]
-
 
 def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
@@ -255,12 +236,12 @@ def unpack(packed: Any) -> torch.Tensor:
     Args:
         packed: A handle, or what stands for a tensor from outside.
     """
-    if type(packed) is list:
+    if type(packed) is not Pin:
         leaf: torch.Tensor = packed[0]
         if leaf._version != packed[1]:
             raise mutated_leaf(packed)
         return leaf
-    pin: Pin = packed
+    pin = packed
     frame, saved = pin.frame, pin.value.saved
     if saved is not None and not saved.is_packed:
         tensor = saved.get()

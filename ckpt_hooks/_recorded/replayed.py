@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from ckpt_hooks._core.frame import Frame, Observer, overlap_error
 from ckpt_hooks._core.groups import group_scope
+from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved
 from ckpt_hooks._core.scopes import MISSING, graph_task_scope
@@ -17,9 +19,11 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
 from .kept import Kept, Lost, Moved
 from .replay import Replay, Replayable, bring_back
-from .values import Value
+from .values import Value, values_below
 
-__all__ = ["Pin", "ReplayedFrame"]
+__all__ = ["External", "Pin", "ReplayedFrame"]
+
+_number = operator.attrgetter("number")
 
 
 class Pin:
@@ -44,14 +48,21 @@ class Pin:
     shape: torch.Size
 
 
+class External(list[Any]):
+    """Stands in autograd's graph for a saved tensor from outside: the tensor, its version, and the path of the region."""
+
+    __slots__ = ("__weakref__",)
+
+
 class ReplayedFrame(Replayable):
     """A recorded frame as far as its tape is replayed.
 
     Attributes:
+        externals: What stands for saved tensors from outside.
         pins: Its handles.
     """
 
-    __slots__ = ("_children", "pins")
+    __slots__ = ("_children", "externals", "pins")
 
     outer: ReplayedFrame | None
 
@@ -61,6 +72,7 @@ class ReplayedFrame(Replayable):
         Frame.__init__(self, name, parent, observer)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
+        self.externals: list[weakref.ref[External]] = []
         self.outer = outer
         self.pins: list[weakref.ref[Pin]] = []
         self.start = 0
@@ -81,6 +93,25 @@ class ReplayedFrame(Replayable):
     def saved(self) -> list[Saved]:
         """Returns the tensors that backward may still ask for; see :meth:`Frame.saved`."""
         return [self.describe(pin) for reference in self.pins if (pin := reference()) is not None]
+
+    def held(self) -> list[Holding]:
+        """Returns the tensors that this frame keeps alive, in the order in which they came to be; see :meth:`Frame.held`."""
+        seen: set[int] = set()
+        held = [
+            found
+            for reference in self.externals
+            if (external := reference()) is not None
+            for found in holdings_in(external[0], "saved, from outside of the region", seen)
+        ]
+        for value in sorted(
+            values_below([pin.value for reference in self.pins if (pin := reference()) is not None]), key=_number
+        ):
+            if value.saved is not None:
+                held += holdings_in(value.saved, value.saved.reason, seen, (Frame,))
+            if value.op is not None:
+                held += holdings_in(value.op.draw, "random state", seen, (Frame,))
+        replays = [[*replay.tensors.values(), *replay.held.values()] for replay in self.passes.values()]
+        return held + list(holdings_in(replays, "recomputed", seen))
 
     def describe(self, packed: Pin) -> Saved:
         """Returns what a handle stands for; see :meth:`Frame.describe`."""

@@ -23,7 +23,7 @@ from ckpt_hooks._torch import storage_of
 
 from .kept import Kept
 
-__all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
+__all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_below", "values_of"]
 
 
 class Store:
@@ -166,6 +166,21 @@ def values_of(argument: Any) -> list[Value]:
     if type(argument) is list:
         return [value for value in argument if type(value) is Value]
     return []
+
+
+def values_below(values: list[Value]) -> list[Value]:
+    """Returns some values and all that they were made of, each once."""
+    todo, found = list(values), {}
+    while todo:
+        value = todo.pop()
+        if id(value) in found:
+            continue
+        found[id(value)] = value
+        if value.before is not None:
+            todo.append(value.before)
+        if value.op is not None:
+            todo += [other for argument in (*value.op.args, *value.op.kwargs.values()) for other in values_of(argument)]
+    return list(found.values())
 
 
 def rebuild(argument: Any, tensors: dict[int, torch.Tensor]) -> Any:

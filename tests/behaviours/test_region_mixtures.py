@@ -133,7 +133,7 @@ def test_noise_that_is_saved_before_it_is_drawn_is_not_kept():
     with checkpoint_region() as region:
         torch.nn.functional.rrelu(x.sin(), training=True).exp()
         y = torch.nn.functional.rrelu(x.sin(), training=True).exp()
-    assert region.kept() == []
+    assert {kept.reason for kept in region.kept()} == {"random state"}
     assert y.requires_grad
 
 

@@ -1,0 +1,71 @@
+"""What a frame keeps alive besides handles: tensors found by going through its parts, for reports and never on a hot path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_hooks._torch import is_kept_anyway, storage_of
+
+__all__ = ["Holding", "holdings_in"]
+
+
+class Holding(NamedTuple):
+    """A tensor that a frame keeps alive.
+
+    Attributes:
+        reason: What for.
+        shape: Its sizes; None for a nested tensor, which has none.
+        dtype: Its dtype.
+        device: Where it is.
+        nbytes: Its size in bytes. Tensors in one storage share theirs.
+        storage: Stands for its storage; None where it has none of its own.
+    """
+
+    reason: str
+    shape: torch.Size | None
+    dtype: torch.dtype
+    device: torch.device
+    nbytes: int
+    storage: int | None
+
+
+def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
+    """Goes through the tensors that a part of a frame holds, each once; leaves that require grad are not the frame's.
+
+    Args:
+        part: A tensor, a container, or an object of this package.
+        reason: What the tensors are held for.
+        seen: Identities of what was met before, to which this adds.
+        skipped: Classes of objects that are not the frame's alone.
+    """
+    todo = [part]
+    while todo:
+        value = todo.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, torch.Tensor):
+            seen.add(id(value))
+            if value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
+                shape = None if value.is_nested and value.layout is torch.strided else value.shape
+                yield Holding(reason, shape, value.dtype, value.device, value.nbytes, storage_of(value))
+        elif isinstance(value, dict):
+            seen.add(id(value))
+            todo += [*value.keys(), *value.values()]
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            seen.add(id(value))
+            todo += value
+        elif type(value).__module__.startswith("ckpt_hooks.") and not isinstance(value, (type, *skipped)):
+            seen.add(id(value))
+            todo += _attributes(value)
+
+
+def _attributes(value: Any) -> list[Any]:
+    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if name != "__weakref__"]
+    return (
+        [*vars(value).values()]
+        if not names and hasattr(value, "__dict__")
+        else [found for name in names if (found := getattr(value, name, None)) is not None]
+    )
