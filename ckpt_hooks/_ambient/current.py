@@ -119,7 +119,8 @@ def _accelerator(module: Any) -> _Accelerator:
 
 
 def _read() -> list[_Place]:
-    return [_accelerator(module).read() for initialised, module in streams.find_devices() if initialised()]
+    used = [_accelerator(module) for initialised, module in streams.find_devices() if initialised()]
+    return [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
 
 
 class Current:
@@ -195,9 +196,22 @@ class Current:
         return None
 
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a function that says whether this is current still, and some check passes."""
-        places = self._places
-        return lambda: check() and _read() == places
+        """Returns a function that says whether this is current still, and some check passes.
+
+        Each operator of a recorded region asks it, so that it asks for what may change and for nothing else.
+        """
+        asked: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = []
+        for accelerator, index, told in self._places:
+            if accelerator.index is not None:
+                asked.append((accelerator.index, (), index))
+            if accelerator.stream is not None:
+                asked += [(accelerator.stream, (device,), stream) for device, stream in enumerate(told)]
+        if not asked:
+            return check
+        if len(asked) == 1:
+            ((read, args, expected),) = asked
+            return lambda: check() and read(*args) == expected
+        return lambda: check() and all(read(*args) == expected for read, args, expected in asked)
 
 
 def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R:
@@ -250,7 +264,7 @@ _latest: Current | None = None
 
 
 def capture() -> Current | None:
-    """Returns what is current on this thread, the same object as long as that is the same; None if no accelerator is in use."""
+    """Returns what is current on this thread, the same object as long as that is the same; None if nothing can be another."""
     global _latest
     if len(streams.TORCH_NAMES) == streams.names_without_devices:
         return None
