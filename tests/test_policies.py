@@ -113,7 +113,7 @@ def test_no_product_and_no_attention_of_a_block_runs_again():
         found = grad(y.sum(), [x, *block.parameters()])
     assert ops.counts["addmm"] == ops.counts["_scaled_dot_product_flash_attention_for_cpu"] == 0
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert kept.entries == {}  # taken, each by the recompute
+    assert kept.outputs.entries == {}  # taken, each by the recompute
 
 
 def test_save_every_counts_in_each_region():

@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kinds import RECORD_STREAM, WRITES_UNSAID, Kind, has_buffered_masks
+from .kinds import BLANK, RECORD_STREAM, WRITES_UNSAID, Kind, has_buffered_masks
 from .kinds import facts_of as plain_facts_of
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
 
-#: Return memory that nobody has written to yet.
-_BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+#: Kinds whose outputs can stand in for running them again; those that write, where they return something new besides.
+_ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
+_WRITING = frozenset({Kind.WRITES, Kind.REWRITES})
 
 #: Look at what shape their first argument has, and not at what is in it.
 _LIKE = frozenset(
@@ -111,6 +112,7 @@ class OpFacts:
         may_drop_out: Whether it draws where it was told to drop out, and else not.
         is_blank: Whether it returns memory that nobody has written to.
         is_like: Whether it looks at the shape of its first argument alone.
+        is_asked_about: Whether its output can stand in for running it again, so that policies are asked about it.
         is_fresh: Whether all that it returns is new, and worth keeping maybe.
         is_inplace_view: Whether it turns a tensor into a view of itself.
         is_mark: Whether it tells the allocator which stream uses a tensor, and does nothing to the tensor.
@@ -118,6 +120,7 @@ class OpFacts:
         replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
         is_collective: Whether its result is complete only when somebody has waited for it.
         is_trusted: Whether its outputs are new, or share memory with its arguments.
+        is_never_kept: Whether its output is another face of its input: it runs again whatever a policy says.
         looks_at_switches: Whether switches of the process matter that change without notice.
         looks_at_all_switches: Whether all of those matter, and not only the common ones.
         looks_at_grad: Whether it matters too which arguments require grad.
@@ -128,6 +131,7 @@ class OpFacts:
         "has_buffered_masks",
         "has_effect",
         "has_fresh",
+        "is_asked_about",
         "is_blank",
         "is_collective",
         "is_detach",
@@ -136,6 +140,7 @@ class OpFacts:
         "is_inplace_view",
         "is_like",
         "is_mark",
+        "is_never_kept",
         "is_opaque",
         "is_random",
         "is_trusted",
@@ -181,12 +186,14 @@ class OpFacts:
             and kind is not Kind.ALIASES
         )
         namespace = str(getattr(operator, "namespace", ""))
+        self.is_never_kept = kind in (Kind.VIEW, Kind.ALIASES)
+        self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and not self.is_opaque)
         self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
         self.has_effect = kind is Kind.EFFECT
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
         aten = namespace == "aten"
-        self.is_blank = aten and self.name in _BLANK
+        self.is_blank = aten and self.name in BLANK
         self.is_like = aten and self.name in _LIKE
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE

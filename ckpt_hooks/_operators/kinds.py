@@ -17,8 +17,8 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 from ckpt_hooks._torch import OVERLOAD, has_effects
 
 __all__ = [
+    "BLANK",
     "KNOWN",
-    "NEVER_KEPT",
     "RECORD_STREAM",
     "SAC_IGNORED_OPS",
     "WRITES_UNSAID",
@@ -66,8 +66,8 @@ class Kind(enum.Enum):
     EFFECT = enum.auto()
 
 
-#: Kinds of which no policy keeps anything, in regions of either kind.
-NEVER_KEPT = (Kind.VIEW, Kind.IGNORED, Kind.RANGE)
+#: Return memory that nobody has written to yet.
+BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 #: Tells the allocator that a stream uses a tensor's memory. Its schema has it write to the tensor, in which it changes nothing.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default
@@ -163,7 +163,7 @@ def kind_of(operator: Any) -> Kind:
         return Kind.COLLECTIVE
     if has_effects(operator):
         return Kind.EFFECT
-    if operator.namespace == "aten" and (name.endswith("_like") or _takes_no_tensor(schema)):
+    if operator.namespace == "aten" and (name.endswith("_like") or name in BLANK or _takes_no_tensor(schema)):
         return Kind.FACTORY
     draws = torch.Tag.nondeterministic_seeded in operator.tags or operator.namespace not in _TAGGED
     return Kind.RANDOM if draws else Kind.SAVEABLE
