@@ -10,7 +10,7 @@ import torch
 from ckpt_hooks._ambient.draws import drops_nothing
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.kinds import Kind, drops_from_buffer
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._operators.noted_draws import draw_noting
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, storage_of
 from ckpt_hooks.policies.decisions import ASK, EITHER, RECOMPUTE, SAVE
@@ -38,7 +38,7 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
     """Returns what becomes of an operator that has run; the policy is not asked about those of a backward in the region."""
     if tape.decisions is None or graph_task_id() != tape.task:
         decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
-        if facts.has_buffered_masks and drops_from_buffer(facts.operator, args, kwargs):
+        if facts.drops_from_buffer(args, kwargs):
             decision = SAVE
     elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
         decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it

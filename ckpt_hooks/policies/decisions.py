@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.kinds import Kind, drops_from_buffer
+from ckpt_hooks._operators.kinds import Kind
 
 from .base import Policy, decision_of
 from .context import SelectiveCheckpointContext
@@ -103,7 +103,7 @@ class Decisions:
             if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is Kind.SAVEABLE:  # the most common, past the rest
                 return RECOMPUTE
             known = _meaning_of(answer, facts)
-        if known == RECOMPUTE and facts.has_buffered_masks and drops_from_buffer(facts.operator, args, kwargs):
+        if known == RECOMPUTE and facts.has_buffered_masks and facts.drops_from_buffer(args, kwargs):
             return SAVE
         return known
 

@@ -23,7 +23,7 @@ from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
-from ckpt_hooks._operators.kinds import Kind, written_by
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, sequence_number, top_saved_tensors_hooks
 from ckpt_hooks.errors import DeterminismError
 from ckpt_hooks.policies.base import Policy
@@ -174,7 +174,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             if facts.kind is Kind.ALIASES:
                 self.selection.outputs.watch((args, kwargs), output)
             else:
-                self.selection.outputs.forget(written_by(facts.operator, args, kwargs))
+                self.selection.outputs.forget(facts.written_in(args, kwargs))
 
 
 class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
