@@ -28,7 +28,9 @@ def create_selective_checkpoint_contexts(
 
     Args:
         policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, which is asked once for each operator
-            in forward, when it has run; or a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`.
+            in forward, when it has run; or a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`. As
+            torch does, this asks a function about views and operators that write in place too (``checkpoint(policy=...)``
+            does not): one that counts its calls counts the same here as there. ``ctx.index`` is None for these.
         allow_cache_entry_mutation: Accepted as in torch, where it hands out outputs that were modified since. Here their
             operators run again in either case.
 
@@ -46,7 +48,7 @@ def create_selective_checkpoint_contexts(
         >>> layer = torch.nn.Linear(4, 4)
         >>> y = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4), context_fn=save_products)
     """
-    policy = policy_from(policy_fn_or_list, "policy_fn_or_list")
+    policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
     if policy.knows_names:
         raise ValueError(
             f"{policy!r} decides by names, which only recorded regions know: use `with checkpoint_region(policy=...):`, or a "

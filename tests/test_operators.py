@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+
+from ckpt_hooks._operators import unsaid
 
 LATEST_LOOKED_AT = (2, 15)
 
@@ -50,6 +53,35 @@ def test_operators_that_fill_an_argument_are_known():
     # A release may lack some of the others. One that has more needs a look at how it saves them.
     if tuple(map(int, torch.__version__.split(".")[:2])) <= LATEST_LOOKED_AT:
         assert found - (FRESH | STATE | NO_DERIVATIVE) == set()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        "ALIASES",
+        "BLANK",
+        "BUFFERED_MASKS",
+        "LAYOUT",
+        "LIKE",
+        "LOOKS_AT_GRAD",
+        "OVERWRITES",
+        "REPEATABLE",
+        "REPLACES_STORAGE",
+        "WRITES",
+    ],
+)
+def test_operators_in_lists_are_there(names):
+    """A name that torch does not have is a slip of the pen, or of an operator that has gone."""
+    assert [name for name in getattr(unsaid, names) if not hasattr(torch.ops.aten, name)] == []
+
+
+def test_what_such_operators_write_to_is_unsaid_still():
+    """A schema that marks running statistics makes the entry needless."""
+    for name, arguments in unsaid.WRITES.items():
+        packet = getattr(torch.ops.aten, name)
+        for schema in (getattr(packet, overload)._schema for overload in packet.overloads()):
+            quiet = [one.name for one in schema.arguments if one.name in arguments and one.alias_info is None]
+            assert quiet == list(arguments), schema
 
 
 def test_rrelu_saves_its_noise_first():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, policies
-from ckpt_hooks._operators.kinds import drops_from_buffer
+from ckpt_hooks._operators.facts import facts_of
 from tests.devices import FakeDevices, OnDevice, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
 
@@ -223,6 +223,6 @@ def test_what_is_known_of_such_operators(name):
     for dropout, train in ((0.5, True), (0.0, True), (0.5, False)):
         args = [None] * len(positions)
         args[positions["dropout"]], args[positions["train"]] = dropout, train
-        assert drops_from_buffer(operator, args, {}) == bool(dropout and train)
-        assert drops_from_buffer(operator, [], {"dropout": dropout, "train": train}) == bool(dropout and train)
-    assert not drops_from_buffer(torch.ops.aten.native_dropout.default, [], {"p": 0.5, "train": True})
+        assert facts_of(operator).drops_from_buffer(args, {}) == bool(dropout and train)
+        assert facts_of(operator).drops_from_buffer([], {"dropout": dropout, "train": train}) == bool(dropout and train)
+    assert not facts_of(torch.ops.aten.native_dropout.default).drops_from_buffer([], {"p": 0.5, "train": True})

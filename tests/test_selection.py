@@ -16,7 +16,8 @@ import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, policies
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._function.selective.selection import Selection
-from ckpt_hooks._operators.kinds import Kind, kind_of, written_by
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._operators.kinds import Kind
 from tests.measure import CountOps, Token, leaf
 
 aten = torch.ops.aten
@@ -64,15 +65,15 @@ def assert_as_plain(function, *inputs, policy=policies.everything_saveable):
     ids=str,
 )
 def test_kinds(operator, kind):
-    assert kind_of(operator) is kind
+    assert facts_of(operator).kind is kind
 
 
 def test_collectives_are_kept_as_they_are():
     """They are complete only when somebody has waited; so no hook gets them, and none copies them to the host."""
     if not torch.distributed.is_available():
         pytest.skip("this torch has no collectives")
-    assert kind_of(torch.ops._c10d_functional.all_reduce.default) is Kind.COLLECTIVE
-    assert kind_of(torch.ops.c10d.allreduce_.default) is Kind.REWRITES
+    assert facts_of(torch.ops._c10d_functional.all_reduce.default).kind is Kind.COLLECTIVE
+    assert facts_of(torch.ops.c10d.allreduce_.default).kind is Kind.REWRITES
     packed = []
     for kind in (Kind.SAVEABLE, Kind.COLLECTIVE):
         selection = Selection()
@@ -84,8 +85,8 @@ def test_collectives_are_kept_as_they_are():
 def test_what_an_operator_writes_to():
     """The arguments that its schema marks, and no others: what it adds is still what it was."""
     x, y = torch.ones(2), torch.ones(2)
-    assert written_by(aten.add_.Tensor, (x, y), {}) == [x]
-    assert written_by(aten.add.out, (x, y), {"out": y})[0] is y
+    assert facts_of(aten.add_.Tensor).written_in((x, y), {}) == [x]
+    assert facts_of(aten.add.out).written_in((x, y), {"out": y})[0] is y
 
 
 def test_an_output_that_is_added_in_place_to_something_is_kept():
@@ -126,7 +127,7 @@ def test_a_random_operator_that_does_not_say_so():
     def function(x):
         return (x * noise(x.detach())).sin() * torch.rand_like(x)
 
-    assert kind_of(torch.ops.ckpt_hooks_tests.noise.default) is Kind.RANDOM
+    assert facts_of(torch.ops.ckpt_hooks_tests.noise.default).kind is Kind.RANDOM
     assert_as_plain(function, leaf(9), policy=[torch.ops.ckpt_hooks_tests.noise.default])
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import sys
+import types
 import warnings
 
 import torch
 
-__all__ = ["describe", "describe_kind", "describe_tensor", "warn_user"]
+__all__ = ["describe", "describe_kind", "describe_tensor", "is_of_library", "warn_user"]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -32,9 +33,14 @@ def _name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_of_library(frame: types.FrameType) -> bool:
+    """Whether a frame of Python runs code of this package or of torch."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("ckpt_hooks", "torch")
+
+
 def warn_user(message: str) -> None:
     """Warns at the innermost line that is neither of this package nor of torch."""
     level, frame = 1, sys._getframe(0)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("ckpt_hooks", "torch"):
+    while frame.f_back is not None and is_of_library(frame):
         level, frame = level + 1, frame.f_back
     warnings.warn(message, stacklevel=level)

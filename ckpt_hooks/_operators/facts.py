@@ -1,6 +1,7 @@
 """What is known of an operator before it runs: where its tensors are, what it writes to, what its outputs are.
 
-A schema says most of it. What schemas leave out or get wrong is in the lists of :mod:`ckpt_hooks._operators`, and below.
+A schema says most of it. What schemas leave out or get wrong is in :mod:`.unsaid`. Function frames, recorders, policies and the
+modes that watch parameters all read this one record, which is made once for each operator.
 """
 
 from __future__ import annotations
@@ -12,60 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .kinds import RECORD_STREAM, WRITES_UNSAID, Kind, has_buffered_masks
-from .kinds import facts_of as plain_facts_of
+from ckpt_hooks._torch import OVERLOAD
 
-__all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
+from . import unsaid
+from .kinds import Kind, kind_of
 
-#: Return memory that nobody has written to yet.
-_BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+__all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]
 
-#: Look at what shape their first argument has, and not at what is in it.
-_LIKE = frozenset(
-    {
-        "full_like",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones_like",
-        "rand_like",
-        "randint_like",
-        "randn_like",
-        "zeros_like",
-    }
-)
-
-#: Give every element of what they write to a new value, whatever it was.
-_OVERWRITE = frozenset(
-    {
-        "bernoulli_",
-        "cauchy_",
-        "copy_",
-        "exponential_",
-        "fill_",
-        "geometric_",
-        "log_normal_",
-        "normal_",
-        "random_",
-        "uniform_",
-        "zero_",
-    }
-)
-
-#: Give a tensor another storage, or its storage another size.
-_REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
-
-#: Choose among kernels by switches of the process that only a full look at them tells of.
-_LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
-
-#: Of those, the ones for which there are switches besides those that matter to all of them.
-_LOOKS_AT_ALL_SWITCHES = ("conv", "gru", "lstm", "rnn")
-
-#: Return more where an argument requires grad, which no argument of a replay does: what they returned is kept.
-_LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
-
-#: Libraries whose operators return new memory, or an argument's.
-_TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
+#: Kinds whose outputs can stand in for running them again; those that write, where they return something new besides.
+_ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
+_WRITING = frozenset({Kind.WRITES, Kind.REWRITES})
 
 
 class Written(NamedTuple):
@@ -109,8 +66,11 @@ class OpFacts:
         is_detach: Whether it is ``detach``. ``tensor.data`` runs it too, and has a version of its own.
         is_random: Whether it draws random numbers, or may.
         may_drop_out: Whether it draws where it was told to drop out, and else not.
+        is_repeatable: Whether it writes the same again where it has written before.
+        may_be_left_out: Whether random streams and the world are the same without it.
         is_blank: Whether it returns memory that nobody has written to.
         is_like: Whether it looks at the shape of its first argument alone.
+        is_asked_about: Whether its output can stand in for running it again, so that policies are asked about it.
         is_fresh: Whether all that it returns is new, and worth keeping maybe.
         is_inplace_view: Whether it turns a tensor into a view of itself.
         is_mark: Whether it tells the allocator which stream uses a tensor, and does nothing to the tensor.
@@ -118,6 +78,7 @@ class OpFacts:
         replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
         is_collective: Whether its result is complete only when somebody has waited for it.
         is_trusted: Whether its outputs are new, or share memory with its arguments.
+        is_never_kept: Whether its output is another face of its input: it runs again whatever a policy says.
         looks_at_switches: Whether switches of the process matter that change without notice.
         looks_at_all_switches: Whether all of those matter, and not only the common ones.
         looks_at_grad: Whether it matters too which arguments require grad.
@@ -128,6 +89,7 @@ class OpFacts:
         "has_buffered_masks",
         "has_effect",
         "has_fresh",
+        "is_asked_about",
         "is_blank",
         "is_collective",
         "is_detach",
@@ -136,8 +98,10 @@ class OpFacts:
         "is_inplace_view",
         "is_like",
         "is_mark",
+        "is_never_kept",
         "is_opaque",
         "is_random",
+        "is_repeatable",
         "is_trusted",
         "is_view",
         "keywords",
@@ -146,6 +110,7 @@ class OpFacts:
         "looks_at_all_switches",
         "looks_at_grad",
         "looks_at_switches",
+        "may_be_left_out",
         "may_drop_out",
         "name",
         "operator",
@@ -157,10 +122,14 @@ class OpFacts:
 
     def __init__(self, operator: Any) -> None:
         self.operator = operator
-        _, self.kind, self.call = plain_facts_of(operator)
-        kind, schema = self.kind, getattr(operator, "_schema", None)
-        self.name: str = str(operator) if schema is None else schema.name.partition("::")[2]
-        self.is_opaque = schema is None or (kind is Kind.REWRITES and self.name not in WRITES_UNSAID)
+        # An overload's own callable spares one call of Python.
+        self.call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
+        self.kind = kind = kind_of(operator)
+        schema = getattr(operator, "_schema", None)
+        namespace, _, name = ("", "", str(operator)) if schema is None else schema.name.partition("::")
+        self.name: str = name
+        aten = namespace == "aten"
+        self.is_opaque = schema is None or (kind is Kind.REWRITES and not aten)
         arguments = [] if schema is None else schema.arguments
         types = [str(argument.type) for argument in arguments]
         positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
@@ -169,8 +138,8 @@ class OpFacts:
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
-        self.replaces_storage = self.name in _REPLACES_STORAGE
-        self.is_mark = operator is RECORD_STREAM
+        self.replaces_storage = self.name in unsaid.REPLACES_STORAGE
+        self.is_mark = operator is unsaid.RECORD_STREAM
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
@@ -180,21 +149,29 @@ class OpFacts:
             and any(returned.alias_info is not None for returned in schema.returns)
             and kind is not Kind.ALIASES
         )
-        namespace = str(getattr(operator, "namespace", ""))
+        self.is_never_kept = kind in (Kind.VIEW, Kind.ALIASES)
+        self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and not self.is_opaque)
         self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
         self.has_effect = kind is Kind.EFFECT
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
-        aten = namespace == "aten"
-        self.is_blank = aten and self.name in _BLANK
-        self.is_like = aten and self.name in _LIKE
+        self.is_blank = aten and self.name in unsaid.BLANK
+        self.is_like = aten and self.name in unsaid.LIKE
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
-        self.is_trusted = namespace in _TRUSTED
-        self.looks_at_switches = not aten or any(part in self.name for part in _LOOKS_AT_SWITCHES)
-        self.looks_at_all_switches = not aten or any(part in self.name for part in _LOOKS_AT_ALL_SWITCHES)
-        self.has_buffered_masks = has_buffered_masks(operator)
-        self.looks_at_grad = aten and self.name in _LOOKS_AT_GRAD
+        self.is_trusted = namespace in unsaid.TRUSTED
+        self.looks_at_switches = not aten or any(part in self.name for part in unsaid.LOOKS_AT_SWITCHES)
+        self.looks_at_all_switches = not aten or any(part in self.name for part in unsaid.LOOKS_AT_ALL_SWITCHES)
+        self.has_buffered_masks = aten and self.name in unsaid.BUFFERED_MASKS
+        self.is_repeatable = self.name in unsaid.REPEATABLE
+        self.may_be_left_out = not (
+            schema is None
+            or kind is Kind.RANDOM
+            or kind is Kind.EFFECT
+            or (kind is Kind.WRITES and namespace not in unsaid.TAGGED)
+            or torch.Tag.nondeterministic_seeded in tags
+        )
+        self.looks_at_grad = aten and self.name in unsaid.LOOKS_AT_GRAD
         self.is_fast = self.is_trusted and not (
             self.is_opaque
             or self.has_effect
@@ -207,6 +184,19 @@ class OpFacts:
             or self.is_inplace_view
             or self.is_mark
             or (self.looks_at_switches and not aten)
+        )
+
+    def written_in(self, args: Any, kwargs: Any) -> list[Any]:
+        """Returns the arguments of a call that the operator writes to, as is known of it; all where nothing is."""
+        return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
+
+    def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
+        """Whether a call drops out by masks from a buffer that it advances: run again, it would drop other elements."""
+        if not self.has_buffered_masks:
+            return False
+        names = [argument.name for argument in self.operator._schema.arguments]
+        return all(
+            args[position] if (position := names.index(name)) < len(args) else kwargs.get(name) for name in ("dropout", "train")
         )
 
     def under(self, mode: Any) -> OpFacts:
@@ -222,16 +212,16 @@ def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
-    unsaid = WRITES_UNSAID.get(name, ())
+    quiet = unsaid.WRITES.get(name, ()) if schema.name.startswith("aten::") else ()
     returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
     found = []
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
             counted = bool(returned & set(info.before_set)) or (not schema.returns and position == 0 and name.endswith("_"))
-            overwritten = name in _OVERWRITE or argument.is_out or name.startswith("rrelu_with_noise")
+            overwritten = name in unsaid.OVERWRITES or argument.is_out or name.startswith("rrelu_with_noise")
             found.append(Written(position, argument.name, counted, overwritten))
-        elif argument.name in unsaid:
+        elif argument.name in quiet:
             found.append(Written(position, argument.name, counted=False, overwritten=False))
     return tuple(found)
 
@@ -247,3 +237,18 @@ def facts_of(operator: Any) -> OpFacts:
     if found is None or found.operator is not operator:
         found = KNOWN[id(operator)] = OpFacts(operator)
     return found
+
+
+def same_operator(one: Any, other: Any) -> bool:
+    """Whether two operators are the same, of which one may be given a generator.
+
+    Where threads besides the main one run regions, draws get a generator, by another overload.
+    """
+    if one is other:
+        return True
+    packet = getattr(one, "overloadpacket", None)
+    return (
+        packet is not None
+        and packet is getattr(other, "overloadpacket", None)
+        and facts_of(other).kind in (Kind.RANDOM, Kind.FACTORY)
+    )

@@ -10,11 +10,11 @@ import torch
 from ckpt_hooks._ambient.draws import drops_nothing
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.kinds import drops_from_buffer
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._operators.noted_draws import draw_noting
-from ckpt_hooks._torch import graph_task_id, storage_of
+from ckpt_hooks._torch import graph_task_id, is_kept_anyway, storage_of
+from ckpt_hooks.policies.decisions import ASK, EITHER, RECOMPUTE, SAVE
 
-from .decisions import ASK, RECOMPUTE, SAVE
 from .tape import Tape
 from .values import ANEW, Op, Value
 
@@ -35,14 +35,18 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 
 def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns what the policy says of an operator that has run; of one of a backward in the region it is not asked."""
-    deciding = tape.deciding
-    if facts.looks_at_grad or (facts.has_buffered_masks and drops_from_buffer(facts.operator, args, kwargs)):
-        return SAVE
-    if deciding is None or graph_task_id() != tape.task:
-        return SAVE if facts.is_collective or facts.has_effect else RECOMPUTE
-    decision = deciding.of(facts)
-    return deciding.ask(facts, args, kwargs, out) if decision == ASK else decision
+    """Returns what becomes of an operator that has run; the policy is not asked about those of a backward in the region."""
+    if tape.decisions is None or graph_task_id() != tape.task:
+        decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
+        if facts.drops_from_buffer(args, kwargs):
+            decision = SAVE
+    elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
+        decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
+    else:
+        decision = tape.decisions.decide(facts, args, kwargs, out)
+    if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
+        return SAVE  # to run a collective again, all have to, at the same time
+    return decision
 
 
 def op_of(

@@ -26,9 +26,9 @@ from ckpt_hooks._torch import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
-from .decisions import RECOMPUTE, Deciding
 from .kept import Hooks
 from .recorder import Recorder
 from .replayed import External, Pin, ReplayedFrame
@@ -49,7 +49,7 @@ class RecordedFrame(ReplayedFrame):
     """
 
     __slots__ = (
-        "_deciding",
+        "_decisions",
         "_draws_anew",
         "_recorder",
         "_respect_hooks",
@@ -84,7 +84,7 @@ class RecordedFrame(ReplayedFrame):
         ReplayedFrame.__init__(self, name, parent, current_settings().observer, outer)
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
-        self._deciding = None if policy is None else Deciding(policy)
+        self._decisions = None if policy is None else Decisions(policy)
         self._respect_hooks = respect_hooks
         self.whole = replay_whole
         self._draws_anew = not preserve_rng_state
@@ -121,7 +121,7 @@ class RecordedFrame(ReplayedFrame):
             if self._recorder is not None:
                 self._recorder.__exit__()
             raise
-        tape.path, tape.deciding, tape.draws_anew = self.path, self._deciding, self._draws_anew
+        tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
         self.release = release
         stack.innermost = self
         if self.observer is not None:
@@ -138,16 +138,16 @@ class RecordedFrame(ReplayedFrame):
         self.complete = True
         if self._recorder is not None:
             self._recorder.__exit__()
-            self._recorder = tape.deciding = None
+            self._recorder = tape.decisions = None
             if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
                 parent.note_inside(len(tape.held), self.path)
             tape.close()  # which calls hooks of the user's, who may raise
         elif outer is not None:
-            tape.path, tape.deciding, tape.draws_anew = outer.path, outer._deciding, outer._draws_anew
+            tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
         if self.observer is not None:
             self.observer.exited(self, error)
-        if self._deciding is not None and error is None:
-            self._deciding.finish()
+        if self._decisions is not None and error is None:
+            self._decisions.finish()
 
     def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Pin | KeptLeaf], Callable[[], None]]:
         """Returns the pack hook, and what has it let go of this frame: autograd keeps it with each leaf that is kept."""
@@ -222,9 +222,9 @@ class RecordedFrame(ReplayedFrame):
     def name_tensor(self, tensor: torch.Tensor, name: str) -> None:
         """Keeps a tensor of this frame if the policy says so of its name."""
         tape = self.tape
-        if tape is None or self._deciding is None:
+        if tape is None or self._decisions is None:
             return
-        decision = self._deciding.of_name(name)
+        decision = self._decisions.of_name(name)
         value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.outside:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, by the name of {name!r}")

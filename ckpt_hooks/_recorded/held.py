@@ -11,8 +11,8 @@ from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
+from ckpt_hooks.policies.decisions import OFFLOAD
 
-from .decisions import OFFLOAD
 from .kept import Hooks, Kept, Moved
 from .values import Value
 

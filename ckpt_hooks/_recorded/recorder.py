@@ -27,10 +27,10 @@ from ckpt_hooks._torch import (
     is_kept_anyway,
     storage_address,
 )
+from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
 from .calls import decide, op_of, run
-from .decisions import RECOMPUTE, SAVE
 from .kept import Kept
 from .surroundings import Around, look_around
 from .tape import Tape
@@ -103,10 +103,10 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         tape = self._tape
         if tape.is_in_frame and (facts.kind is _CAST or graph_task_id() != tape.task):
             return self._record(func, facts, args, kwargs or _NO_KWARGS)
-        if (deciding := tape.deciding) is not None:
-            decision = deciding.known.get(facts)
+        if (decisions := tape.decisions) is not None:
+            decision = decisions.known.get(facts)
             if decision is None:
-                decision = deciding.of(facts)
+                decision = decisions.of(facts)
             if decision != RECOMPUTE:
                 if decision == SAVE and facts.is_fresh and graph_task_id() == tape.task:
                     return self._save(func, facts, args, kwargs or _NO_KWARGS)

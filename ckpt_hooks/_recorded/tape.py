@@ -21,9 +21,9 @@ from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
+from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .aliases import alias_of, counter_in
-from .decisions import RECOMPUTE, Deciding
 from .held import Held
 from .kept import Hooks, Kept, lost_to_exchange
 from .surroundings import Around
@@ -43,7 +43,7 @@ class Tape:
     Attributes:
         around: What operators run under now.
         current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
-        deciding: What the innermost region's policy says; None where it has none.
+        decisions: What the innermost region's policy says; None where it has none.
         draws_anew: Whether a replay of that region draws other random numbers.
         held: What is kept.
         hooks: The saved-tensor hooks around the outermost region.
@@ -78,7 +78,7 @@ class Tape:
         self.task = graph_task_id()
         self.path: RegionPath = ("", None)
         self.lock = threading.RLock()
-        self.deciding: Deciding | None = None
+        self.decisions: Decisions | None = None
         self.draws_anew = False
         self.users_modes: Sequence[str] = ()
 

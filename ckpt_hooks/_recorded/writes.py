@@ -23,10 +23,10 @@ from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
+from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 
 from .aliases import counter_of
 from .calls import decide, op_of, run
-from .decisions import OFFLOAD, RECOMPUTE, SAVE
 from .kept import Clones, Hooks, Kept, Packed, lost_to_write
 from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_value
@@ -85,7 +85,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
                 tape.tables.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
     # Where all is kept that it writes, nobody will ask for the write to be done again.
-    keeps = tape.deciding is not None and tape.deciding.of(facts) in (SAVE, OFFLOAD)
+    keeps = tape.decisions is not None and tape.decisions.of(facts) in (SAVE, OFFLOAD)
     keeps = keeps and not any(store.pins for store in inside.values())
     for key, store in list(inside.items()):
         # A replay could not write to all faces of a memory of which some are kept and others are not.
@@ -275,6 +275,8 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
             for store in stores.values():
                 tape.tables.make_outside(store, f"handed to {func}")
             _after_outside(tape, stores.values(), quiet)
+    if facts.is_asked_about:
+        decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in flatten(out):
         if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
             tape.note_outside(tensor, f"returned by {func}")

@@ -21,7 +21,8 @@ from __future__ import annotations
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from .base import Policy, PolicyFn, SelectiveCheckpointContext
+from .base import Policy, PolicyFn
+from .context import SelectiveCheckpointContext
 from .ready_made import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,

@@ -9,18 +9,17 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.words import warn_user
-from ckpt_hooks._operators.kinds import NEVER_KEPT, kind_of
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._torch import OPERATOR_PACKET, OPERATORS
 
 __all__ = [
     "OpsPolicy",
     "Policy",
     "PolicyFn",
-    "SelectiveCheckpointContext",
     "checked_operators",
     "decision_of",
     "in_words",
@@ -29,25 +28,10 @@ __all__ = [
     "saving",
 ]
 
-#: Is called with a :class:`SelectiveCheckpointContext`, an operator and its arguments.
+#: Is called with a :class:`~ckpt_hooks.policies.SelectiveCheckpointContext`, an operator and its arguments.
 PolicyFn = Callable[..., Any]
 
 _SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointContext):
-    """What a policy is told besides the operator and its arguments.
-
-    Attributes:
-        is_recompute: False: a policy is asked in forward only. (Torch has the same, for code written before that.)
-        op_output: What the operator returned. A policy that keeps it keeps it alive.
-    """
-
-    is_recompute = False
-
-    def __init__(self, *, is_recompute: bool = False, op_output: Any = None) -> None:
-        self.is_recompute = is_recompute
-        self.op_output = op_output
 
 
 class _Named:
@@ -99,22 +83,25 @@ class Policy(abc.ABC):
     #: Whether its user knows that views are not kept.
     has_views: bool = False
 
+    #: Whether it is asked about views and operators that write in place too, as torch does.
+    is_asked_as_torch: bool = False
+
     #: Whether it decides by the names that ``checkpoint_name`` gives, which recorded regions know and others do not.
     knows_names: bool = False
 
     @functools.cached_property
     def plan(self) -> dict[int, Any]:
-        """What is known of operators under this policy: for whoever asks it."""
+        """What function frames do with each operator under this policy."""
         return {}
 
     @functools.cached_property
-    def tape_plan(self) -> dict[Any, int]:
-        """The same for recorded regions."""
+    def decisions(self) -> dict[Any, int]:
+        """Its decisions on operators, for regions of both kinds (:mod:`.decisions`)."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
         # What is known of operators stays here, and operators travel by name.
-        state = {name: value for name, value in self.__dict__.items() if name not in ("plan", "tape_plan")}
+        state = {name: value for name, value in self.__dict__.items() if name not in ("plan", "decisions")}
         return _exchanged(state, OPERATORS, lambda op: _Named(str(op)))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -206,8 +193,9 @@ class OpsPolicy(Policy):
         self.expects, self._views = frozenset(), []
         if expected:
             self.has_views = True
-            self._views = sorted(str(op) for op in self._ops if kind_of(op) in NEVER_KEPT)
-            self.expects = frozenset(op for op in self._ops if kind_of(op) not in NEVER_KEPT)
+            ignored = (Kind.IGNORED, Kind.RANGE)
+            views = {op for op in self._ops if (facts := facts_of(op)).is_never_kept or facts.kind in ignored}
+            self._views, self.expects = sorted(map(str, views)), self._ops - views
 
     def warn_of_views(self) -> OpsPolicy:
         """Warns of views that the user named; returns the policy."""
@@ -241,7 +229,7 @@ class _Function(Policy):
 
     #: The same for all functions: none of them decides on an operator alone.
     plan: dict[int, Any] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
-    tape_plan: dict[Any, int] = {}  # noqa: RUF012 -- likewise
+    decisions: dict[Any, int] = {}  # noqa: RUF012 -- likewise
 
     def __init__(self, function: PolicyFn) -> None:
         self._function = function
@@ -269,6 +257,13 @@ class _Function(Policy):
         return f"<policy: asks {getattr(self._function, '__qualname__', self._function)}>"
 
 
+class _TorchsFunction(_Function):
+    """A function that was given in torch's form. It may count its calls, so it is asked about all that torch asks about."""
+
+    is_asked_as_torch = True
+    plan: dict[int, Any] = {}  # noqa: RUF012 -- as above
+
+
 def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
     """Returns what a policy answered; True is to save and False to recompute, as torch has it.
 
@@ -288,12 +283,13 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
     )
 
 
-def policy_from(policy: Any, argument: str = "policy") -> Policy:
+def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False) -> Policy:
     """Returns what is given as a policy as one of those here.
 
     Args:
         policy: A policy of this module, a list or set of operators to save, or a function.
         argument: What to call it in an error.
+        as_torch: Whether to ask a function about all that torch asks about.
 
     Raises:
         TypeError: If it is none of these.
@@ -305,9 +301,9 @@ def policy_from(policy: Any, argument: str = "policy") -> Policy:
         return policy
     if type(policy) is FunctionType:
         if policy.__module__ != _FACTORIES:
-            return _Function(policy)
+            return _TorchsFunction(policy) if as_torch else _Function(policy)
     elif callable(policy) and not isinstance(policy, _CALLABLE):  # which takes 2 us, as ABC classes do
-        return _Function(policy)
+        return _TorchsFunction(policy) if as_torch else _Function(policy)
     raise _no_policy(policy, argument)
 
 

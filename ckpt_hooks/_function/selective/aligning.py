@@ -23,7 +23,8 @@ from ckpt_hooks._ambient.draws import num_draw_modes
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes, is_without_values, past_modes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.collector import StopRecompute
-from ckpt_hooks._operators.kinds import Kind, facts_of, same_operator
+from ckpt_hooks._operators.facts import facts_of, same_operator
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import same_bits
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
 
@@ -74,7 +75,8 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._sequence.end()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        _, kind, call = facts_of(func)
+        facts = facts_of(func)
+        kind, call = facts.kind, facts.call
         kwargs = kwargs or {}
         of_region = not self.paused and graph_task_id() == self._task
         if of_region and kind not in _NO_READERS:

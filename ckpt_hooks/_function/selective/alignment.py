@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ckpt_hooks._operators.kinds import may_be_left_out, same_operator
+from ckpt_hooks._operators.facts import facts_of, same_operator
 from ckpt_hooks.errors import DeterminismError
 
 from .sequence import Counts, OperatorSequence
@@ -101,4 +101,4 @@ def _passes(forward: OperatorSequence, alone: range, rerun: OperatorSequence, al
     if alone and alone_found:
         return False
     operators = [forward.operators[place] for place in alone] + [rerun.operators[place] for place in alone_found]
-    return all(map(may_be_left_out, operators))
+    return all(facts_of(operator).may_be_left_out for operator in operators)

@@ -10,11 +10,9 @@ A policy that looks at the operator alone is asked once an operator in the progr
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
-from torch.utils.checkpoint import CheckpointPolicy
 from typing_extensions import Self
 
 from ckpt_hooks._ambient.draws import num_draw_modes, watch_draw
@@ -24,18 +22,12 @@ from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.collector import StopRecompute
-from ckpt_hooks._operators.kinds import (
-    KNOWN,
-    Kind,
-    drops_from_buffer,
-    facts_of,
-    has_buffered_masks,
-    written_by,
-)
+from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, sequence_number, top_saved_tensors_hooks
 from ckpt_hooks.errors import DeterminismError
-from ckpt_hooks.policies.base import Policy, PolicyFn, SelectiveCheckpointContext, decision_of
-from ckpt_hooks.policies.policy_warnings import warn_of_unseen
+from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions
 
 from .aligning import Aligning
 from .selection import Selection
@@ -43,56 +35,38 @@ from .selection import Selection
 __all__ = ["Recompute", "Record"]
 
 # What the mode of forward does with an operator.
-_PASS, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK = range(7)
+_PASS, _RANGE, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK, _ASK_AS_TORCH = range(9)
 
-#: An operator, what to do with it, how to call it, its kind.
-_Plan = tuple[Any, int, Any, Kind]
+#: An operator, what to do with it, how to call it, and what is known of it.
+_Plan = tuple[Any, int, Any, OpFacts]
 
-_PREFER_RECOMPUTE = CheckpointPolicy.PREFER_RECOMPUTE
-_RECOMPUTES = (_PREFER_RECOMPUTE, CheckpointPolicy.MUST_RECOMPUTE)
-
-_MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
-
-_IGNORED, _RANGE, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
-_SAVEABLE, _RANDOM, _COLLECTIVE, _EFFECT = Kind.SAVEABLE, Kind.RANDOM, Kind.COLLECTIVE, Kind.EFFECT
-_new_context = SelectiveCheckpointContext.__new__
-
-_OFFLOADS = (CheckpointPolicy.MUST_CPU_OFFLOAD, CheckpointPolicy.PREFER_CPU_OFFLOAD)
+_IGNORED, _RANGES, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
+_RANDOM, _EFFECT = Kind.RANDOM, Kind.EFFECT
 
 # What runs again in any case, and may touch an output that was kept.
 _LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
+_ACTIONS = {RECOMPUTE: _REPLAY, EITHER: _REPLAY, SAVE: _SAVE, OFFLOAD: _OFFLOAD, ASK: _ASK}
 
-def _plan_for(policy: Policy, operator: Any) -> _Plan:
-    _, kind, call = facts_of(operator)
-    if kind is Kind.IGNORED or kind is Kind.RANGE:
-        return operator, _PASS, call, kind
-    decision = policy.for_op(operator)
-    if decision is not None:
-        decision = _decision_of(decision, operator, kind)
-    if kind is Kind.CAST:
+
+def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
+    facts = facts_of(operator)
+    kind, decision = facts.kind, decisions.of(facts)
+    if kind is Kind.IGNORED:
+        action = _PASS
+    elif kind is Kind.RANGE:
+        action = _RANGE
+    elif kind is Kind.CAST:
         action = _CAST
-    elif kind is Kind.FACTORY:
-        action = _REPLAY
-    elif decision is None or has_buffered_masks(operator):
-        action = _ASK
-    elif kind in _LOOKED_AT:
-        action = _LOOK
+    elif decisions.policy.is_asked_as_torch and not facts.is_asked_about:
+        action = _ASK_AS_TORCH
     elif kind is Kind.VIEW:
         action = _PASS
-        if decision in _MUSTS:
-            policy.warn_of_view(operator)
-    elif decision in _RECOMPUTES:
-        action = _REPLAY
+    elif facts.has_buffered_masks and facts.is_asked_about:
+        action = _ASK
     else:
-        action = _OFFLOAD if decision in _OFFLOADS else _SAVE
-    return operator, action, call, kind
-
-
-def _decision_of(answer: Any, operator: Any, kind: Kind) -> CheckpointPolicy:
-    """Returns what a policy answered; an operator with an effect runs again only where that is a must."""
-    decision = decision_of(answer, operator)
-    return CheckpointPolicy.MUST_SAVE if kind is _EFFECT and decision is _PREFER_RECOMPUTE else decision
+        action = _LOOK if kind in _LOOKED_AT and decision != ASK else _ACTIONS[decision]
+    return operator, action, facts.call, facts
 
 
 class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -101,15 +75,14 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, selection: Selection, policy: Policy) -> None:
         super().__init__()
         self.selection = selection
-        self._policy = policy
-        self._ask: PolicyFn = policy.start()
+        self._decisions = Decisions(policy)
         self._plan: dict[int, _Plan] = policy.plan
         sequence = selection.sequence
         self._note, self._mark, self._count = sequence.operators.append, sequence.marks.append, sequence.nodes.append
         self._saved: Sequence[int] = ()
         self._task = graph_task_id()
         if policy.expects:
-            selection.when_closed = functools.partial(warn_of_unseen, policy)  # not this mode: that would be a cycle
+            selection.when_closed = self._decisions.finish  # not this mode's: that would be a cycle
 
     def __enter__(self) -> Self:
         if self.selection.sequence.path is None:
@@ -125,15 +98,15 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
         if plan is None or plan[0] is not func:
-            plan = self._plan[id(func)] = _plan_for(self._policy, func)
-        _, action, call, kind = plan
+            plan = self._plan[id(func)] = _plan_for(self._decisions, func)
+        _, action, call, facts = plan
         # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
-        if action == _PASS or self.paused or graph_task_id() != self._task:
+        if action <= _RANGE or self.paused or graph_task_id() != self._task:
             output = call(*args, **kwargs) if kwargs else call(*args)
-            if kind is _WRITES:
-                count_writes(func, args)
-            elif kind is _RANGE:
+            if action == _RANGE:
                 self.note_range(func, args)
+            elif action and facts.kind is _WRITES:
+                count_writes(func, args)
             return output
         if action == _REPLAY:
             self._note(func)
@@ -141,70 +114,67 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             self._count(sequence_number())
             return call(*args, **kwargs) if kwargs else call(*args)
         if action == _SAVE:
-            return self._save(func, call, kind, args, kwargs or {})
+            return self._save(facts, args, kwargs or {})
         if action == _ASK:
-            return self._ask_for(func, call, kind, args, kwargs or {})
+            return self._ask(facts, args, kwargs or {})
         if action == _CAST:
             if is_kept_anyway(args[0]):
                 self.selection.sequence.note_cast()
-                return call(*args, **kwargs) if kwargs else call(*args)
-            return self._ask_for(func, call, kind, args, kwargs or {})
+                return self._ask_as_torch(facts, args, kwargs or {})
+            return self._ask(facts, args, kwargs or {})
         if action == _OFFLOAD:
-            return self._save(func, call, kind, args, kwargs or {}, offload=True)
-        self._note(func)
-        self._mark(len(self._saved))
-        self._count(sequence_number())
-        output = call(*args, **(kwargs or {}))
-        self._look_at(func, kind, args, kwargs or {}, output)
-        return output
+            return self._save(facts, args, kwargs or {}, offload=True)
+        if facts.kind is not _VIEW:
+            self._note(func)
+            self._mark(len(self._saved))
+            self._count(sequence_number())
+        return self._ask_as_torch(facts, args, kwargs or {})
 
-    def _save(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any, *, offload: bool = False) -> Any:
-        place = len(self.selection.sequence.operators)
+    def _save(self, facts: OpFacts, args: Any, kwargs: Any, *, offload: bool = False) -> Any:
+        place, func, kind = len(self.selection.sequence.operators), facts.operator, facts.kind
         self._note(func)
         self._mark(len(self._saved))
         self._count(sequence_number())
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
-        output = call(*args, **kwargs)
+        output = facts.call(*args, **kwargs)
         draw = None if watch is None else watch()
         self.selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=offload)
         return output
 
-    def _ask_for(self, func: Any, call: Any, kind: Kind, args: Any, kwargs: Any) -> Any:
-        selection = self.selection
-        place = len(selection.sequence.operators)
-        if kind is not _VIEW:
-            self._note(func)
-            self._mark(len(self._saved))
-            self._count(sequence_number())
+    def _ask(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Runs an operator, and keeps its output if the policy says so."""
+        place, func, kind = len(self.selection.sequence.operators), facts.operator, facts.kind
+        self._note(func)
+        self._mark(len(self._saved))
+        self._count(sequence_number())
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
-        output = call(*args, **kwargs)
-        context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
-        context.op_output = output
-        decision = self._ask(context, func, *args, **kwargs)
-        if decision is _PREFER_RECOMPUTE and kind is _SAVEABLE:
-            return output
-        decision = _decision_of(decision, func, kind)
-        if kind is _RANDOM and decision in _RECOMPUTES and drops_from_buffer(func, args, kwargs):
-            decision = CheckpointPolicy.MUST_SAVE
+        output = facts.call(*args, **kwargs)
+        decision = self._decisions.decide(facts, args, kwargs, output)
         if kind in _LOOKED_AT:
-            self._look_at(func, kind, args, kwargs, output)
-        elif kind is _VIEW:
-            if decision in _MUSTS:
-                self._policy.warn_of_view(func)
-        elif decision not in _RECOMPUTES:
+            self._look_at(facts, args, kwargs, output)
+        elif decision in (SAVE, OFFLOAD):
             draw = None if watch is None else watch()
-            selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=decision in _OFFLOADS)
+            self.selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=decision == OFFLOAD)
         return output
 
-    def _look_at(self, func: Any, kind: Kind, args: Any, kwargs: Any, output: Any) -> None:
+    def _ask_as_torch(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
+        """Runs an operator of which nothing is kept. A policy that expects it, as of torch, is asked all the same."""
+        output = facts.call(*args, **kwargs)
+        if self._decisions.policy.is_asked_as_torch:
+            self._decisions.ask_as_torch(facts, args, kwargs, output)
+        if facts.kind in _LOOKED_AT:
+            self._look_at(facts, args, kwargs, output)
+        return output
+
+    def _look_at(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
         """Sees to what was kept, after an operator that may have touched it."""
-        if kind is _WRITES:
-            count_writes(func, args)
+        if facts.kind is _WRITES:
+            count_writes(facts.operator, args)
         if self.selection.outputs.entries:
-            if kind is Kind.ALIASES:
+            if facts.kind is Kind.ALIASES:
                 self.selection.outputs.watch((args, kwargs), output)
             else:
-                self.selection.outputs.forget(written_by(func, args, kwargs))
+                self.selection.outputs.forget(facts.written_in(args, kwargs))
 
 
 class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -229,13 +199,13 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func))
-        if facts is None or facts[0] is not func:
+        if facts is None or facts.operator is not func:
             facts = facts_of(func)
-        _, kind, call = facts
+        kind, call = facts.kind, facts.call
         if (
             kind is not _VIEW
             and kind is not _IGNORED
-            and kind is not _RANGE
+            and kind is not _RANGES
             and not self.paused
             and graph_task_id() == self._task
             and not (kind is _CASTS and is_kept_anyway(args[0]))
@@ -266,7 +236,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         output = call(*args, **kwargs) if kwargs else call(*args)
         if kind is _WRITES:
             count_writes(func, args)
-        elif kind is _RANGE:
+        elif kind is _RANGES:
             self.note_range(func, args)
         return output
 

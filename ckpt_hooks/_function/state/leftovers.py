@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
-from ckpt_hooks._operators.kinds import Kind, facts_of
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._operators.kinds import Kind
 
 from .objects import Change, changes_between
 from .reached_objects import ObjectNotes
@@ -69,7 +70,7 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         count_writes(func, args)
-        if not self.paused and facts_of(func)[1] is not Kind.FACTORY:
+        if not self.paused and facts_of(func).kind is not Kind.FACTORY:
             sources = self._sources_of(args)
             if kwargs:
                 sources |= self._sources_of(tuple(kwargs.values()))

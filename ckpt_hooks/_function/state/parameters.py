@@ -32,7 +32,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
-from ckpt_hooks._operators.kinds import Kind, facts_of, written_by
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._torch import storage_of
@@ -172,45 +173,6 @@ def _overlap(one: _Place, other: _Place) -> bool:
 _HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
 
 
-#: Writing operators whose result is the same on what they have written to before: run again, they do what they did in forward.
-_OVERWRITES = frozenset(
-    {
-        "abs_",
-        "ceil_",
-        "clamp_",
-        "clamp_max_",
-        "clamp_min_",
-        "clip_",
-        "copy_",
-        "embedding_renorm_",
-        "fill_",
-        "fill_diagonal_",
-        "floor_",
-        "hardtanh_",
-        "index_copy_",
-        "index_fill_",
-        "masked_fill_",
-        "nan_to_num_",
-        "normal_",
-        "relu_",
-        "renorm_",
-        "round_",
-        "sign_",
-        "threshold_",
-        "tril_",
-        "triu_",
-        "trunc_",
-        "uniform_",
-        "zero_",
-        "_foreach_abs_",
-        "_foreach_clamp_max_",
-        "_foreach_clamp_min_",
-        "_foreach_copy_",
-        "_foreach_zero_",
-    }
-)
-
-
 class Doubting(Protocol):
     """What collects the values of a rerun (:class:`ckpt_hooks._function.collector.Collector`)."""
 
@@ -250,11 +212,11 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
             output = func(*args, **kwargs)
             count_writes(func, args)
             return output
-        kind = facts_of(func)[1]
-        written = _places_in(written_by(func, args, kwargs)) if kind is Kind.WRITES else ()
-        if written and func._schema.name.partition("::")[2] in _OVERWRITES:
+        facts = facts_of(func)
+        written = _places_in(facts.written_in(args, kwargs)) if facts.kind is Kind.WRITES else ()
+        if written and facts.is_repeatable:
             self._about_to_write(written)
-        if kind not in _HARMLESS and self._watched and not self._has_read:
+        if facts.kind not in _HARMLESS and self._watched and not self._has_read:
             for place in _places_in((args, kwargs)):
                 for watched, parameter, version in self._watched:
                     if not self._has_read and _overlap(watched, place):

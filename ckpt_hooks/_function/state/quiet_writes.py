@@ -16,6 +16,8 @@ from typing import Any
 
 from torch.nn import Module
 
+from ckpt_hooks._operators.unsaid import QUIET_FUNCTIONS
+
 __all__ = ["may_write_unseen"]
 
 #: Where torch's modules are that write to buffers, or that make others do so.
@@ -33,12 +35,10 @@ _WRITERS = (
 )
 #: Buffers of a batch norm, whoever has written it.
 _STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
-_NAMES = frozenset(
-    {"_unsafe_preserve_version_counter", "_unsafe_set_version_counter", "all_gather_into_tensor", "all_reduce", "batch_norm"}
-    | {"broadcast", "ctypes", "cuda_kernel", "data", "data_ptr", "dist", "distributed", "from_dlpack", "instance_norm"}
-    | {"native_batch_norm", "numpy", "set_", "storage", "swap_tensors", "to_dlpack", "untyped_storage"}
-    | {"triton", "fused_moving_avg_obs_fake_quant"}
-)
+_NAMES = QUIET_FUNCTIONS | {
+    *("_unsafe_preserve_version_counter", "_unsafe_set_version_counter", "ctypes", "cuda_kernel", "data", "data_ptr", "dist"),
+    *("distributed", "from_dlpack", "numpy", "set_", "storage", "swap_tensors", "to_dlpack", "triton", "untyped_storage"),
+}
 #: Parts of torch that run operators of a user's own.
 _NAMES_OF_TORCH = frozenset({"library", "ops"})
 #: How many levels of functions are asked that functions name.

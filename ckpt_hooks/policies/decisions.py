@@ -1,0 +1,158 @@
+"""The decisions of a policy in one region, taken in the same way in both kinds of frame.
+
+A policy that decides by the operator alone is looked up from then on. Others are asked about each run of an operator whose
+output can stand in for running it again (``OpFacts.is_asked_about``), with its index in the region. They are not asked about
+views, which run again in any case, nor about operators that only write in place, which function frames run again. (Recorded
+frames keep what these wrote where a policy names them, or names everything.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ckpt_hooks._core.modes import is_compiled_code_running
+from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._operators.kinds import Kind
+
+from .base import Policy, decision_of
+from .context import SelectiveCheckpointContext
+from .policy_warnings import warn_of_unheard, warn_of_unseen
+
+__all__ = ["ASK", "EITHER", "OFFLOAD", "RECOMPUTE", "SAVE", "Decisions"]
+
+RECOMPUTE: Final = 0
+SAVE: Final = 1
+OFFLOAD: Final = 2
+#: The policy has to be asked about each run.
+ASK: Final = 3
+#: The policy prefers to run a collective again. Recorded frames keep it: to run it again, all processes have to.
+EITHER: Final = 4
+
+_DECISIONS = {
+    CheckpointPolicy.MUST_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.PREFER_RECOMPUTE: RECOMPUTE,
+    CheckpointPolicy.MUST_SAVE: SAVE,
+    CheckpointPolicy.PREFER_SAVE: SAVE,
+    CheckpointPolicy.MUST_CPU_OFFLOAD: OFFLOAD,
+}
+if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
+    _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
+
+_MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
+_new_context = SelectiveCheckpointContext.__new__
+
+
+class Decisions:
+    """The decisions of a policy in one region.
+
+    Attributes:
+        known: Answers of :meth:`of`.
+        names: Names that tensors were given, where the policy expects some.
+        policy: The policy.
+        seen: Operators that ran, where the policy expects some.
+    """
+
+    __slots__ = ("_asks", "_num_asked", "known", "names", "policy", "seen")
+
+    def __init__(self, policy: Policy) -> None:
+        """Starts a region.
+
+        Args:
+            policy: The policy of the region.
+        """
+        self.policy = policy
+        self._asks: Callable[..., Any] = policy.start()
+        self._num_asked = 0
+        self.seen: set[Any] | None = set() if policy.expects else None
+        self.names: set[str] | None = set() if policy.expected_names else None
+        self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
+
+    def of(self, facts: OpFacts) -> int:
+        """Returns the decision on an operator, :data:`ASK` where each run has its own."""
+        known = self.known.get(facts)
+        if known is None:
+            known = RECOMPUTE
+            if facts.is_asked_about:
+                answer = self.policy.for_op(facts.operator)
+                known = ASK if answer is None else _meaning_of(answer, facts)
+            elif facts.is_never_kept:
+                if self.policy.for_op(facts.operator) in _MUSTS:
+                    self.policy.warn_of_view(facts.operator)
+            elif facts.written:
+                answer = self.policy.for_op(facts.operator)
+                known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
+            self.known[facts] = known
+            if self.seen is not None:
+                self.seen.add(facts.operator)
+        return known
+
+    def decide(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> int:
+        """Returns the decision on an operator that has run: ``SAVE``, ``OFFLOAD``, ``RECOMPUTE``, or ``EITHER``."""
+        known = self.known.get(facts)
+        if known is None:
+            known = self.of(facts)
+        if known == ASK:
+            if is_compiled_code_running():
+                return SAVE if facts.has_effect else RECOMPUTE
+            index = self._num_asked
+            self._num_asked = index + 1
+            answer = self._ask(facts, args, kwargs, output, index)
+            if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is Kind.SAVEABLE:  # the most common, past the rest
+                return RECOMPUTE
+            known = _meaning_of(answer, facts)
+        if known == RECOMPUTE and facts.has_buffered_masks and facts.drops_from_buffer(args, kwargs):
+            return SAVE
+        return known
+
+    def _ask(self, facts: OpFacts, args: Any, kwargs: Any, output: Any, index: int | None) -> Any:
+        """Returns what the policy answers on one run of an operator.
+
+        Args:
+            facts: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            output: What it returned.
+            index: How many the policy was asked about before; None for one of which nothing is kept.
+        """
+        context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
+        context.op_output = output
+        context.index = index
+        context._arguments = args, kwargs
+        return self._asks(context, facts.operator, *args, **kwargs)
+
+    def ask_as_torch(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
+        """Asks the policy about an operator that runs again whatever the answer, which torch asks about."""
+        answer = decision_of(self._ask(facts, args, kwargs, output, None), facts.operator)
+        if answer in _MUSTS and facts.is_never_kept:
+            self.policy.warn_of_view(facts.operator)
+
+    def of_name(self, name: str) -> int:
+        """Returns the decision on a tensor that was given a name."""
+        if self.names is not None:
+            self.names.add(name)
+        answer = self.policy.for_name(name)
+        return RECOMPUTE if answer is None else _DECISIONS[answer]
+
+    def finish(self, seen: Iterable[Any] | None = None) -> None:
+        """Ends a region; warns of operators and names that the policy has and that have not come.
+
+        Args:
+            seen: The operators that ran, where the frame has a list of them.
+        """
+        if self.seen is not None:
+            warn_of_unseen(self.policy, self.seen if seen is None else seen)
+        if self.names is not None:
+            warn_of_unheard(self.policy, frozenset(self.names))
+
+
+def _meaning_of(answer: Any, facts: OpFacts) -> int:
+    decision = decision_of(answer, facts.operator)
+    if decision is CheckpointPolicy.PREFER_RECOMPUTE:
+        if facts.has_effect:
+            return SAVE  # an effect happens once
+        if facts.is_collective:
+            return EITHER
+    return _DECISIONS[decision]

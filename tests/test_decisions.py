@@ -1,0 +1,322 @@
+"""How policies are asked: about the same operators, by the same indices, in both kinds of frame."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import pathlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ckpt_hooks
+from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region
+from ckpt_hooks.policies import Policy
+from tests.measure import leaf
+
+aten = torch.ops.aten
+SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def as_function(function, *args, policy):
+    return checkpoint(policy=policy)(function)(*args)
+
+
+def as_block(function, *args, policy):
+    with checkpoint_region(policy=policy):
+        return function(*args)
+
+
+def as_torch(function, *args, policy, library=ckpt_hooks):
+    contexts = functools.partial(library.create_selective_checkpoint_contexts, policy)
+    return library.checkpoint(function, *args, use_reentrant=False, context_fn=contexts)
+
+
+KINDS = pytest.mark.parametrize("run", [as_function, as_block])
+
+
+class Asked:
+    """A policy that notes what it is asked, and answers in turn."""
+
+    def __init__(self, *answers):
+        self.answers = answers or (RECOMPUTE,)
+        self.seen = []
+
+    def __call__(self, ctx, op, *args, **kwargs):
+        self.seen.append((getattr(ctx, "index", None), str(op)))
+        return self.answers[len(self.seen) % len(self.answers)]
+
+
+def inputs():
+    return torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+
+def views(x, w):
+    h = (x.view(2, 2, 4).transpose(0, 1) @ w).reshape(4, 4)
+    return h[1:].t().diagonal().exp() * h.unbind()[0][:3] + torch.cat(h.unsafe_split(2)).sin()[0, :3]
+
+
+def writes(x, w):
+    h = (x @ w).mul_(2).relu_()
+    mask = torch.empty_like(h).bernoulli_(0.5)
+    scale = h.new_empty(4, 4).copy_(h).add_(1)
+    out = torch.add(h.detach(), 1, out=torch.empty(4, 4))
+    h = h * mask
+    h[0].zero_()
+    return h.t_().exp() * scale + out
+
+
+def draws(x, w):
+    h = F.dropout(x @ w, 0.5)
+    noise = torch.rand(4, 4) + torch.randn_like(h) + torch.bernoulli(x.detach().sigmoid())
+    return torch.native_dropout(h * noise, 0.3, True)[0].exp() + F.rrelu(h, training=True)
+
+
+def casts(x, w):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        h = F.linear(F.linear(x, w).relu(), w)
+        return F.linear(h.float().exp(), w).double()
+
+
+def several(x, w):
+    best, place = x.max(1)
+    order, _ = (x * w).sort()
+    mean, norm = F.batch_norm(x, torch.zeros(4), torch.ones(4), training=True), F.layer_norm(x, (4,))
+    return order * best + place * mean * norm + F.scaled_dot_product_attention(x[None], w[None], w[None])[0]
+
+
+def lists(x, w):
+    tops = torch._foreach_mul([x, w], 2.0)
+    torch._foreach_add_(tops, 1.0)
+    parts = torch.split(torch.cat([tops[0], torch.stack([*tops]).sum(0)]), [3, 5])
+    return torch.index_put(parts[1].exp(), [torch.tensor([0, 1])], parts[0][:2])[:4]
+
+
+def quietly(x, w):
+    with torch.no_grad():
+        table = (x @ w).sin().add_(1)
+    return x.sin() * table * w
+
+
+PROGRAMS = [views, writes, draws, casts, several, lists, quietly]
+
+
+def everything(x, w):
+    return sum((program(x, w) for program in (views_as_sum, writes, draws, casts, several, lists, quietly)), torch.zeros(4, 4))
+
+
+def views_as_sum(x, w):
+    return views(x, w).sum()
+
+
+@pytest.mark.parametrize("answers", [(RECOMPUTE,), (SAVE,), (SAVE, RECOMPUTE, RECOMPUTE)], ids=["nothing", "all", "some"])
+@pytest.mark.parametrize("program", [*PROGRAMS, everything], ids=lambda program: program.__name__)
+def test_both_kinds_of_frame_ask_alike(program, answers):
+    """By index and operator; and gradients are those without a region."""
+    x, w = inputs()
+    torch.manual_seed(0)
+    expected = torch.autograd.grad(program(x, w).sum(), [x, w])
+    seen = []
+    for run in (as_function, as_block):
+        policy = Asked(*answers)
+        torch.manual_seed(0)
+        found = torch.autograd.grad(run(program, x, w, policy=policy).sum(), [x, w])
+        assert all(map(torch.equal, found, expected))
+        seen.append(policy.seen)
+    assert seen[0] == seen[1]
+    assert [index for index, _ in seen[0]] == list(range(len(seen[0])))
+
+
+@KINDS
+def test_what_a_policy_is_asked_about(run):
+    """Neither views and their like, nor what only writes in place, nor what makes memory, nor casts that autocast keeps."""
+    policy = Asked()
+    x, w = inputs()
+    run(writes, x, w, policy=policy)
+    assert [op.split(".")[1] for _, op in policy.seen] == ["mm", "mul", "exp", "mul", "add"]
+    policy = Asked()
+    run(casts, x, w, policy=policy)
+    assert [op for _, op in policy.seen].count("aten._to_copy.default") == 3  # none of them of a weight
+
+
+@KINDS
+def test_indices_are_of_operators_that_were_asked_about(run):
+    """A policy that decides on some by themselves counts the others."""
+
+    class Some(Policy):
+        def for_op(self, op):
+            return None if op is aten.exp.default else RECOMPUTE
+
+        def start(self):
+            seen.clear()
+            return lambda ctx, op, *args, **kwargs: seen.append((ctx.index, op)) or RECOMPUTE
+
+    seen = []
+    for _ in range(2):
+        run(lambda x: x.exp().sin().exp().cos(), leaf(3), policy=Some())
+        assert seen == [(0, aten.exp.default), (1, aten.exp.default)]
+
+
+def test_contexts_in_torchs_form_ask_as_torch_does():
+    """About views and writes as well: a function that counts its calls is right with either."""
+
+    def function(x, w):
+        h = x.view(2, 8).sin().mul_(2) * torch.zeros_like(x).view(2, 8)
+        return F.linear(h[None], torch.ones(2, 8)).add_(1).exp().sum() + casts(x, w)
+
+    asked = []
+    for library in (ckpt_hooks, torch.utils.checkpoint):
+        policy = Asked()
+        as_torch(function, *inputs(), policy=policy, library=library)
+        asked.append([op for _, op in policy.seen])
+    assert asked[0] == asked[1]
+    assert {"aten.view.default", "aten.mul_.Tensor", "aten.zeros_like.default", "aten._to_copy.default"} <= {*asked[0]}
+
+
+def test_indices_in_torchs_form():
+    """Those of the other forms; None for what nothing can be kept of."""
+    policy, other = Asked(), Asked()
+    program = lambda x: x.view(2, 2).sin().mul_(2).t().exp()  # noqa: E731
+    as_torch(program, leaf(4), policy=policy)
+    as_function(program, leaf(4), policy=other)
+    assert other.seen == [(0, "aten.sin.default"), (1, "aten.exp.default")]
+    assert [one for one in policy.seen if one[0] is not None] == other.seen
+    assert [op for index, op in policy.seen if index is None] == ["aten.view.default", "aten.mul_.Tensor", "aten.t.default"]
+
+
+# Bytes
+
+DOUBLES = torch.ones(3, dtype=torch.float64)
+
+
+def bytes_seen(run, function, *args):
+    seen = []
+    run(function, *args, policy=lambda ctx, op, *args, **kwargs: seen.append(ctx.nbytes) or RECOMPUTE)
+    return seen
+
+
+@KINDS
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda x: x.sin(), [48]),
+        (lambda x: x.max(1), [8 * 2 + 8 * 2]),
+        (lambda x: torch._foreach_mul([x, x.view(6)], 2.0), [48 + 48]),
+        (lambda x: x.expand(5, 2, 3).sin(), [240]),
+        (lambda x: x[:0].sin(), [0]),
+        (lambda x: x.contiguous().to(torch.float64).view(6).exp(), [48]),
+        (lambda x: F.batch_norm(x, DOUBLES * 0, DOUBLES * 1, training=True), [24, 24, 48 + 8 * 3 + 8 * 3]),
+        (lambda x: (x > 0).nonzero(), [6, 12 * 8]),
+        (lambda x: x.detach().abs().to_sparse(), [48, 48]),  # as a dense one
+    ],
+    ids=["one", "two", "list", "made larger", "empty", "no copies", "and statistics", "no gradient", "sparse"],
+)
+def test_bytes_of_outputs(run, function, expected):
+    assert bytes_seen(run, function, leaf(2, 3).detach().abs().add(1).requires_grad_()) == expected
+
+
+@KINDS
+def test_memory_of_arguments_is_not_counted(run):
+    """Of what an operator hands through, or says is new."""
+
+    @torch.library.custom_op("ckpt_hooks_tests::handed_through", mutates_args=())
+    def handed_through(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [y.sin(), y.new_empty(0)]
+
+    assert bytes_seen(run, lambda x: torch.ops.ckpt_hooks_tests.handed_through(x, x), leaf(6).detach())[-1] == 48
+    context = ckpt_hooks.SelectiveCheckpointContext(op_output=[torch.ones(3), None, 3])
+    assert context.nbytes == 12
+    x = torch.ones(3)
+    context._arguments = (x,), {}
+    context.op_output = [x.view(3, 1), x + 1]
+    assert context.nbytes == 12
+
+
+def test_bytes_of_no_output():
+    assert ckpt_hooks.SelectiveCheckpointContext(op_output=None).nbytes == 0
+
+
+# The user's line
+
+
+def line_of(function, word):
+    lines = pathlib.Path(__file__).read_text().splitlines()
+    start = function.__code__.co_firstlineno
+    return f"test_decisions.py:{next(number for number in range(start, start + 20) if word in lines[number - 1])}"
+
+
+class Layer(torch.nn.Module):
+    """Runs one operator in a module of torch, and one by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.linear(x)
+        return h.exp()
+
+
+@KINDS
+def test_the_users_line(run):
+    """The innermost one outside of torch and this package, of whatever policies call."""
+    sites, layer = {}, Layer()
+
+    def site_of(ctx):
+        return ctx.site
+
+    def policy(ctx, op, *args, **kwargs):
+        sites[str(op)] = site_of(ctx)
+        assert ctx.site == sites[str(op)]
+        return RECOMPUTE
+
+    run(layer, torch.ones(2, 3, requires_grad=True), policy=policy).sum().backward()
+    assert sites == {
+        "aten.addmm.default": line_of(Layer.forward, "self.linear(x)"),
+        "aten.exp.default": line_of(Layer.forward, "h.exp()"),
+    }
+
+
+@KINDS
+def test_the_line_of_a_region_in_a_region(run):
+    """Operators go through the modes of both."""
+    sites = []
+
+    def policy(ctx, op, *args, **kwargs):
+        sites.append(ctx.site)
+        return RECOMPUTE
+
+    def inner(x):
+        return x.sin()  # here
+
+    as_function(lambda x: run(inner, x, policy=policy), leaf(3), policy=policy)
+    assert set(sites) == {line_of(inner, "# here")}
+
+
+@KINDS
+def test_a_line_that_is_read_too_late(run):
+    """Nothing knows it any more; one that was read stays."""
+    contexts = []
+
+    def policy(ctx, op, *args, **kwargs):
+        contexts.append(ctx)
+        if op is aten.exp.default:
+            assert contexts[0].site is None  # another operator is decided on
+            assert ctx.site
+        return RECOMPUTE
+
+    run(lambda x: x.sin().exp(), leaf(3), policy=policy)
+    assert contexts[0].site is None
+    assert contexts[1].site.startswith("test_decisions.py:")
+    assert ckpt_hooks.SelectiveCheckpointContext(op_output=None).site is None
+
+
+@KINDS
+def test_asking_for_a_line_keeps_nothing_alive(run, no_gc):
+    sites = []
+    x = leaf(3)
+    y = run(lambda x: x.sin().exp(), x, policy=lambda ctx, op, *args, **kwargs: sites.append(ctx.site) or RECOMPUTE)
+    y.sum().backward()
+    del y
+    assert gc.collect() == 0
