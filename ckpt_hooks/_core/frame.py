@@ -24,12 +24,11 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError, MutationError, OverlapError
 
 from .groups import group_scope
-from .mutation import advice_for, change_in_words
+from .mutation import mutated
 from .passes import MISSING, NO_PASSES, Ending, HandsOut, Pass, Scope, drop_at_end, graph_task_scope
-from .paths import RegionPath, format_path
+from .paths import RegionPath, format_path, region_in_words
 from .patience import patient
 from .threads import this_thread
-from .words import describe_kind
 
 __all__ = ["FIRST", "Frame", "Handle", "Kept", "Mark", "Observer", "mutated_leaf", "overlap_error"]
 
@@ -56,17 +55,7 @@ _UNHELD = next(map(getrefcount, [FIRST + 1]))
 def mutated_leaf(kept: Kept) -> MutationError:
     """Returns the error for a kept leaf that was modified in place since, for which plain autograd raises as well."""
     tensor, version, path = kept
-    region = format_path(path)
-    kind = "leaf" if tensor.requires_grad else "tensor"
-    what = f"a {describe_kind(tensor)} {kind}"
-    return MutationError(
-        f"{what} that region {'/'.join(region)!r} saved {change_in_words(tensor._version, version)} Backward needs the values "
-        f"that forward saw. {advice_for(tensor, version)}",
-        region=region,
-        tensor=what,
-        expected=version,
-        found=tensor._version,
-    )
+    return mutated(tensor, version, path, f"that {region_in_words(path)} saved")
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:

@@ -15,6 +15,7 @@ from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._tensors.held import HeldTensor, Hooks
 from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
@@ -29,7 +30,6 @@ from ckpt_hooks.policies.base import Policy
 
 from .comparing import ComparedValues
 from .decisions import RECOMPUTE, Deciding
-from .kept import Hooks, Kept
 from .recorder import Recorder
 from .replayed import Pin, ReplayedFrame
 from .tape import Tape
@@ -212,7 +212,7 @@ class RecordedFrame(ReplayedFrame):
 
     def kept(self) -> list[tuple[str, str]]:
         """Returns what this frame keeps, in words, and why."""
-        seen: dict[int, Kept] = {}
+        seen: dict[int, HeldTensor] = {}
         todo = [pin.value for reference in self.pins if (pin := reference()) is not None]
         visited = set()
         while todo:

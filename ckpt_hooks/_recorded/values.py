@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._tensors.held import HeldTensor
 from ckpt_hooks._torch import storage_of
-
-from .kept import Kept
 
 __all__ = ["ANEW", "Op", "Store", "Unsettled", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_of"]
 
@@ -138,7 +137,7 @@ class Value:
     before: Value | None
     store: Store
     group: object
-    saved: Kept | None
+    saved: HeldTensor | None
     tensor: Callable[[], torch.Tensor | None]
 
 
