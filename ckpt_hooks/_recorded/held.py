@@ -58,13 +58,14 @@ class TensorsHeld:
 
     def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, reason: str) -> None:
         """Keeps the tensor of a value, or sends it to the host; what it was made of is not needed any more then."""
-        saved = hold(counted_detach(tensor), path, reason, by_policy=True)
+        alias = counted_detach(tensor)
         to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
         if transfers is not None:
             self._batch = self._batch or Batch()
-            saved = HeldOnHost(saved, self._batch, transfers)
-        self._hold(value, saved)
+            self._hold(value, HeldOnHost(alias, self._batch, transfers, path, reason))
+        else:
+            self._hold(value, hold(alias, path, reason))
         value.op = value.before = None
 
     def _hold(self, value: Value, saved: HeldTensor) -> None:

@@ -22,7 +22,7 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones
-from ckpt_hooks._tensors.held import HeldByHooks, Hooks, hold
+from ckpt_hooks._tensors.held import HeldByHooks, Hooks
 from ckpt_hooks._tensors.walk import instances_in, tensors_in
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 
@@ -187,9 +187,11 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
 
 def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     """Returns the value of a handle whose tensor was given to saved-tensor hooks, as plain autograd does when it saves it."""
-    saved = hold(tensor, pin.frame.path, pin.value.store.reason)
     value = new_value(pin.value.number, pin.value.store, pin.value.group)
-    value.tensor, value.saved = pin.value.tensor, HeldByHooks(saved, hooks)
+    value.tensor, value.saved = (
+        pin.value.tensor,
+        HeldByHooks(tensor, hooks, pin.frame.path, pin.value.store.reason, by_policy=False),
+    )
     return value
 
 

@@ -84,7 +84,7 @@ class HeldTensor:
         if is_kept_anyway(tensor):
             return self
         if hooks is not None:
-            return HeldByHooks(self, hooks)
+            return HeldByHooks(tensor, hooks, self.path, self.reason, by_policy=self.by_policy)
         if not tensor.requires_grad:
             return self
         # The tensor itself, should it be written to later on, would own the graph that this is part of.
@@ -124,21 +124,12 @@ class HeldTensor:
         )
 
 
-def hold(tensor: torch.Tensor, path: RegionPath, reason: str, *, by_policy: bool = False) -> HeldTensor:
-    """Returns what holds a tensor as it is, until it is sealed."""
+def hold(tensor: torch.Tensor, path: RegionPath, reason: str) -> HeldTensor:
+    """Returns what holds a tensor as it is for a policy, until it is sealed."""
     held = HeldTensor()
     held.tensor, held.version, held.reason, held.path = tensor, None, reason, path
-    held.is_fickle, held.by_policy = False, by_policy
+    held.is_fickle, held.by_policy = False, True
     return held
-
-
-def _take_over(new: HeldTensor, old: HeldTensor) -> torch.Tensor:
-    """Makes one what holds a tensor instead of another; returns the tensor."""
-    tensor = old.tensor
-    assert tensor is not None
-    new.tensor, new.version, new.reason, new.path = None, old.version, old.reason, old.path
-    new.is_fickle, new.by_policy = old.is_fickle, old.by_policy
-    return tensor
 
 
 class HeldByHooks(HeldTensor):
@@ -148,10 +139,9 @@ class HeldByHooks(HeldTensor):
     __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
 
     @unseen
-    def __init__(self, held: HeldTensor, hooks: Hooks) -> None:
-        tensor = _take_over(self, held)
-        if self.version is None:
-            self.version = tensor._version
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, reason: str, *, by_policy: bool) -> None:
+        self.tensor, self.version, self.reason, self.path = None, tensor._version, reason, path
+        self.is_fickle, self.by_policy = False, by_policy
         self._kind = kind_of(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
@@ -189,8 +179,9 @@ class HeldOnHost(HeldTensor):
     __slots__ = ("_kind", "_sent", "_witness")
 
     @unseen
-    def __init__(self, held: HeldTensor, batch: Batch, transfers: Transfers) -> None:
-        tensor = _take_over(self, held)
+    def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, reason: str) -> None:
+        self.tensor, self.version, self.reason, self.path = None, None, reason, path
+        self.is_fickle, self.by_policy = False, True
         self._kind = kind_of(tensor)
         self._witness: torch.Tensor | None = version_witness(tensor)
         self._sent = batch.send(tensor, transfers)

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.draws import Draw, skip_draw
+from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.passes import MISSING
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import copies_of, refit
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold, recomputes
+from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, recomputes
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._tensors.walk import exchanged, instances_in, tensors_in
@@ -75,7 +76,7 @@ class KeptOutputs:
         places: Where in the sequence, by the storage of what was kept.
     """
 
-    __slots__ = ("_brought", "batch", "entries", "hooks", "is_in_frame", "num_kept", "path", "places")
+    __slots__ = ("_brought", "_is_recomputed", "batch", "entries", "hooks", "is_in_frame", "num_kept", "path", "places")
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
@@ -87,6 +88,13 @@ class KeptOutputs:
         self.places: dict[int | None, int] = {}
         # What the frame around has brought back for the recompute that runs, by the id of what held it.
         self._brought: dict[int, torch.Tensor] = {}
+        self._is_recomputed = False
+
+    def attach(self, path: RegionPath, hooks: Hooks | None) -> None:
+        """Is told the region, and the saved-tensor hooks that what is kept goes through, if any."""
+        self.path, self.hooks = path, hooks
+        self.is_in_frame = hooks is not None and are_of_frame(hooks)
+        self._is_recomputed = hooks is not None and recomputes(hooks[1])
 
     def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, kind: Kind, *, offload: bool) -> None:
         """Keeps the output of an operator, unless it is not the operator's own, or in a buffer that compiled code uses again.
@@ -105,7 +113,7 @@ class KeptOutputs:
             return
         if is_compiled_code_running() or (self.is_in_frame and not _has_node(args, kwargs)):
             return
-        outputs = tensors_in(output)
+        outputs = [output] if type(output) is torch.Tensor else tensors_in(output)
         storages = [storage_of(tensor) for tensor in outputs]
         for arg in args:
             if type(arg) is torch.Tensor:
@@ -145,13 +153,19 @@ class KeptOutputs:
 
     def _held(self, hooks: Hooks | None, output: torch.Tensor, *, offload: bool) -> HeldTensor:
         tensor = counted_detach(output)
-        held = hold(tensor, self.path, _BY_POLICY, by_policy=True)
         if offload and not self.is_in_frame and (transfers := transfers_for(tensor)) is not None:
             self.batch = self.batch or Batch()
-            return HeldOnHost(held, self.batch, transfers).sealed(None)
+            return HeldOnHost(tensor, self.batch, transfers, self.path, _BY_POLICY).sealed(None)
         if hooks is not None:
-            return held.sealed(hooks)
-        held.version, held.steps = tensor._version, num_fused_steps()  # as ``sealed`` does, which most outputs pay for
+            return HeldByHooks(tensor, hooks, self.path, _BY_POLICY, by_policy=True)
+        held = HeldTensor()  # as ``hold`` and ``sealed`` do it
+        held.tensor = tensor
+        held.version = tensor._version
+        held.reason = _BY_POLICY
+        held.path = self.path
+        held.is_fickle = False
+        held.by_policy = True
+        held.steps = num_fused_steps()
         return held
 
     def forget(self, args: Any) -> None:
@@ -173,7 +187,7 @@ class KeptOutputs:
 
     def bring_back(self) -> None:
         """Brings back what a frame around holds, before a recompute: that frame's cannot run from within an operator."""
-        if self.hooks is not None and recomputes(self.hooks[1]):
+        if self._is_recomputed:
             for entry in self.entries.values():
                 for held in instances_in(entry.value, HeldByHooks):
                     with suppress(MutationError):  # something around the region wrote to it
@@ -220,22 +234,27 @@ class KeptOutputs:
         try:
             if type(value) is HeldTensor:
                 return value.get() if last else counted_detach(value.get())
+            if isinstance(value, HeldTensor):
+                return self._tensor_of(value, last=last)
             return exchanged(value, HeldTensor, partial(self._tensor_of, last=last))
         except (_NotBroughtBack, MutationError):  # the operator runs again
             return MISSING
 
-    @unseen
     def _tensor_of(self, held: HeldTensor, *, last: bool) -> torch.Tensor:
         """Returns a tensor in an object that nobody else has, at the version of forward, which is compared."""
         if type(held) is HeldByHooks:
-            assert self.hooks is not None
-            assert held.version is not None
-            tensor = self._brought.pop(id(held), None) if recomputes(self.hooks[1]) else held.get()
+            tensor = self._brought.pop(id(held), None) if self._is_recomputed else held.get()
             if tensor is None:
                 raise _NotBroughtBack
-            return counted_detach(refit(tensor, None, held.version))
+            return counted_detach(tensor if tensor._version == held.version else _at_version(tensor, held))
         tensor = held.get()
         return tensor if last or type(held) is HeldOnHost else counted_detach(tensor)
+
+
+@unseen
+def _at_version(tensor: torch.Tensor, held: HeldTensor) -> torch.Tensor:
+    assert held.version is not None
+    return refit(tensor, None, held.version)
 
 
 def _has_node(args: Any, kwargs: Any) -> bool:

@@ -103,10 +103,9 @@ class Selection:
                 "known by their places. Pass a context_fn that makes new ones each time, as functools.partial("
                 "create_selective_checkpoint_contexts, policy) does."
             )
-        self.numbers = numbers
-        self.sequence.path = self.outputs.path = path
-        if hooks is not None and (respect_hooks or are_of_frame(hooks)):
-            self.outputs.hooks, self.outputs.is_in_frame = hooks, are_of_frame(hooks)
+        self.numbers, self.sequence.path = numbers, path
+        passed = hooks is not None and (respect_hooks or are_of_frame(hooks))
+        self.outputs.attach(path, hooks if passed else None)
 
     def close(self, parent: Frame | None, *, early_stop: bool) -> None:
         """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to.
