@@ -33,7 +33,7 @@ __all__ = [
     "fill_all",
     "is_dense",
     "is_plain",
-    "refit",
+    "restore_layout",
     "same_bits",
     "same_layout",
     "stand_in_for",
@@ -61,7 +61,7 @@ def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=False) if issubclass(kind, torch.nn.Parameter) else tensor
 
 
-def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
+def restore_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
     """Returns a tensor of the same values and gradient edge with the strides and the version asked for.
 
     Args:

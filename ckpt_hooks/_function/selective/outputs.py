@@ -25,7 +25,7 @@ from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.passes import MISSING
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.copies import copies_of, refit
+from ckpt_hooks._tensors.copies import copies_of, restore_layout
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
 from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, recomputes
 from ckpt_hooks._tensors.offloaded import Batch
@@ -254,7 +254,7 @@ class KeptOutputs:
 @unseen
 def _at_version(tensor: torch.Tensor, held: HeldTensor) -> torch.Tensor:
     assert held.version is not None
-    return refit(tensor, None, held.version)
+    return restore_layout(tensor, None, held.version)
 
 
 def _has_node(args: Any, kwargs: Any) -> bool:
