@@ -1,10 +1,10 @@
 """A tensor held until backward: as it is, through saved-tensor hooks, on the host, or lost.
 
 Frames of both kinds hold what they need besides their handles: a selective function frame the outputs that its policy keeps, a
-recorded frame those and the tensors from outside that its operators read. All of them are created by :func:`hold` (where each
-operator pays for one, attribute by attribute instead) and settled by :meth:`HeldTensor.sealed`, and :meth:`HeldTensor.get`
-returns the tensor of forward or raises :class:`MutationError`. A recorded frame passes the error on. A selective frame runs the
-operator again instead, since an output that it holds is a cache.
+recorded frame those and the tensors from outside that its operators read. :meth:`HeldTensor.sealed` decides between the kinds
+when versions begin to tell of writes: for a selective frame at once, for a recorded one when its outermost region ends.
+:meth:`HeldTensor.get` returns the tensor of forward or raises :class:`MutationError`. A recorded frame passes the error on. A
+selective frame runs the operator again instead, since an output that it holds is a cache.
 """
 
 from __future__ import annotations
