@@ -76,7 +76,7 @@ class DeterminismError(CheckpointError):
 
 
 class MutationError(CheckpointError):
-    """A tensor that backward needs is not what forward saw: it was modified in place, exchanged, or bound anew.
+    """A tensor that backward needs is not what forward saw: it was modified in place, exchanged, bound anew, or freed.
 
     Attributes:
         region: Names of the regions around the failure, outermost first.

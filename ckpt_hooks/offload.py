@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from ._core.mutation import AFTER_BACKWARD, advice_for, change_in_words
-from ._core.words import describe_kind
+from ._core.mutation import mutated
 from ._tensors.offloaded import Batch, Offloaded
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Transfers, transfers_for
 from ._torch import (
@@ -26,7 +25,6 @@ from ._torch import (
     storage_address,
     version_witness,
 )
-from .errors import MutationError
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 
@@ -147,16 +145,9 @@ class _Saved:
 
     def get(self) -> torch.Tensor:
         """Returns it, on its device."""
-        version = self._tensor._version
-        if version != self._version:
-            raise MutationError(
-                "a tensor that was moved to the host "
-                f"{change_in_words(version, self._version, ' since it was saved, maybe while it was copied')} {AFTER_BACKWARD}",
-                region=(),
-                tensor="a saved tensor",
-                expected=self._version,
-                found=version,
-            )
+        if self._tensor._version != self._version:
+            since = " since it was saved, maybe while it was copied"
+            raise mutated(self._tensor, self._version, None, "that was moved to the host", kind="saved", since=since)
         if self._sent is None:
             return self._tensor
         self._sent.batch.fetch_with_next(self._max_stash_size)
@@ -234,14 +225,5 @@ def _bring_back(packed: Any) -> torch.Tensor:
     tensor: torch.Tensor
     tensor, version = packed
     if tensor._version != version:
-        what = f"a {describe_kind(tensor)} {'leaf' if tensor.requires_grad else 'tensor'}"
-        raise MutationError(
-            f"{what} that was saved in a block of offload_saved_tensors, and stayed where it was, "
-            f"{change_in_words(tensor._version, version)} Backward needs the values that forward saw. "
-            f"{advice_for(tensor, version)}",
-            region=(),
-            tensor=what,
-            expected=version,
-            found=tensor._version,
-        )
+        raise mutated(tensor, version, None, "that was saved in a block of offload_saved_tensors, and stayed where it was,")
     return tensor

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint_region
-from ckpt_hooks._recorded.kept import Kept
+from ckpt_hooks._tensors.held import HeldTensor
 from tests.fuzz.aliasing import check, recorded, script, shrunk
 from tests.fuzz.aliasing_programs import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
@@ -52,7 +52,7 @@ def test_reruns_are_found():
 
 def test_missing_copies_are_found(monkeypatch):
     """A tape that keeps what is overwritten instead of a copy."""
-    monkeypatch.setattr(Kept, "copy", lambda self, clones: None)
+    monkeypatch.setattr(HeldTensor, "copy", lambda self, clones: None)
     implementation = IMPLEMENTATIONS["ours-region"]
     differing = [program for program in map(generate, range(70)) if check(program, implementation).kind == "differs"]
     monkeypatch.undo()

@@ -18,7 +18,8 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import shared_copies
-from ckpt_hooks._tensors.kept_outputs import packed_in
+from ckpt_hooks._tensors.held import HeldByHooks
+from ckpt_hooks._tensors.walk import instances_in
 from tests.measure import Frames, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -470,9 +471,9 @@ def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_e
         y, z = checkpoint(lambda x: inner(two)(x * 2), leaf(3))
     del z
     y.sum().backward(retain_graph=True)
-    packed = [one for entry in kept[0].outputs.entries.values() for one in packed_in(entry.value)]
+    packed = [one for entry in kept[0].outputs.entries.values() for one in instances_in(entry.value, HeldByHooks)]
     assert packed
-    assert all(one._value is MISSING for one in packed)
+    assert not kept[0].outputs._brought
 
 
 def test_values_from_a_fingerprint_go_with_the_frame():

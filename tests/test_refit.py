@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks._tensors.copies import copy_of, fill_all, refit, stand_in_for
+from ckpt_hooks._tensors.copies import copy_of, fill_all, restore_layout, stand_in_for
 
 
 def written(*shape: int) -> torch.Tensor:
@@ -38,10 +38,10 @@ def test_what_stands_in_for_a_tensor_has_its_version(make):
     assert stand_in_for(make())._version == make()._version
 
 
-def test_refit_returns_what_fits_already():
+def test_restore_layout_returns_what_fits_already():
     tensor = written(3, 4)
-    assert refit(tensor, (4, 1), 2) is tensor
-    other = refit(tensor, (1, 3), 5)
+    assert restore_layout(tensor, (4, 1), 2) is tensor
+    other = restore_layout(tensor, (1, 3), 5)
     assert (other.stride(), other._version) == ((1, 3), 5)
     assert torch.equal(other, tensor)
 

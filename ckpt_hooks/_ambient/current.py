@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_hooks._core.modes import past_modes
-from ckpt_hooks._torch import cuda_device, cuda_stream_data, sparse_parts
+from ckpt_hooks._core.parts import parts_of
+from ckpt_hooks._torch import cuda_device, cuda_stream_data
 
 from . import streams
 
@@ -32,25 +32,13 @@ def mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
-    parts = _parts(tensor)
+    parts = parts_of(tensor)
     if parts is None:
         tensor.record_stream(stream)
     else:
         for part in parts:
-            _mark_used(part, stream)
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor] | None:
-    """Returns the tensors that one of another class or layout is made of; None for one that has memory of its own."""
-    if is_traceable_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    if tensor.layout is torch.sparse_coo:
-        return [part for part in sparse_parts(tensor) if isinstance(part, torch.Tensor)]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return None
+            if isinstance(part, torch.Tensor):
+                _mark_used(part, stream)
 
 
 class _Accelerator:

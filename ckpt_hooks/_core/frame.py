@@ -17,12 +17,11 @@ import torch
 from ckpt_hooks.errors import MutationError, OverlapError
 
 from .holdings import Holding
-from .mutation import advice_for, change_in_words
-from .paths import RegionPath, format_path
+from .mutation import mutated
+from .paths import RegionPath, format_path, region_in_words
 from .saved import Fate, Saved
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
-from .words import describe_kind
 
 __all__ = ["Frame", "Kept", "Mark", "Observer", "describe_packed", "mutated_leaf", "overlap_error"]
 
@@ -38,17 +37,7 @@ Mark = tuple[int, int, RegionPath]
 def mutated_leaf(kept: Kept) -> MutationError:
     """Returns the error for a kept leaf that was modified in place since, for which plain autograd raises as well."""
     tensor, version, path = kept
-    region = format_path(path)
-    kind = "leaf" if tensor.requires_grad else "tensor"
-    what = f"a {describe_kind(tensor)} {kind}"
-    return MutationError(
-        f"{what} that region {'/'.join(region)!r} saved {change_in_words(tensor._version, version)} Backward needs the values "
-        f"that forward saw. {advice_for(tensor, version)}",
-        region=region,
-        tensor=what,
-        expected=version,
-        found=tensor._version,
-    )
+    return mutated(tensor, version, path, f"that {region_in_words(path)} saved")
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:

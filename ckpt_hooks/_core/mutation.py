@@ -9,8 +9,12 @@ from __future__ import annotations
 import torch
 
 from ckpt_hooks._torch import is_kept_anyway
+from ckpt_hooks.errors import MutationError
 
-__all__ = ["AFTER_BACKWARD", "advice_for", "change_in_words"]
+from .paths import RegionPath, format_path
+from .words import describe_kind
+
+__all__ = ["AFTER_BACKWARD", "advice_for", "change_in_words", "mutated"]
 
 AFTER_BACKWARD = "Modify it after backward, or let forward use a clone."
 
@@ -51,3 +55,28 @@ def advice_for(tensor: torch.Tensor, expected: int) -> str:
     if is_kept_anyway(tensor):
         return f"{AFTER_BACKWARD} An optimizer's step before backward is the usual cause: step after backward."
     return AFTER_BACKWARD
+
+
+def mutated(
+    tensor: torch.Tensor, version: int, path: RegionPath | None, holder: str, *, kind: str = "", since: str = "", more: str = ""
+) -> MutationError:
+    """Returns the error for a tensor that was held until backward and has changed: one wording for all that hold tensors.
+
+    Args:
+        tensor: The tensor, or what tells of its version.
+        version: Its version when it was saved.
+        path: The region that holds it, None for none.
+        holder: Who holds it, after the tensor in a sentence.
+        kind: Its dtype and shape in words, where ``tensor`` does not have them.
+        since: Since when, as in ``" since forward"``.
+        more: What else to do about it.
+    """
+    what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
+    return MutationError(
+        f"{what} {holder} {change_in_words(tensor._version, version, since)} Backward needs the values that forward saw. "
+        f"{advice_for(tensor, version)}{more}",
+        region=format_path(path),
+        tensor=what,
+        expected=version,
+        found=tensor._version,
+    )

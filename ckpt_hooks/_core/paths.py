@@ -5,7 +5,7 @@ They are a linked list, innermost first: a tuple of all of them would be built b
 
 from __future__ import annotations
 
-__all__ = ["RegionPath", "format_path"]
+__all__ = ["RegionPath", "format_path", "region_in_words"]
 
 RegionPath = tuple[str, "RegionPath | None"]
 
@@ -17,3 +17,8 @@ def format_path(path: RegionPath | None) -> tuple[str, ...]:
         name, path = path
         names.append(name)
     return tuple(reversed(names))
+
+
+def region_in_words(path: RegionPath | None) -> str:
+    """Returns the names of a path as messages have them, as in ``"region 'outer/inner'"``."""
+    return f"region {'/'.join(format_path(path))!r}"

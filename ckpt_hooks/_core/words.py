@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import types
 import warnings
+from typing import Any
 
 import torch
 
-__all__ = ["describe", "describe_kind", "describe_tensor", "is_of_library", "warn_user"]
+__all__ = ["describe", "describe_kind", "describe_tensor", "is_of_library", "kind_in_words", "kind_of", "warn_user"]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -20,8 +21,18 @@ def describe_kind(tensor: torch.Tensor) -> str:
     """Returns dtype and shape of a tensor in words, as in ``"float32[4, 8]"``; nested and lazy ones may have no shape."""
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return f"{_name_of(tensor.dtype)}[uninitialized]"
-    has_shape = not tensor.is_nested or tensor.layout is not torch.strided
-    return f"{_name_of(tensor.dtype)}{list(tensor.shape) if has_shape else '[nested]'}"
+    return kind_in_words(kind_of(tensor))
+
+
+def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
+    """Returns what :func:`describe_kind` says, for :func:`kind_in_words`: the words take longer, and mostly nobody asks."""
+    return tensor.dtype, tensor.shape if not tensor.is_nested or tensor.layout is not torch.strided else None
+
+
+def kind_in_words(kind: tuple[torch.dtype, Any]) -> str:
+    """Returns dtype and shape in words."""
+    dtype, shape = kind
+    return f"{_name_of(dtype)}{'[nested]' if shape is None else list(shape)}"
 
 
 def describe_tensor(tensor: torch.Tensor) -> str:

@@ -24,7 +24,7 @@ from ckpt_hooks._core.hook_numbers import Hooks, hooks_on, put_hooks_back, take_
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, build
-from ckpt_hooks._tensors.copies import as_kind, refit
+from ckpt_hooks._tensors.copies import as_kind, restore_layout
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._tensors.saved_inputs import save_all
 from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
@@ -264,7 +264,7 @@ class Arguments:
                     version = self._facts[position][0]
                     if self._foreign and unpacked._version > version and storage_of(unpacked) == self._storages[position]:
                         self._raise_modified(position, unpacked, region())
-                    tensor = refit(unpacked, self._strides.get(position), version)
+                    tensor = restore_layout(unpacked, self._strides.get(position), version)
                     is_theirs = tensor is unpacked and self._foreign
                     handed_out.append((position, tensor, tensor._version if is_theirs else None))
                     stand_ins[self._ids[position]] = tensor

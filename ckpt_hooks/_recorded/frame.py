@@ -15,6 +15,7 @@ from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._tensors.held import Hooks
 from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
@@ -29,7 +30,6 @@ from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
-from .kept import Hooks
 from .recorder import Recorder
 from .replayed import External, Pin, ReplayedFrame
 from .tape import Tape

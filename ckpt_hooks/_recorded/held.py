@@ -1,4 +1,8 @@
-"""What a tape holds for the end of its outermost region, when it is sealed: inputs of operators, and what policies keep."""
+"""The tensors that a tape holds: those from outside that its operators read, and those that a policy said to keep.
+
+While the outermost region is open, the tape sees every write, and takes a copy before one where the old values are needed. When
+it ends they are sealed: from then on versions tell of writes, as they do for what autograd itself keeps.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,20 @@ import torch
 
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Hooks, Lost, hold
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
 from ckpt_hooks.policies.decisions import OFFLOAD
 
-from .kept import Hooks, Kept, Moved
 from .values import Value
 
-__all__ = ["Held"]
+__all__ = ["TensorsHeld", "lost_to_exchange", "lost_to_write"]
 
 _weakref = weakref.ref
 
 
-class Held:
+class TensorsHeld:
     """The values of one tape whose tensors are kept.
 
     Attributes:
@@ -54,19 +58,18 @@ class Held:
 
     def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, reason: str) -> None:
         """Keeps the tensor of a value, or sends it to the host; what it was made of is not needed any more then."""
-        kept = Kept()
-        kept.tensor, kept.version, kept.reason, kept.path = counted_detach(tensor), None, reason, path
-        kept.is_fickle, kept.by_policy = False, True
+        alias = counted_detach(tensor)
         to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
         if transfers is not None:
             self._batch = self._batch or Batch()
-            kept = Moved(kept, self._batch, transfers)
-        self._hold(value, kept)
+            self._hold(value, HeldOnHost(alias, self._batch, transfers, path, reason))
+        else:
+            self._hold(value, hold(alias, path, reason))
         value.op = value.before = None
 
-    def _hold(self, value: Value, kept: Kept) -> None:
-        value.saved = kept
+    def _hold(self, value: Value, saved: HeldTensor) -> None:
+        value.saved = saved
         reference = _weakref(value)
         self.note(value, reference)
         held = value.store.held
@@ -104,3 +107,27 @@ def _is_cast_of_leaf(value: Value) -> bool:
     source = value.op.args[0]
     saved = source.saved if type(source) is Value else None
     return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
+
+
+def lost_to_exchange(path: RegionPath) -> Lost:
+    """Returns what stands for a tensor from outside that a region read, and that was then given another storage in it."""
+    return Lost(
+        "a tensor from outside",
+        "a tensor from outside of {region} was given another storage (`tensor.data = ...`) between two operators of the "
+        "region that read it. A replay needs the storage from before. Use two tensors, or leave the first operator out of the "
+        "region.",
+        path,
+    )
+
+
+def lost_to_write(name: str, path: RegionPath) -> Lost:
+    """Returns what stands for a saved tensor that an operator of that name modified in place in the region.
+
+    Plain autograd raises for it as well.
+    """
+    return Lost(
+        "a saved tensor",
+        f"a tensor that {{region}} saved has been modified by an inplace operation ({name}) later in the region. "
+        "Backward needs the values from before. Modify a clone, or use the out-of-place form.",
+        path,
+    )

@@ -19,6 +19,7 @@ from ckpt_hooks._ambient.flags import read_common, read_fast
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._tensors.held import HeldTensor
 from ckpt_hooks._torch import (
     FAKE,
     counted_detach,
@@ -31,7 +32,6 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
 from .calls import decide, op_of, run
-from .kept import Kept
 from .surroundings import Around, look_around
 from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_store, new_value
@@ -206,14 +206,14 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             store.members = [reference]
             store.pins = None
             tables.known[key] = value
-            kept = Kept()
-            kept.tensor = counted_detach(tensor)
-            kept.version = None
-            kept.reason = _BY_POLICY
-            kept.path = tape.path
-            kept.is_fickle = False
-            kept.by_policy = True
-            value.saved = kept
+            saved = HeldTensor()
+            saved.tensor = counted_detach(tensor)
+            saved.version = None
+            saved.reason = _BY_POLICY
+            saved.path = tape.path
+            saved.is_fickle = False
+            saved.by_policy = True
+            value.saved = saved
             holder = _weakref(value)
             store.held = [holder]
             tape.held.note(value, holder)

@@ -21,11 +21,11 @@ import torch
 from ckpt_hooks._ambient.current import Made, run_on
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
-from ckpt_hooks._tensors.copies import stand_in_for
+from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
+from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
 
-from .kept import Clones, copy_in
 from .schedule import Work, plan_for, work_for
 from .surroundings import Around, Below
 from .values import ANEW, Op, Value, flatten, rebuild, values_of
@@ -276,12 +276,7 @@ class Replay:
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Copies what was asked for and is about to be overwritten."""
-        targets = [
-            tensor
-            for written in facts.written
-            for tensor in flatten(written.of(args, kwargs))
-            if isinstance(tensor, torch.Tensor)
-        ]
+        targets = [tensor for written in facts.written for tensor in instances_in(written.of(args, kwargs), torch.Tensor)]
         addresses = set(map(storage_address, targets))
         for number in self._plan.asked:
             tensor = self.tensors.get(number)

@@ -15,9 +15,9 @@ from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved
 from ckpt_hooks._core.scopes import MISSING, graph_task_scope
+from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
-from .kept import Kept, Lost, Moved
 from .replay import Replay, Replayable, bring_back
 from .values import Value, values_below
 
@@ -186,9 +186,9 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
     return replay.take(value)
 
 
-def _fate_of(kept: Kept) -> Fate:
+def _fate_of(kept: HeldTensor) -> Fate:
     if isinstance(kept, Lost):
         return Fate.LOST
-    if isinstance(kept, Moved):
+    if isinstance(kept, HeldOnHost):
         return Fate.OFFLOADED
     return Fate.POLICY if kept.by_policy else Fate.EXTERNAL

@@ -20,12 +20,12 @@ from ckpt_hooks._core.threads import RegionThread
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
+from ckpt_hooks._tensors.held import HeldTensor, Hooks
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .aliases import alias_of, counter_in
-from .held import Held
-from .kept import Hooks, Kept, lost_to_exchange
+from .held import TensorsHeld, lost_to_exchange
 from .surroundings import Around
 from .tables import Tables
 from .values import Op, Store, Value, flatten, new_store, new_value
@@ -70,7 +70,7 @@ class Tape:
             is_in_frame: Whether a function frame is around.
         """
         self.tables = Tables()
-        self.held = Held(is_in_frame=is_in_frame)
+        self.held = TensorsHeld(is_in_frame=is_in_frame)
         self.hooks = hooks
         self.respect_hooks = respect_hooks
         self.is_in_frame = is_in_frame
@@ -226,24 +226,24 @@ class Tape:
         value.counter = counter_in(self.tables, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
-        kept = Kept()
-        kept.tensor = tensor
-        kept.reason = store.reason
-        kept.path = self.path
-        kept.by_policy = False
-        value.saved = kept
+        saved = HeldTensor()
+        saved.tensor = tensor
+        saved.reason = store.reason
+        saved.path = self.path
+        saved.by_policy = False
+        value.saved = saved
         self.tables.inputs[id(tensor)] = holder = _weakref(value)
         if store.held is None:
             store.held = [holder]
         else:
             store.held.append(holder)
         if is_kept_anyway(tensor):
-            kept.version = None if tensor.is_inference() else tensor._version
-            kept.steps = num_fused_steps()
-            kept.is_fickle = False
+            saved.version = None if tensor.is_inference() else tensor._version
+            saved.steps = num_fused_steps()
+            saved.is_fickle = False
         else:
-            kept.version = None
-            kept.is_fickle = store.written and not tensor.requires_grad
+            saved.version = None
+            saved.is_fickle = store.written and not tensor.requires_grad
             self.held.note(value, holder)
         return value
 

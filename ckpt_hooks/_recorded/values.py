@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._tensors.held import HeldTensor
 from ckpt_hooks._torch import storage_of
-
-from .kept import Kept
 
 __all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_below", "values_of"]
 
@@ -124,7 +123,7 @@ class Value:
     before: Value | None
     store: Store
     counter: object
-    saved: Kept | None
+    saved: HeldTensor | None
     tensor: Callable[[], torch.Tensor | None]
 
 

@@ -21,15 +21,17 @@ import torch
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones
+from ckpt_hooks._tensors.held import HeldByHooks, Hooks
+from ckpt_hooks._tensors.walk import instances_in, tensors_in
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 
 from .aliases import counter_of
 from .calls import decide, op_of, run
-from .kept import Clones, Hooks, Kept, Packed, lost_to_write
+from .held import lost_to_write
 from .tape import Tape
-from .values import Op, Store, Value, cut, flatten, new_value
+from .values import Op, Store, Value, cut, new_value
 
 __all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
 
@@ -49,12 +51,7 @@ _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 def _targets(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
     """Returns the tensors that a call writes to."""
-    return [
-        (tensor, written)
-        for written in facts.written
-        for tensor in flatten(written.of(args, kwargs))
-        if isinstance(tensor, _Tensor)
-    ]
+    return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), _Tensor)]
 
 
 def _covers(tensor: torch.Tensor) -> bool:
@@ -190,11 +187,11 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
 
 def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     """Returns the value of a handle whose tensor was given to saved-tensor hooks, as plain autograd does when it saves it."""
-    kept = Kept()
-    kept.tensor, kept.version, kept.reason, kept.path = tensor, None, pin.value.store.reason, pin.frame.path
-    kept.is_fickle = kept.by_policy = False
     value = new_value(pin.value.number, pin.value.store, pin.value.counter)
-    value.tensor, value.saved = pin.value.tensor, Packed(kept, hooks)
+    value.tensor, value.saved = (
+        pin.value.tensor,
+        HeldByHooks(tensor, hooks, pin.frame.path, pin.value.store.reason, by_policy=False),
+    )
     return value
 
 
@@ -249,19 +246,9 @@ def _after_outside(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
         store.pins = [*(store.pins or ()), weakref.ref(pin)]
 
 
-def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors that one of a wrapping subclass is made of, at any depth."""
-    flatten_tensor = getattr(tensor, "__tensor_flatten__", None)
-    if flatten_tensor is None:
-        return []
-    inner = [part for name in flatten_tensor()[0] if isinstance(part := getattr(tensor, name), _Tensor)]
-    return inner + [part for one in inner for part in _inside(one)]
-
-
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
-    tensors = [tensor for tensor in (*flatten(args), *flatten(list(kwargs.values()))) if isinstance(tensor, _Tensor)]
-    tensors += [inner for tensor in tensors for inner in _inside(tensor)]
+    tensors = tensors_in((args, kwargs))
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
     if facts.kind is Kind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
@@ -277,8 +264,8 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
             _after_outside(tape, stores.values(), quiet)
     if facts.is_asked_about:
         decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
-    for tensor in flatten(out):
-        if isinstance(tensor, _Tensor) and all(tensor is not other for other in tensors):
+    for tensor in instances_in(out, _Tensor):
+        if all(tensor is not other for other in tensors):
             tape.note_outside(tensor, f"returned by {func}")
     return out
 

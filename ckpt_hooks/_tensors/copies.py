@@ -15,21 +15,25 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import FAKE, past_all_modes, set_grad_enabled, set_versions, storage_of
+from ckpt_hooks._torch import FAKE, neg_view, past_all_modes, set_grad_enabled, set_versions, storage_address, storage_of
+
+from .walk import exchanged
 
 __all__ = [
     "PLAIN",
     "PLAIN_OR_FAKE",
+    "Clones",
     "alias_with_history",
     "as_kind",
     "copies_of",
+    "copy_in",
     "copy_of",
     "copy_with_history",
     "data_of",
     "fill_all",
     "is_dense",
     "is_plain",
-    "refit",
+    "restore_layout",
     "same_bits",
     "same_layout",
     "stand_in_for",
@@ -57,7 +61,7 @@ def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
     return torch.nn.Parameter(tensor, requires_grad=False) if issubclass(kind, torch.nn.Parameter) else tensor
 
 
-def refit(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
+def restore_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
     """Returns a tensor of the same values and gradient edge with the strides and the version asked for.
 
     Args:
@@ -101,6 +105,39 @@ def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Ten
     if copy.shape != tensor.shape:
         copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
     return copy
+
+
+#: Storages and their copies, by the address of the original.
+Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
+
+
+def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
+    """Returns a copy of a tensor, with the same strides. Dispatch modes do not see it made.
+
+    Args:
+        tensor: The tensor.
+        clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
+            that share memory do so in the copy as well.
+    """
+    copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones)
+    return copy
+
+
+def _copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
+    if not is_plain(tensor):
+        return tensor.detach().clone()
+    address = storage_address(tensor)
+    found = clones.get(address)
+    if found is None:
+        original = tensor.untyped_storage()
+        found = clones[address] = original, original.clone()  # type: ignore[no-untyped-call]
+    storage = found[1]
+    with torch.no_grad():
+        empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        # What is in memory may be the conjugate of what the tensor is, or its negative.
+        copy = copy.conj() if tensor.is_conj() else copy
+        return neg_view(copy) if tensor.is_neg() else copy
 
 
 def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -157,14 +194,12 @@ class _Alias(torch.autograd.Function):
 
 
 def copies_of(value: Any) -> Any:
-    """Returns what an operator returned with copies in place of tensors, of the same versions."""
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(copies_of, value))
-    if not isinstance(value, torch.Tensor):
-        return value
-    if not is_plain(value) or value.is_inference():
-        return value.detach().clone()
-    return stand_in_for(value)
+    """Returns the outputs of an operator with copies in place of tensors, of the same versions."""
+    return exchanged(value, torch.Tensor, _copy_or_clone)
+
+
+def _copy_or_clone(tensor: torch.Tensor) -> torch.Tensor:
+    return stand_in_for(tensor) if is_plain(tensor) and not tensor.is_inference() else tensor.detach().clone()
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:

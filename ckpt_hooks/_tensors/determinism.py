@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_hooks._torch import FAKE, nested_parts, sparse_parts, wait_for_collective
+from ckpt_hooks._core.parts import parts_of
+from ckpt_hooks._torch import FAKE, nested_parts, wait_for_collective
 
 __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 
@@ -66,24 +67,18 @@ def _parts_of(tensor: torch.Tensor) -> list[Any]:
     """Returns tensors and numbers that a tensor of another class or layout is made of: all that it says of itself."""
     if tensor.layout is torch.jagged:  # its other attributes are filled in as somebody asks for them
         return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
-    if is_traceable_wrapper_subclass(tensor):
-        return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
+    parts = parts_of(tensor)
+    if parts is not None:
+        return parts
     if tensor.is_nested:
         return nested_parts(tensor)
     if tensor.is_quantized:
         if tensor.qscheme() in _PER_TENSOR:
             return [tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point()]
         return [tensor.int_repr(), tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()]
-    if tensor.layout is torch.sparse_coo:
-        return sparse_parts(tensor)
-    if tensor.layout in _BY_ROWS:
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in _BY_COLUMNS:
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return [tensor.to_dense()]
 
 
-_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 

@@ -139,11 +139,13 @@ class Batch:
         before: The batch that was sent before this one, to the same device, as long as it is alive.
     """
 
-    __slots__ = ("__weakref__", "before", "tensors")
+    __slots__ = ("__weakref__", "_task", "before", "tensors")
 
     def __init__(self) -> None:
         self.tensors: list[weakref.ref[Offloaded]] = []
         self.before: weakref.ref[Batch] | None = None
+        # The graph task that has fetched it last.
+        self._task = -1
 
     def send(
         self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
@@ -164,6 +166,15 @@ class Batch:
                 wanted = True
         return wanted
 
+    def fetch_in(self, task: int) -> None:
+        """Does :meth:`fetch_with_next` unless this backward has done so.
+
+        Args:
+            task: The id of the graph task that is running on this thread.
+        """
+        if self._task != task:
+            self.fetch_with_next()
+
     def fetch_with_next(self, ahead: int = 1) -> None:
         """Fetches this batch, and those that backward will want after it. Outside of a backward, nothing is wanted next.
 
@@ -174,6 +185,7 @@ class Batch:
         task = graph_task_id()
         if task == -1:
             return
+        self._task = task
         self._fetch(task)
         batch = self
         for _ in range(4 * ahead):  # not through all of a long chain that was taken

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch.utils._pytree import tree_leaves
 
+from ckpt_hooks._core.parts import inner_tensors
 from ckpt_hooks._core.words import is_of_library
+from ckpt_hooks._tensors.walk import tensors_in
 from ckpt_hooks._torch import storage_of
 
 __all__ = ["SelectiveCheckpointContext"]
@@ -72,13 +72,6 @@ class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointConte
         return self._site
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in ``value``, and the inner tensors of wrapper subclasses in their place."""
-    for tensor in tree_leaves(value):
-        if type(tensor) is torch.Tensor:
-            yield tensor
-        elif isinstance(tensor, torch.Tensor):
-            if hasattr(tensor, "__tensor_flatten__"):
-                yield from _tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
-            else:
-                yield tensor
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in ``value``, and the inner tensors of wrapper subclasses in their place."""
+    return [tensor for tensor in tensors_in(value) if type(tensor) is torch.Tensor or not inner_tensors(tensor)]

@@ -26,9 +26,9 @@ from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import facts_of, same_operator
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import same_bits
+from ckpt_hooks._tensors.walk import tensors_in
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
 
-from .outputs import tensors_of
 from .selection import Selection
 from .sequence import Counts, OperatorSequence
 
@@ -124,7 +124,7 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def _look_for_nodes(self, arguments: Any) -> None:
         """Notes nodes that forward made, of the graphs of tensors that the recompute found."""
         forward = self._selection.sequence
-        nodes = [tensor.grad_fn for tensor in tensors_of(arguments) if tensor.requires_grad and tensor.grad_fn is not None]
+        nodes = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.requires_grad and tensor.grad_fn is not None]
         new: set[int] = set()
         while nodes:
             node = nodes.pop()

@@ -12,32 +12,44 @@ nothing through it, and finds what it kept when the outer one has been rerun.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient.draws import Draw, skip_draw
+from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
+from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.copies import copies_of
-from ckpt_hooks._tensors.kept_outputs import KeptOutput, MovedOutput, PackedOutput, got, packed_in, recomputes
+from ckpt_hooks._tensors.copies import copies_of, restore_layout
+from ckpt_hooks._tensors.fused_steps import num_fused_steps
+from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, recomputes
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
+from ckpt_hooks._tensors.walk import exchanged, instances_in, tensors_in
 from ckpt_hooks._torch import counted_detach, storage_of, version_witness
+from ckpt_hooks.errors import MutationError
 
-__all__ = ["KeptOutputs", "tensors_of"]
+__all__ = ["KeptOutputs"]
 
+_BY_POLICY = "kept by the policy"
 _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
+
+
+class _NotBroughtBack(Exception):  # noqa: N818 -- nobody sees it
+    """The frame around holds an output, and did not bring it back for this recompute."""
 
 
 class Entry:
     """What was kept of one operator.
 
     Attributes:
-        value: Its output, with something to :meth:`get` in place of each tensor.
+        value: Its output, with a held tensor in place of each tensor.
         draw: What it drew from a random stream, if it did.
         aliases: What tells of tensors that share memory with it and have version counters of their own, and their versions.
         stays: Whether the operator has an effect, and must not run again. What is kept and what is handed out are copies.
@@ -59,19 +71,30 @@ class KeptOutputs:
         entries: What was kept, by place in the sequence.
         hooks: What is kept goes through these, if there are any.
         is_in_frame: Whether those are a frame's.
+        path: The region.
         num_kept: How many there were, those included that are forgotten by the time that forward ends, which is left to chance.
         places: Where in the sequence, by the storage of what was kept.
     """
 
-    __slots__ = ("batch", "entries", "hooks", "is_in_frame", "num_kept", "places")
+    __slots__ = ("_brought", "_is_recomputed", "batch", "entries", "hooks", "is_in_frame", "num_kept", "path", "places")
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
         self.entries: dict[int, Entry] = {}
-        self.hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]] | None = None
+        self.hooks: Hooks | None = None
         self.is_in_frame = False
         self.num_kept = 0
+        self.path: RegionPath = ("", None)
         self.places: dict[int | None, int] = {}
+        # What the frame around has brought back for the recompute that runs, by the id of what held it.
+        self._brought: dict[int, torch.Tensor] = {}
+        self._is_recomputed = False
+
+    def attach(self, path: RegionPath, hooks: Hooks | None) -> None:
+        """Is told the region, and the saved-tensor hooks that what is kept goes through, if any."""
+        self.path, self.hooks = path, hooks
+        self.is_in_frame = hooks is not None and are_of_frame(hooks)
+        self._is_recomputed = hooks is not None and recomputes(hooks[1])
 
     def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, kind: Kind, *, offload: bool) -> None:
         """Keeps the output of an operator, unless it is not the operator's own, or in a buffer that compiled code uses again.
@@ -90,15 +113,15 @@ class KeptOutputs:
             return
         if is_compiled_code_running() or (self.is_in_frame and not _has_node(args, kwargs)):
             return
-        outputs = (output,) if type(output) is torch.Tensor else tuple(tensors_of(output))
+        outputs = [output] if type(output) is torch.Tensor else tensors_in(output)
         storages = [storage_of(tensor) for tensor in outputs]
         for arg in args:
             if type(arg) is torch.Tensor:
                 if storage_of(arg) in storages:
                     return
-            elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) in storages for other in tensors_of(arg)):
+            elif isinstance(arg, _HOLDS_TENSORS) and any(storage_of(other) in storages for other in tensors_in(arg)):
                 return
-        if kwargs and any(storage_of(other) in storages for other in tensors_of(kwargs)):
+        if kwargs and any(storage_of(other) in storages for other in tensors_in(kwargs)):
             return
         if any(tensor.is_inference() for tensor in outputs):  # whose versions nobody counts
             return
@@ -123,23 +146,32 @@ class KeptOutputs:
         entry.draw, entry.aliases, entry.stays = draw, _NO_ALIASES, True
 
     def _kept(self, output: Any, *, offload: bool, as_it_is: bool = False) -> Any:
+        hooks = None if as_it_is and not self.is_in_frame else self.hooks
         if isinstance(output, torch.Tensor):
-            kept = counted_detach(output)
-            transfers = transfers_for(kept) if offload and not self.is_in_frame else None
-            if transfers is not None:
-                self.batch = self.batch or Batch()
-                return MovedOutput(kept, self.batch, transfers)
-            if self.hooks is None or (as_it_is and not self.is_in_frame):
-                return KeptOutput(kept)
-            return PackedOutput(kept, *self.hooks)
-        if isinstance(output, (list, tuple)):
-            return type(output)(self._kept(one, offload=offload, as_it_is=as_it_is) for one in output)
-        return output
+            return self._held(hooks, output, offload=offload)
+        return exchanged(output, torch.Tensor, partial(self._held, hooks, offload=offload))
+
+    def _held(self, hooks: Hooks | None, output: torch.Tensor, *, offload: bool) -> HeldTensor:
+        tensor = counted_detach(output)
+        if offload and not self.is_in_frame and (transfers := transfers_for(tensor)) is not None:
+            self.batch = self.batch or Batch()
+            return HeldOnHost(tensor, self.batch, transfers, self.path, _BY_POLICY).sealed(None)
+        if hooks is not None:
+            return HeldByHooks(tensor, hooks, self.path, _BY_POLICY, by_policy=True)
+        held = HeldTensor()  # as ``hold`` and ``sealed`` do it
+        held.tensor = tensor
+        held.version = tensor._version
+        held.reason = _BY_POLICY
+        held.path = self.path
+        held.is_fickle = False
+        held.by_policy = True
+        held.steps = num_fused_steps()
+        return held
 
     def forget(self, args: Any) -> None:
         """Lets go of what shares memory with an operator's arguments, which it wrote to."""
         places = self.places
-        for tensor in tensors_of(args):
+        for tensor in tensors_in(args):
             place = places.get(storage_of(tensor))
             if place is not None:
                 self.entries.pop(place, None)
@@ -147,17 +179,25 @@ class KeptOutputs:
     @unseen
     def watch(self, args: Any, outputs: Any) -> None:
         """Watches what an operator made out of something that was kept, without a version counter in common."""
-        for tensor in tensors_of(args):
+        for tensor in tensors_in(args):
             entry = self.entries.get(self.places.get(storage_of(tensor), -1))
             if entry is not None:
-                more = ((version_witness(output), output._version) for output in tensors_of(outputs))
+                more = ((version_witness(output), output._version) for output in tensors_in(outputs))
                 entry.aliases = (*entry.aliases, *more)
 
-    def recomputed(self) -> Iterator[PackedOutput]:
-        """Goes through what was kept in the hands of a frame."""
-        if self.hooks is not None and recomputes(self.hooks[1]):
+    def bring_back(self) -> None:
+        """Brings back what a frame around holds, before a recompute: that frame's cannot run from within an operator."""
+        if self._is_recomputed:
             for entry in self.entries.values():
-                yield from packed_in(entry.value)
+                for held in instances_in(entry.value, HeldByHooks):
+                    with suppress(MutationError):  # something around the region wrote to it
+                        self._brought[id(held)] = held.get()
+        if self.batch is not None:
+            self.batch.fetch_with_next()
+
+    def let_go(self) -> None:
+        """Lets go of what was brought back and not asked for."""
+        self._brought.clear()
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
@@ -171,7 +211,7 @@ class KeptOutputs:
             draw_modes: How many modes that watch draws were active when the recompute began.
         """
         entry = self.entries[place]
-        output = _output_of(entry, last=last)
+        output = self._output_of(entry, last=last)
         if output is MISSING:
             return MISSING
         if entry.draw is not None:
@@ -185,7 +225,36 @@ class KeptOutputs:
     def peek(self, place: int) -> Any:
         """Returns what an operator returned in forward, :data:`MISSING` where that was not kept or has gone."""
         entry = self.entries.get(place)
-        return MISSING if entry is None else _output_of(entry, last=False)
+        return MISSING if entry is None else self._output_of(entry, last=False)
+
+    def _output_of(self, entry: Entry, *, last: bool) -> Any:
+        if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
+            return MISSING
+        value = entry.value
+        try:
+            if type(value) is HeldTensor:
+                return value.get() if last else counted_detach(value.get())
+            if isinstance(value, HeldTensor):
+                return self._tensor_of(value, last=last)
+            return exchanged(value, HeldTensor, partial(self._tensor_of, last=last))
+        except (_NotBroughtBack, MutationError):  # the operator runs again
+            return MISSING
+
+    def _tensor_of(self, held: HeldTensor, *, last: bool) -> torch.Tensor:
+        """Returns a tensor in an object that nobody else has, at the version of forward, which is compared."""
+        if type(held) is HeldByHooks:
+            tensor = self._brought.pop(id(held), None) if self._is_recomputed else held.get()
+            if tensor is None:
+                raise _NotBroughtBack
+            return counted_detach(tensor if tensor._version == held.version else _at_version(tensor, held))
+        tensor = held.get()
+        return tensor if last or type(held) is HeldOnHost else counted_detach(tensor)
+
+
+@unseen
+def _at_version(tensor: torch.Tensor, held: HeldTensor) -> torch.Tensor:
+    assert held.version is not None
+    return restore_layout(tensor, None, held.version)
 
 
 def _has_node(args: Any, kwargs: Any) -> bool:
@@ -193,26 +262,4 @@ def _has_node(args: Any, kwargs: Any) -> bool:
 
     One without may build a table, which the rerun of a region around finds built: its output must not be counted there.
     """
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))
-
-
-def _output_of(entry: Entry, *, last: bool) -> Any:
-    if entry.aliases and any(alias._version != version for alias, version in entry.aliases):
-        return MISSING
-    value = entry.value
-    return value.get(last=last) if type(value) is KeptOutput else got(value, last=last)
-
-
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Goes through the tensors in a value; after a subclass that wraps others, through those that it wraps."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        if type(value) is not torch.Tensor and hasattr(value, "__tensor_flatten__"):
-            names, _ = value.__tensor_flatten__()
-            for name in names:
-                yield from tensors_of(getattr(value, name))
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_of(one)
-    elif isinstance(value, dict):
-        yield from tensors_of(list(value.values()))
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))

@@ -104,8 +104,8 @@ class Selection:
                 "create_selective_checkpoint_contexts, policy) does."
             )
         self.numbers, self.sequence.path = numbers, path
-        if hooks is not None and (respect_hooks or are_of_frame(hooks)):
-            self.outputs.hooks, self.outputs.is_in_frame = hooks, are_of_frame(hooks)
+        passed = hooks is not None and (respect_hooks or are_of_frame(hooks))
+        self.outputs.attach(path, hooks if passed else None)
 
     def close(self, parent: Frame | None, *, early_stop: bool) -> None:
         """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to.
@@ -134,10 +134,7 @@ class Selection:
         """
         self.values, self.last, self.has_stopped = values, last, has_stopped
         self.differs = self.has_run_effects = False
-        for saved in self.outputs.recomputed():
-            saved.prepare()
-        if self.outputs.batch is not None:
-            self.outputs.batch.fetch_with_next()
+        self.outputs.bring_back()
 
     def settle(self) -> None:
         """Forgets the recompute, which has ended and would be kept alive."""
@@ -145,8 +142,7 @@ class Selection:
         if self.last and self.aligned:
             self.outputs.entries = {place: entry for place, entry in self.outputs.entries.items() if entry.stays}
         self.values, self.last, self.has_stopped = _NO_VALUES, False, _never
-        for saved in self.outputs.recomputed():
-            saved.forget()
+        self.outputs.let_go()
 
     def recompute(self, rerun: Callable[[], T]) -> T:
         """Reruns the region; once more, with all its operators, where that has run others than forward.

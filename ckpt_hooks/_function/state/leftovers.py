@@ -21,6 +21,7 @@ import torch
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._tensors.walk import instances_in
 
 from .objects import Change, changes_between
 from .reached_objects import ObjectNotes
@@ -58,26 +59,19 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
         key, table = id(tensor), self._sources
         table[key] = weakref.ref(tensor, lambda _: table.pop(key, None)), sources
 
-    def _sources_of(self, value: Any) -> _Ids:
-        if isinstance(value, torch.Tensor):
-            found = self._sources.get(id(value))
-            return _NO_IDS if found is None or found[0]() is not value else found[1]
-        if isinstance(value, (list, tuple)):
-            return _NO_IDS.union(*map(self._sources_of, value))
-        return _NO_IDS
+    def _sources_of(self, tensor: torch.Tensor) -> _Ids:
+        found = self._sources.get(id(tensor))
+        return _NO_IDS if found is None or found[0]() is not tensor else found[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         output = func(*args, **kwargs)
         count_writes(func, args)
         if not self.paused and facts_of(func).kind is not Kind.FACTORY:
-            sources = self._sources_of(args)
-            if kwargs:
-                sources |= self._sources_of(tuple(kwargs.values()))
+            sources = _NO_IDS.union(*map(self._sources_of, instances_in((args, kwargs), torch.Tensor)))
             if sources:
-                for one in output if isinstance(output, (list, tuple)) else (output,):
-                    if isinstance(one, torch.Tensor):
-                        self._mark(one, sources)
+                for one in instances_in(output, torch.Tensor):
+                    self._mark(one, sources)
         return output
 
     def noting(

@@ -1,0 +1,34 @@
+"""The tensors that a tensor of another class or layout is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch import sparse_parts
+
+__all__ = ["inner_tensors", "parts_of"]
+
+_BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
+
+
+def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Returns the tensors that one of a wrapper subclass wraps, not those that these wrap in turn; none of other tensors."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return []
+    return [part for name in flatten()[0] if isinstance(part := getattr(tensor, name), torch.Tensor)]
+
+
+def parts_of(tensor: torch.Tensor) -> list[Any] | None:
+    """Returns the tensors, and for some sparse ones numbers, that a tensor consists of; None for one with memory of its own."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return inner_tensors(tensor)
+    if tensor.layout is torch.sparse_coo:
+        return sparse_parts(tensor)
+    if tensor.layout in _BY_ROWS:
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in _BY_COLUMNS:
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return None

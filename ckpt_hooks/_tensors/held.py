@@ -1,0 +1,251 @@
+"""A tensor held until backward: as it is, through saved-tensor hooks, on the host, or lost.
+
+Frames of both kinds hold what they need besides their handles: a selective function frame the outputs that its policy keeps, a
+recorded frame those and the tensors from outside that its operators read. :meth:`HeldTensor.sealed` decides between the kinds
+when versions begin to tell of writes: for a selective frame at once, for a recorded one when its outermost region ends.
+:meth:`HeldTensor.get` returns the tensor of forward or raises :class:`MutationError`. A recorded frame passes the error on. A
+selective frame runs the operator again instead, since an output that it holds is a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.hooks import UNPACKS
+from ckpt_hooks._core.modes import unseen
+from ckpt_hooks._core.mutation import mutated
+from ckpt_hooks._core.paths import RegionPath, format_path, region_in_words
+from ckpt_hooks._core.words import describe_kind, kind_in_words, kind_of
+from ckpt_hooks._torch import counted_detach, graph_task_id, is_freed, is_kept_anyway, storage_of, version_witness
+from ckpt_hooks.errors import MutationError
+
+from .copies import Clones, copy_in, stand_in_for
+from .fused_steps import num_fused_steps, stepped_since
+from .offloaded import Batch
+from .transfers import Transfers
+
+__all__ = ["HeldByHooks", "HeldOnHost", "HeldTensor", "Hooks", "Lost", "hold", "recomputes"]
+
+Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+
+class HeldTensor:
+    """A tensor held as it is.
+
+    Attributes:
+        tensor: The tensor; None where hooks or the host have it.
+        version: Its version when it was sealed; None before, and where nobody counts.
+        reason: Why it is held, in words.
+        path: The region that it is held for.
+        is_fickle: Whether it is likely to be written to after the region, as what the region wrote to itself.
+        by_policy: Whether a policy said so.
+        is_packed: Whether saved-tensor hooks have it, which may have to do a lot to bring it back.
+        steps: How many steps of fused optimizers there were when it was sealed; unset before.
+    """
+
+    is_packed = False
+    __slots__ = ("by_policy", "is_fickle", "path", "reason", "steps", "tensor", "version")
+
+    tensor: torch.Tensor | None
+    version: int | None
+    reason: str
+    path: RegionPath
+    is_fickle: bool
+    by_policy: bool
+    steps: int
+
+    def describe(self) -> str:
+        """Returns dtype and shape in words; nothing for parameters and the like, which are there in any case."""
+        tensor = self.tensor
+        return "" if tensor is None or is_kept_anyway(tensor) else describe_kind(tensor)
+
+    def copy(self, clones: Clones) -> None:
+        """Holds a copy instead, since the tensor is about to be written to; see :func:`copy_in`."""
+        assert self.tensor is not None
+        self.tensor, self.version = copy_in(self.tensor, clones), None
+
+    def sealed(self, hooks: Hooks | None) -> HeldTensor:
+        """Decides how the tensor is held from now on, when versions begin to tell of writes; returns what holds it.
+
+        Args:
+            hooks: Saved-tensor hooks to hand it to, if any.
+        """
+        tensor = self.tensor
+        assert tensor is not None
+        if tensor.is_inference():
+            return self
+        if self.is_fickle:
+            self.copy({})
+            return self
+        self.version, self.steps = tensor._version, num_fused_steps()
+        if is_kept_anyway(tensor):
+            return self
+        if hooks is not None:
+            return HeldByHooks(tensor, hooks, self.path, self.reason, by_policy=self.by_policy)
+        if not tensor.requires_grad:
+            return self
+        # The tensor itself, should it be written to later on, would own the graph that this is part of.
+        self.tensor = counted_detach(tensor)
+        return self
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor.
+
+        Raises:
+            MutationError: If it is not what forward saw: it was modified since, or its memory was freed.
+        """
+        tensor = self.tensor
+        assert tensor is not None
+        if self.version is not None and (
+            tensor._version != self.version or (self.steps != num_fused_steps() and stepped_since(tensor, self.steps))
+        ):
+            raise self._modified(tensor)
+        if is_freed(tensor):
+            raise self._freed(tensor)
+        return tensor
+
+    def _modified(self, tensor: torch.Tensor, kind: str = "") -> MutationError:
+        holder = f"that {region_in_words(self.path)} needs ({self.reason})"
+        more = " Or have what was computed from it kept, by a policy or by leaving it out of the region."
+        return mutated(tensor, self.version or 0, self.path, holder, kind=kind, more=more)
+
+    def _freed(self, tensor: torch.Tensor) -> MutationError:
+        what = f"a {describe_kind(tensor)} tensor"
+        return MutationError(
+            f"the memory of {what} that {region_in_words(self.path)} needs was freed after forward and not filled again. A "
+            "framework that gathers parameters does so for each of its units: make each unit a region of its own.",
+            region=format_path(self.path),
+            tensor=what,
+            expected=None,
+            found=None,
+        )
+
+
+def hold(tensor: torch.Tensor, path: RegionPath, reason: str) -> HeldTensor:
+    """Returns what holds a tensor as it is for a policy, until it is sealed."""
+    held = HeldTensor()
+    held.tensor, held.version, held.reason, held.path = tensor, None, reason, path
+    held.is_fickle, held.by_policy = False, True
+    return held
+
+
+class HeldByHooks(HeldTensor):
+    """A tensor that was given to saved-tensor hooks."""
+
+    is_packed = True
+    __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
+
+    @unseen
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, reason: str, *, by_policy: bool) -> None:
+        self.tensor, self.version, self.reason, self.path = None, tensor._version, reason, path
+        self.is_fickle, self.by_policy = False, by_policy
+        self._kind = kind_of(tensor)
+        self._storage = storage_of(tensor)
+        self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
+        pack, self._unpack = hooks
+        self._packed: Any = pack(tensor)
+
+    def describe(self) -> str:
+        """Returns dtype and shape in words."""
+        return kind_in_words(self._kind)
+
+    def sealed(self, hooks: Hooks | None) -> HeldTensor:
+        """Returns itself."""
+        return self
+
+    @unseen
+    def get(self) -> torch.Tensor:
+        """Returns what the hooks bring back, with the strides of the tensor. A frame looks at versions by itself.
+
+        Raises:
+            MutationError: If the hooks bring back the tensor itself, modified or freed since.
+        """
+        tensor: torch.Tensor = self._unpack(self._packed)
+        if not recomputes(self._unpack):
+            if is_freed(tensor):
+                raise self._freed(tensor)
+            if storage_of(tensor) == self._storage and tensor._version > (self.version or 0):
+                raise self._modified(tensor)
+        tensor = tensor.detach()
+        return tensor if self._strides is None or tensor.stride() == self._strides else stand_in_for(tensor, self._strides)
+
+
+class HeldOnHost(HeldTensor):
+    """A tensor that is on the host."""
+
+    __slots__ = ("_kind", "_sent", "_witness")
+
+    @unseen
+    def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, reason: str) -> None:
+        self.tensor, self.version, self.reason, self.path = None, None, reason, path
+        self.is_fickle, self.by_policy = False, True
+        self._kind = kind_of(tensor)
+        self._witness: torch.Tensor | None = version_witness(tensor)
+        self._sent = batch.send(tensor, transfers)
+
+    def describe(self) -> str:
+        """Returns dtype and shape in words, and where it is."""
+        return f"{kind_in_words(self._kind)} on the host"
+
+    def copy(self, clones: Clones) -> None:
+        """Has the write wait until the copy on the host is complete."""
+        self._sent.finish_sending()
+        self._witness = None
+
+    def sealed(self, hooks: Hooks | None) -> HeldTensor:
+        """Notes the version; hooks are not asked."""
+        if self._witness is not None:
+            self.version = self._witness._version
+        return self
+
+    @unseen
+    def get(self) -> torch.Tensor:
+        """Returns the tensor on its device, in an object that nobody else has.
+
+        Raises:
+            MutationError: If it was modified since, maybe while it was copied.
+        """
+        if self._witness is not None and self.version is not None and self._witness._version != self.version:
+            raise self._modified(self._witness, kind_in_words(self._kind))
+        self._sent.batch.fetch_in(graph_task_id())
+        return self._sent.get()
+
+
+class Lost(HeldTensor):
+    """Stands for a tensor whose content is not there any more.
+
+    Attributes:
+        what: Which tensor.
+        why: What has become of it; ``{region}`` stands for the region in words.
+    """
+
+    __slots__ = ("what", "why")
+
+    def __init__(self, what: str, why: str, path: RegionPath) -> None:
+        self.tensor, self.version, self.reason, self.path = None, None, "", path
+        self.is_fickle = self.by_policy = False
+        self.what, self.why = what, why
+
+    def copy(self, clones: Clones) -> None:
+        """Does nothing: it is too late."""
+
+    def sealed(self, hooks: Hooks | None) -> HeldTensor:
+        """Returns itself."""
+        return self
+
+    def get(self) -> torch.Tensor:
+        """Raises.
+
+        Raises:
+            MutationError: Always.
+        """
+        message = self.why.format(region=region_in_words(self.path))
+        raise MutationError(message, region=format_path(self.path), tensor=self.what, expected=None, found=None)
+
+
+def recomputes(unpack: Callable[[Any], Any]) -> bool:
+    """Whether an unpack hook is that of a region, torch's included, which runs operators again."""
+    return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
