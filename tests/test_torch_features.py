@@ -12,7 +12,7 @@ from torch.autograd import grad
 
 import ckpt_hooks._torch
 from ckpt_hooks import CheckpointError, checkpoint, checkpoint_region
-from ckpt_hooks._core import passes
+from ckpt_hooks._core import scopes
 from tests.measure import Calls, Token, leaf
 
 # Callbacks at the end of a backward
