@@ -71,7 +71,7 @@ def test_callbacks_are_there_in_a_backward_only(way):
 @pytest.mark.usefixtures("no_gc")
 def test_values_go_when_a_backward_ends(way, monkeypatch):
     """One that was brought back and not asked for is dropped, in either way."""
-    monkeypatch.setattr(passes, "queue_callback", way)
+    monkeypatch.setattr(scopes, "queue_callback", way)
     made = []
 
     def function(x):
