@@ -35,8 +35,9 @@ class Saved(NamedTuple):
         position: How many tensors the region had saved before, in a recorded region without those that have no handle;
             -1 for one of these.
         fate: What became of it.
-        shape: Its sizes; None where they are not known, or it has none.
-        dtype: Its dtype; None where that is not known.
+        shape: Its sizes; None where it has none, or they are not known: in a recorded region that nobody watches, and where
+            metadata is not compared.
+        dtype: Its dtype; None where that is not known, likewise.
         nbytes: Its size in bytes; None where that is not known.
         made_by: The operator that returned it; None where that is not known.
     """

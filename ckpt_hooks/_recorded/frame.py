@@ -173,11 +173,6 @@ class RecordedFrame(ReplayedFrame):
                 store.pins.append(reference)
             pin.nbytes = nbytes = tensor.nbytes
             frame.bytes += nbytes
-            pin.dtype = tensor.dtype
-            try:
-                pin.shape = tensor.shape
-            except RuntimeError:  # a nested tensor has none
-                return pin
             return pin
 
         def release() -> None:

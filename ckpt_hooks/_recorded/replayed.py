@@ -33,9 +33,9 @@ class Pin:
         frame: The frame.
         value: What the tensor was.
         index: How many tensors the frame had saved before.
-        dtype: The tensor's dtype.
-        nbytes: Its size in bytes.
-        shape: Its sizes; not set for a nested tensor, which has none.
+        nbytes: The tensor's size in bytes.
+        dtype: Its dtype; set where somebody watches.
+        shape: Its sizes, likewise; not set for a nested tensor, which has none.
     """
 
     __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
@@ -118,8 +118,8 @@ class ReplayedFrame(Replayable):
         value = packed.value
         made_by = None if value.op is None else str(value.op.facts.operator)
         fate = Fate.DROPPED if value.saved is None else _fate_of(value.saved)
-        shape = getattr(packed, "shape", None)
-        return Saved(format_path(self.path), packed.index, fate, shape, packed.dtype, packed.nbytes, made_by)
+        shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
+        return Saved(format_path(self.path), packed.index, fate, shape, dtype, packed.nbytes, made_by)
 
     def _living_children(self) -> list[ReplayedFrame]:
         return [child for reference in self._children if (child := reference()) is not None]

@@ -1,7 +1,7 @@
 """Contents of a module's small buffers, copied, compared and put back all at once.
 
 The state of a batch norm is three small tensors. An operator on each costs more than the bytes do. So the small tensors of a
-module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, and one compares them.
+module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, one compares them, and one puts them back.
 """
 
 from __future__ import annotations
@@ -114,9 +114,7 @@ class Pack:
             content: The bytes.
             versions: The versions.
         """
-        with torch.no_grad():
-            for row, piece in zip(self._rows, torch.split_with_sizes(content, self._sizes), strict=True):
-                row.copy_(piece)
+        torch.split_with_sizes_copy(content, self._sizes, out=self._rows)
         set_versions(tuple(self._rows), tuple(versions))
 
     @_apart
