@@ -1,7 +1,8 @@
 """Contents of a module's small buffers, copied, compared and put back all at once.
 
 The state of a batch norm is three small tensors. An operator on each costs more than the bytes do. So the small tensors of a
-module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, one compares them, and one puts them back.
+module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, one compares them, and one puts them
+back.
 """
 
 from __future__ import annotations
