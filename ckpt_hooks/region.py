@@ -300,7 +300,8 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
 
         Tensors from outside that autograd has saved come first, others in the order of the operators that made or read them,
         and states of random generators with the operators that drew.
-        Empty when backward has been through it. Parameters and what is in a region within it are not among them.
+        Empty when no tensor that the region dropped may be asked for any more. Parameters and what is in a region within it are
+        not among them.
         """
         frame = None if self._latest is None else self._latest()
         return [] if frame is None else [_described(held) for held in frame.held()]

@@ -156,6 +156,7 @@ def test_what_stands_in_the_graph_is_described(region):
     assert describe_packed(w) is None
     assert describe_packed((1, 2)) is None
     assert describe_packed([1, 2, 3]) is None
+    assert describe_packed([w, 1, 2]) is None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -261,3 +262,25 @@ def test_a_recorded_frame_holds_what_was_kept_and_then_written_to(written):
     held = held_by(log.frames[0])
     assert ("kept by the policy", 128) in held
     del y, z
+
+
+def test_a_sparse_tensor_has_the_size_of_its_parts():
+    """Two indices of eight bytes and a value for each of four elements."""
+    x, sparse = leaf(4, 4), torch.eye(4, dtype=torch.float64).to_sparse()
+    with checkpoint_region() as region:
+        y = torch.sparse.mm(sparse, x.sin()).cos()
+    assert {kept.nbytes for kept in region.kept()} == {96}
+    assert describe_packed([sparse, 0, ("region", None)]).nbytes == 96
+    del y
+
+
+def test_what_a_region_around_holds_is_not_the_inner_one_s():
+    x, outside = leaf(4, 4), torch.ones(4, 4, dtype=torch.float64)
+    log = Frames()
+    with observe(log), checkpoint_region():
+        h = (x * outside) * 2
+        y = checkpoint(policy=save_ops(aten.mm.default))(lambda h: (h @ h).sin())(h)
+    _, inner = log.frames
+    storages = {held.storage for held in inner.held()}
+    assert outside.untyped_storage()._cdata not in storages
+    del y

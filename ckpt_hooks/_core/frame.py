@@ -16,7 +16,7 @@ import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
-from .holdings import Holding
+from .holdings import Holding, size_of
 from .mutation import mutated
 from .paths import RegionPath, format_path, region_in_words
 from .saved import Fate, Saved
@@ -172,10 +172,10 @@ def describe_packed(packed: Any) -> Saved | None:
     Returns:
         The description; None for what no region has packed.
     """
-    if isinstance(packed, list) and len(packed) == 3 and isinstance(packed[0], torch.Tensor):
+    if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed
         fate = Fate.LEAF if tensor.is_leaf and tensor.requires_grad else Fate.EXTERNAL
         shape = None if tensor.is_nested else tensor.shape
-        return Saved(format_path(path), -1, fate, shape, tensor.dtype, tensor.nbytes)
+        return Saved(format_path(path), -1, fate, shape, tensor.dtype, size_of(tensor))
     frame = packed[0] if type(packed) is tuple and len(packed) == 2 else getattr(packed, "frame", None)
     return frame.describe(packed) if isinstance(frame, Frame) else None

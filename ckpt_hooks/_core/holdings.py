@@ -9,7 +9,9 @@ import torch
 
 from ckpt_hooks._torch import is_kept_anyway, storage_of
 
-__all__ = ["Holding", "holdings_in"]
+from .parts import parts_of
+
+__all__ = ["Holding", "holdings_in", "size_of"]
 
 
 class Holding(NamedTuple):
@@ -44,13 +46,13 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
     todo = [part]
     while todo:
         value = todo.pop()
-        if id(value) in seen:
+        if id(value) in seen or _is_handle(value):
             continue
         if isinstance(value, torch.Tensor):
             seen.add(id(value))
             if value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
                 shape = None if value.is_nested and value.layout is torch.strided else value.shape
-                yield Holding(reason, shape, value.dtype, value.device, value.nbytes, storage_of(value))
+                yield Holding(reason, shape, value.dtype, value.device, size_of(value), storage_of(value))
         elif isinstance(value, dict):
             seen.add(id(value))
             todo += [*value.keys(), *value.values()]
@@ -60,6 +62,19 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
         elif type(value).__module__.startswith("ckpt_hooks.") and not isinstance(value, (type, *skipped)):
             seen.add(id(value))
             todo += _attributes(value)
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    """Returns the size of a tensor in bytes; of one of another class or layout, that of what it is made of."""
+    parts = parts_of(tensor)
+    return tensor.nbytes if parts is None else sum(size_of(part) for part in parts if isinstance(part, torch.Tensor))
+
+
+def _is_handle(value: Any) -> bool:
+    """Whether a value stands for a tensor of some frame, which is that frame's to list."""
+    if type(value) is tuple:
+        return len(value) == 2 and hasattr(value[0], "describe") and isinstance(value[1], int)
+    return hasattr(type(value), "frame") and not isinstance(value, torch.Tensor)
 
 
 def _attributes(value: Any) -> list[Any]:

@@ -92,7 +92,7 @@ class _Patient:
 
 
 def patient(lock: Any, path: RegionPath) -> Any:
-    """Returns what to enter in place of a reentrant lock that a region on an accelerator needs.
+    """Returns what to enter in place of a reentrant lock that a rerun needs.
 
     Args:
         lock: The lock.

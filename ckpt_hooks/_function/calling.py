@@ -69,7 +69,7 @@ class CallingFrame(ExplainingFrame):
             if ambient.has_streams:
                 undone.enter_context(patient(shared_streams_lock, self.path))
             for plan in () if state is None else sorted(state.plans, key=id):
-                undone.enter_context(plan.lock if self.current is None else patient(plan.lock, self.path))
+                undone.enter_context(patient(plan.lock, self.path))
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))

@@ -140,7 +140,7 @@ class HandleFrame(Frame):
         """
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
-        with self._lock if self.current is None else patient(self._lock, self.path):
+        with patient(self._lock, self.path):
             if key == -1:
                 return Pass(self._bring_back((index,)), self.made())
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
@@ -159,7 +159,7 @@ class HandleFrame(Frame):
         Raises:
             OverlapError: In a group, whose backwards must not share a tensor.
         """
-        with self._lock if self.current is None else patient(self._lock, self.path):
+        with patient(self._lock, self.path):
             taken = opened.taken
             wanted = [index]
             if index in taken:

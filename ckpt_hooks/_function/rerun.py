@@ -44,7 +44,7 @@ class RerunFrame(CallingFrame):
     _options: RegionOptions
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function; see :meth:`Frame.recompute`."""
+        """Reruns the function; see :meth:`HandleFrame.recompute`."""
         return run_on(self.current, self._recompute_here, wanted)
 
     def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
@@ -93,7 +93,7 @@ class RerunFrame(CallingFrame):
                 self._call_in_ambient(collector, wanted, call)
             else:
                 lock = state.plans[0].lock
-                with lock if self.current is None else patient(lock, self.path):
+                with patient(lock, self.path):
                     self._call_in_ambient(collector, wanted, call)
         except StopRecompute:
             pass

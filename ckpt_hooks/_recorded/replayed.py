@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved
-from ckpt_hooks._core.scopes import MISSING, graph_task_scope
+from ckpt_hooks._core.scopes import graph_task_scope
 from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
@@ -77,18 +77,6 @@ class ReplayedFrame(Replayable):
         self.pins: list[weakref.ref[Pin]] = []
         self.start = 0
         self.whole = None
-
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Brings tensors back by themselves; see :meth:`Frame.recompute`."""
-        pins = [reference() for reference in self.pins]
-        if wanted is None:
-            wanted = [index for index, pin in enumerate(pins) if pin is not None]
-        values = {index: pin.value for index in wanted if (pin := pins[index]) is not None}
-        replay = Replay(self, values.values(), None)
-        tensors = [MISSING] * (max(values, default=-1) + 1)
-        for index, value in values.items():
-            tensors[index] = take(replay, value)
-        return tensors
 
     def saved(self) -> list[Saved]:
         """Returns the tensors that backward may still ask for; see :meth:`Frame.saved`."""
