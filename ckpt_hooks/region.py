@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
-from ._core.holdings import Holding
 from ._core.interrupts import ThreadMark, bring_back, mark_thread
 from ._core.misuse import check_alone, check_callable, checked_flag, described_as, name_of
 from ._core.stack import stack
@@ -304,12 +303,11 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         not among them.
         """
         frame = None if self._latest is None else self._latest()
-        return [] if frame is None else [_described(held) for held in frame.held()]
-
-
-def _described(held: Holding) -> KeptTensor:
-    kind = str(held.dtype).removeprefix("torch.") + (str(list(held.shape)) if held.shape is not None else "[nested]")
-    return KeptTensor(kind, held.reason, held.nbytes, held.storage)
+        return (
+            []
+            if frame is None
+            else [KeptTensor(held.description, held.reason, held.nbytes, held.storage) for held in frame.held()]
+        )
 
 
 def _misplaced_error(value: Any) -> TypeError:

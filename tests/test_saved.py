@@ -284,3 +284,20 @@ def test_what_a_region_around_holds_is_not_the_inner_one_s():
     storages = {held.storage for held in inner.held()}
     assert outside.untyped_storage()._cdata not in storages
     del y
+
+
+def test_what_is_on_the_host_and_what_hooks_have_is_listed(transfers):
+    """Each with its size, though no tensor is at hand; what goes to the hooks may be anything."""
+    x, w = leaf(1024), leaf(4, 4)
+    with checkpoint_region(policy=offload_ops(aten.exp.default)) as region:
+        y = (x * 2).exp()
+    assert [kept[:3] for kept in region.kept()] == [
+        ("float64[1024] on the host", "kept by the policy, as a result of aten.exp.default", 8192)
+    ]
+    del y
+    there = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: there.append(tensor) or len(there), lambda n: there[n - 1])
+    with hooks, checkpoint_region(policy=save_ops(aten.mm.default)) as region:
+        y = (w @ w).sin()
+    assert [kept[:3] for kept in region.kept()] == [("float64[4, 4]", "kept by the policy", 128)]
+    y.sum().backward()

@@ -10,6 +10,7 @@ import torch
 from ckpt_hooks._torch import is_kept_anyway, storage_of
 
 from .parts import parts_of
+from .words import describe_kind, kind_of
 
 __all__ = ["Holding", "holdings_in", "size_of"]
 
@@ -18,18 +19,20 @@ class Holding(NamedTuple):
     """A tensor that a frame keeps alive.
 
     Attributes:
+        description: What it is, as in ``"float32[4, 8]"``; with ``" on the host"`` where it was moved there.
         reason: What for.
         shape: Its sizes; None for a nested tensor, which has none.
         dtype: Its dtype.
-        device: Where it is.
+        device: Where it is; None where the user's saved-tensor hooks have it.
         nbytes: Its size in bytes. Tensors in one storage share theirs.
         storage: Stands for its storage; None where it has none of its own.
     """
 
+    description: str
     reason: str
     shape: torch.Size | None
     dtype: torch.dtype
-    device: torch.device
+    device: torch.device | None
     nbytes: int
     storage: int | None
 
@@ -41,25 +44,29 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
         part: A tensor, a container, or an object of this package.
         reason: What the tensors are held for.
         seen: Identities of what was met before, to which this adds.
-        skipped: Classes of objects that are not the frame's alone.
+        skipped: Classes of objects that are not the frame's alone: frames, with their handles, and what these share.
     """
     todo = [part]
     while todo:
         value = todo.pop()
-        if id(value) in seen or _is_handle(value):
+        if id(value) in seen or isinstance(getattr(value, "frame", value), skipped):
             continue
         if isinstance(value, torch.Tensor):
             seen.add(id(value))
             if value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
-                shape = None if value.is_nested and value.layout is torch.strided else value.shape
-                yield Holding(reason, shape, value.dtype, value.device, size_of(value), storage_of(value))
+                dtype, shape = kind_of(value)
+                yield Holding(describe_kind(value), reason, shape, dtype, value.device, size_of(value), storage_of(value))
         elif isinstance(value, dict):
             seen.add(id(value))
             todo += [*value.keys(), *value.values()]
         elif isinstance(value, (list, tuple, set, frozenset)):
             seen.add(id(value))
             todo += value
-        elif type(value).__module__.startswith("ckpt_hooks.") and not isinstance(value, (type, *skipped)):
+        elif hasattr(type(value), "holding"):  # it knows what it holds, though the tensor is elsewhere
+            seen.add(id(value))
+            if (found := value.holding(reason)) is not None:
+                yield found
+        elif type(value).__module__.startswith("ckpt_hooks.") and not isinstance(value, type):
             seen.add(id(value))
             todo += _attributes(value)
 
@@ -70,17 +77,6 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.nbytes if parts is None else sum(size_of(part) for part in parts if isinstance(part, torch.Tensor))
 
 
-def _is_handle(value: Any) -> bool:
-    """Whether a value stands for a tensor of some frame, which is that frame's to list."""
-    if type(value) is tuple:
-        return len(value) == 2 and hasattr(value[0], "describe") and isinstance(value[1], int)
-    return hasattr(type(value), "frame") and not isinstance(value, torch.Tensor)
-
-
 def _attributes(value: Any) -> list[Any]:
-    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ()) if name != "__weakref__"]
-    return (
-        [*vars(value).values()]
-        if not names and hasattr(value, "__dict__")
-        else [found for name in names if (found := getattr(value, name, None)) is not None]
-    )
+    names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
+    return [getattr(value, name, None) for name in names] + list(getattr(value, "__dict__", {}).values())

@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.holdings import Holding
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import mutated
 from ckpt_hooks._core.paths import RegionPath, format_path, region_in_words
+from ckpt_hooks._core.saved import nbytes_of
 from ckpt_hooks._core.words import describe_kind, kind_in_words, kind_of
 from ckpt_hooks._torch import counted_detach, graph_task_id, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
@@ -152,6 +154,10 @@ class HeldByHooks(HeldTensor):
         """Returns dtype and shape in words."""
         return kind_in_words(self._kind)
 
+    def holding(self, reason: str) -> Holding | None:
+        """Returns what the hooks hold; None where they are a frame's, which lists it."""
+        return None if recomputes(self._unpack) else _holding(self.describe(), reason, self._kind, None)
+
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns itself."""
         return self
@@ -189,6 +195,10 @@ class HeldOnHost(HeldTensor):
     def describe(self) -> str:
         """Returns dtype and shape in words, and where it is."""
         return f"{kind_in_words(self._kind)} on the host"
+
+    def holding(self, reason: str) -> Holding:
+        """Returns what the host holds."""
+        return _holding(self.describe(), reason, self._kind, torch.device("cpu"))
 
     def copy(self, clones: Clones) -> None:
         """Has the write wait until the copy on the host is complete."""
@@ -244,6 +254,13 @@ class Lost(HeldTensor):
         """
         message = self.why.format(region=region_in_words(self.path))
         raise MutationError(message, region=format_path(self.path), tensor=self.what, expected=None, found=None)
+
+
+def _holding(
+    description: str, reason: str, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None
+) -> Holding:
+    dtype, shape = kind
+    return Holding(description, reason, shape, dtype, device, 0 if shape is None else nbytes_of(shape, dtype), None)
 
 
 def recomputes(unpack: Callable[[Any], Any]) -> bool:
