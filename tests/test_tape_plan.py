@@ -142,7 +142,9 @@ def numbers(values):
 
 def frame(start=0, size=0):
     """Stands for the frame whose values are replayed."""
-    return types.SimpleNamespace(outer=None, start=start, bytes=size, current=None, observer=None, whole=None)
+    return types.SimpleNamespace(
+        outer=None, start=start, bytes=size, current=None, whole=None, observed=lambda run, *args: run(*args)
+    )
 
 
 def test_readers_are_counted():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,8 @@ from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 
 __all__ = ["Frame", "Kept", "Mark", "Observer", "describe_packed", "mutated_leaf", "overlap_error"]
+
+R = TypeVar("R")
 
 # Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
@@ -42,12 +44,11 @@ def mutated_leaf(kept: Kept) -> MutationError:
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
     """Returns the error for a saved tensor that two backwards of one group ask for."""
-    region = format_path(path)
     return OverlapError(
         f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
-        f"allowed: tensor {index} of region {'/'.join(region)!r} was already unpacked in this group. Run the two backwards in "
+        f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run the two backwards in "
         "groups of their own, or without one.",
-        region=region,
+        region=format_path(path),
     )
 
 
@@ -152,6 +153,22 @@ class Frame(abc.ABC):
             count: How many tensors.
             path: That region.
         """
+
+    def observed(self, recompute: Callable[..., R], *args: Any) -> R:
+        """Calls what recomputes, and tells the observer."""
+        observer = self.observer
+        if observer is None:
+            return recompute(*args)
+        observer.recomputing(self)
+        error: BaseException | None = None
+        try:
+            return recompute(*args)
+        except BaseException as found:
+            error = found
+            raise
+        finally:
+            observer.recomputed(self, error)
+            del error  # its traceback has this call, which would keep it alive in turn
 
     def keep_pass(self, opened: Any, scope: Scope) -> None:
         """Files a pass until its scope ends."""

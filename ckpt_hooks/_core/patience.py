@@ -19,7 +19,7 @@ from torch.autograd import graph
 
 from ckpt_hooks.errors import CheckpointError
 
-from .paths import RegionPath, format_path
+from .paths import RegionPath, format_path, region_in_words
 from .threads import on_engine_thread
 
 __all__ = ["Patience", "patient"]
@@ -58,14 +58,13 @@ class Patience:
         self._call = call
         if self._looks >= LOOKS:
             self._call = None
-            names = format_path(path)
-            named = f"region {'/'.join(names)!r}" if names else "a region"
+            named = "a region" if path is None else region_in_words(path)
             raise CheckpointError(
                 f"{named} cannot be recomputed: a thread of autograd waited for another one that is recomputing it, which "
                 f"stood in one call of backward for {LOOKS * INTERVAL:g} seconds. A backward inside a region on several "
                 "devices waits for the threads of all of them, and one of those waits for the region. Call "
                 "torch.autograd.grad outside of the region, or keep each region on one device.",
-                region=names,
+                region=format_path(path),
             )
 
 

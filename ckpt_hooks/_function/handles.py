@@ -115,22 +115,6 @@ class HandleFrame(Frame):
         """Returns what hands the values of a recompute to streams of devices; None where no device is in use."""
         return None if self.current is None else Made(self.current)
 
-    def _bring_back(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Recomputes, and tells the observer."""
-        observer = self.observer
-        if observer is None:
-            return self.recompute(wanted)
-        observer.recomputing(self)
-        error: BaseException | None = None
-        try:
-            return self.recompute(wanted)
-        except BaseException as found:
-            error = found
-            raise
-        finally:
-            observer.recomputed(self, error)
-            del error  # its traceback has this call, which would keep it alive in turn
-
     def open_pass(self, index: int) -> Pass:
         """Returns this frame's pass in the scope that is running on this thread; recomputes if there is none yet (Rule 3).
 
@@ -142,10 +126,10 @@ class HandleFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with patient(self._lock, self.path):
             if key == -1:
-                return Pass(self._bring_back((index,)), self.made())
+                return Pass(self.observed(self.recompute, (index,)), self.made())
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self._bring_back(None), self.made())
+                opened = Pass(self.observed(self.recompute, None), self.made())
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
@@ -168,7 +152,7 @@ class HandleFrame(Frame):
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
-            values = self._bring_back(frozenset(wanted))
+            values = self.observed(self.recompute, frozenset(wanted))
             if opened.made is not None:
                 opened.made.renew()
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
@@ -177,7 +161,7 @@ class HandleFrame(Frame):
                     opened.values[position] = values[position]
             value = opened.values[index]
             if value is MISSING and len(wanted) > 1:
-                value = self._bring_back((index,))[index]
+                value = self.observed(self.recompute, (index,))[index]
             opened.values[index] = MISSING
             taken.append(index)
             if value is MISSING:

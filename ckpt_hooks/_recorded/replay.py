@@ -178,22 +178,8 @@ class Replay:
         if self.made is not None:
             self.made.renew()
         self._fetch(work)
-        if not work.steps:
-            return
-        observer = self.frame.observer
-        if observer is None:
-            self._run(work.steps)
-            return
-        observer.recomputing(self.frame)
-        error: BaseException | None = None
-        try:
-            self._run(work.steps)
-        except BaseException as found:
-            error = found
-            raise
-        finally:
-            observer.recomputed(self.frame, error)
-            del error  # its traceback has this call, which would keep it alive in turn
+        if work.steps:
+            self.frame.observed(self._run, work.steps)
 
     def _run(self, steps: dict[int, Op | Value]) -> None:
         around: Around | None = None
