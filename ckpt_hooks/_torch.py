@@ -74,6 +74,9 @@ active_fake_mode: Callable[[], Any] = lambda: torch._C._get_dispatch_mode(  # no
     torch._C._TorchDispatchModeKey.FAKE
 )
 
+# What runs while a module is called: its frame of Python has the module. 2.11 to 2.15.
+MODULE_CALL: Any = torch.nn.Module._call_impl.__code__
+
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15.
 storage_address: Callable[[torch.Tensor], int] = _c._storage_address

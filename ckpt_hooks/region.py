@@ -8,11 +8,12 @@ import weakref
 from collections.abc import Callable
 from threading import get_ident
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
+from ._core.holdings import Holding
 from ._core.interrupts import ThreadMark, bring_back, mark_thread
 from ._core.misuse import check_alone, check_callable, checked_flag, described_as, name_of
 from ._core.stack import stack
@@ -22,26 +23,10 @@ from ._recorded.frame import RecordedFrame
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from .policies.base import Policy, policy_from
 
-__all__ = ["KeptTensor", "checkpoint_name", "checkpoint_region"]
+__all__ = ["checkpoint_name", "checkpoint_region"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-class KeptTensor(NamedTuple):
-    """A tensor that a region keeps.
-
-    Attributes:
-        description: What it is, as in ``"float32[4, 8]"``; with ``" on the host"`` where it was moved there.
-        reason: Why it is kept.
-        nbytes: Its size in bytes. Tensors in one storage share theirs.
-        storage: Stands for its storage; None where it has none of its own.
-    """
-
-    description: str
-    reason: str
-    nbytes: int
-    storage: int | None
 
 
 class _Entry(weakref.ref[Any]):
@@ -294,7 +279,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         # A model that holds a region is copied and saved without what its latest forward left.
         return {**self.__dict__, "_latest": None}
 
-    def kept(self) -> list[KeptTensor]:
+    def kept(self) -> list[Holding]:
         """Returns what the region keeps, as of the last time that it was entered, and regions around it with it, and why.
 
         Tensors from outside that autograd has saved come first, others in the order of the operators that made or read them,
@@ -303,11 +288,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         not among them.
         """
         frame = None if self._latest is None else self._latest()
-        return (
-            []
-            if frame is None
-            else [KeptTensor(held.description, held.reason, held.nbytes, held.storage) for held in frame.held()]
-        )
+        return [] if frame is None else frame.held()
 
 
 def _misplaced_error(value: Any) -> TypeError:

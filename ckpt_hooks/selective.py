@@ -30,7 +30,8 @@ def create_selective_checkpoint_contexts(
         policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, which is asked once for each operator
             in forward, when it has run; or a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`. As
             torch does, this asks a function about views and operators that write in place too (``checkpoint(policy=...)``
-            does not): one that counts its calls counts the same here as there. ``ctx.index`` is None for these.
+            does not): one that counts its calls counts the same here as there. ``ctx.index`` is None for these. It does not
+            ask about autocast's casts of leaves, which the rerun of a region around may find made.
         allow_cache_entry_mutation: Accepted as in torch, where it hands out outputs that were modified since. Here their
             operators run again in either case.
 

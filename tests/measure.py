@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks._core.frame import Observer
+from ckpt_hooks._core.events import Observer
 
 
 class CountOps(TorchDispatchMode):
@@ -65,20 +64,23 @@ class SavesItsResult(torch.autograd.Function):
 
 
 class Frames(Observer):
-    """Weak references to the frames of a block, and to the values that were handed out."""
+    """Weak references to the frames of a block, and the storages of what was brought back that are not freed."""
 
     def __init__(self):
         self.frames = []
-        self.values = []
+        self.storages = set()
 
-    def entered(self, frame):
-        self.frames.append(weakref.ref(frame))
+    def entered(self, region):
+        self.frames.append(region.frame)
 
-    def unpacked(self, frame, index, tensor):
-        self.values.append(weakref.ref(tensor))
+    def restored(self, region, position, tensor):
+        self.storages.add(tensor.storage)
+
+    def freed(self, storage):
+        self.storages.discard(storage)
 
     def alive(self):
         return [r() is not None for r in self.frames]
 
     def values_alive(self):
-        return sum(r() is not None for r in self.values)
+        return len(self.storages)

@@ -272,6 +272,16 @@ def a_backward_in_a_recompute_within_a_backward_with_buffers():
     backward(checkpoint(function, h) + h.cos())
 
 
+@provokes
+def a_backward_in_a_recompute_with_respect_to_what_has_gone():
+    def program(x):
+        h = x.sin()
+        loss = h.exp().sum()
+        return checkpoint(lambda h, loss: torch.autograd.grad(loss, h, retain_graph=True)[0] * h.cos(), h, loss)
+
+    backward(program(leaf(3)))
+
+
 # Tensors that are not what they were
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
-from ckpt_hooks._core.frame import Observer
+from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._recorded import replay
 from tests.measure import CountOps, leaf
@@ -137,11 +137,11 @@ def test_observers_are_told_of_replays(fails, monkeypatch):
     log = []
 
     class Log(Observer):
-        def recomputing(self, frame):
-            log.append(("begins", frame.path[0]))
+        def recomputing(self, region):
+            log.append(("begins", region.path[-1]))
 
-        def recomputed(self, frame, error):
-            log.append(("ends", frame.path[0], type(error)))
+        def recomputed(self, region, error):
+            log.append(("ends", region.path[-1], type(error)))
 
     x = leaf(4)
     with observe(Log()):

@@ -13,7 +13,7 @@ from torch.autograd import grad
 
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, is_recomputing
-from ckpt_hooks._core.frame import Observer
+from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.stack import stack
@@ -87,23 +87,23 @@ def test_events_in_order():
         def __init__(self):
             self.events = []
 
-        def entered(self, frame):
+        def entered(self, region):
             self.events.append("entered")
 
-        def packed(self, frame, index, tensor):
-            self.events.append(f"packed {index}")
+        def saved(self, region, saved, tensor):
+            self.events.append(f"{saved.fate.value} {saved.position}")
 
-        def exited(self, frame, error):
+        def exited(self, region, error):
             self.events.append(f"exited {error!r}")
 
-        def recomputing(self, frame):
+        def recomputing(self, region):
             self.events.append("recomputing")
 
-        def recomputed(self, frame, error):
+        def recomputed(self, region, error):
             self.events.append(f"recomputed {error!r}")
 
-        def unpacked(self, frame, index, tensor):
-            self.events.append(f"unpacked {index}")
+        def restored(self, region, position, tensor):
+            self.events.append(f"restored {position}")
 
     x, w, inner, outer = leaf(3), leaf(3), Log(), Log()
     with observe(outer):
@@ -113,8 +113,8 @@ def test_events_in_order():
         with pytest.raises(KeyError):
             checkpoint(lambda x: {}[0], x)
     y.sum().backward()
-    forward = ["entered", "packed 0", "packed 1", "packed 3", "exited None"]
-    backward = ["recomputing", "recomputed None", "unpacked 3", "unpacked 1", "unpacked 0"]
+    forward = ["entered", "dropped 0", "dropped 1", "leaf 2", "dropped 3", "exited None"]
+    backward = ["recomputing", "recomputed None", "restored 3", "restored 1", "restored 0"]
     assert inner.events == forward + backward
     others = ["entered", "exited None", "entered", "exited KeyError(0)"]
     assert outer.events == forward + others + backward
@@ -122,7 +122,7 @@ def test_events_in_order():
 
 def test_an_observer_that_raises_leaves_no_hooks_behind():
     class Broken(Observer):
-        def entered(self, frame):
+        def entered(self, region):
             raise KeyError
 
     x = leaf(3)
@@ -134,7 +134,7 @@ def test_an_observer_that_raises_leaves_no_hooks_behind():
 
 def test_observers_see_a_failed_recompute():
     class Log(Observer):
-        def recomputed(self, frame, error):
+        def recomputed(self, region, error):
             self.error = repr(error)
 
     calls = Calls(lambda x: x.sin().exp() if calls.count == 1 else {}[0])

@@ -86,7 +86,7 @@ def test_rule_11_one_recompute_for_two_threads_of_one_backward():
             assert both_here.wait(10)
             return [torch.zeros(()), torch.ones(())]
 
-    frame = Slow("slow", None, None)
+    frame = Slow("slow", None, ())
     handles = [(frame, FIRST), (frame, FIRST + 1)]
     group = GraphExecGroup()
     group_scope(group)

@@ -10,27 +10,24 @@ from __future__ import annotations
 import abc
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
+from .events import Observer
 from .holdings import Holding, size_of
 from .mutation import mutated
 from .paths import RegionPath, format_path, region_in_words
-from .saved import Fate, Saved
+from .saved import Fate, Kept, Saved
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
+from .watch import Watch
 
-__all__ = ["Frame", "Kept", "Mark", "Observer", "describe_packed", "mutated_leaf", "overlap_error"]
+__all__ = ["Frame", "Mark", "describe_packed", "is_in_recompute", "mutated_leaf", "overlap_error"]
 
 R = TypeVar("R")
-
-# Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
-# region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
-# any case; or a tensor that nothing can be compared of, a nested one without a shape.
-Kept = list[Any]
 
 # Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, and the region.
 Mark = tuple[int, int, RegionPath]
@@ -55,41 +52,16 @@ def overlap_error(path: RegionPath, index: int) -> OverlapError:
 _NO_ENDINGS: tuple[Ending, ...] = ()
 
 
-class Observer:
-    """Who watches frames (:mod:`.observers`); each method does nothing unless overridden.
-
-    Calls come from whatever thread does the thing, with the frame's lock held during a recompute. An observer that keeps a
-    frame or a tensor keeps it alive.
-    """
-
-    def entered(self, frame: Frame) -> None:
-        """Forward of a region begins."""
-
-    def packed(self, frame: Frame, index: int, tensor: torch.Tensor) -> None:
-        """A tensor was dropped for a handle."""
-
-    def exited(self, frame: Frame, error: BaseException | None) -> None:
-        """Forward of a region ended, by an exception or not."""
-
-    def recomputing(self, frame: Frame) -> None:
-        """A recompute begins."""
-
-    def recomputed(self, frame: Frame, error: BaseException | None) -> None:
-        """A recompute ended, by an exception or not."""
-
-    def unpacked(self, frame: Frame, index: int, tensor: torch.Tensor) -> None:
-        """A tensor that was brought back is handed to autograd."""
-
-
 class Frame(abc.ABC):
     """One checkpointed region, of either kind: owns what was packed in it and knows how to bring it back.
 
     Attributes:
         passes: Values brought back, by the key of the scope that they were brought back for.
+        kind: ``"function"`` or ``"recorded"``.
         path: The region's name and those around it.
         complete: Whether forward has ended. Backward inside forward meets frames that are not.
         recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
-        observer: Who watches this frame, or None.
+        watch: Tells observers what the frame does; None if there are none.
         current: What was current on accelerators in forward; None where none is in use.
         release: Has the pack hook let go of the frame; set as long as forward runs.
         thread: The thread that runs the outermost region around it.
@@ -101,18 +73,29 @@ class Frame(abc.ABC):
         "_lock",
         "complete",
         "current",
-        "observer",
         "parent",
         "passes",
         "path",
         "recomputing",
         "release",
         "thread",
+        "watch",
     )
 
+    kind: ClassVar[str]
     release: Callable[[], None]
 
-    def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
+    def __init__(
+        self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
+    ) -> None:
+        """Makes a frame.
+
+        Args:
+            name: The region's name.
+            parent: The frame around.
+            observers: Who watches, the outermost first.
+            module: What the region runs, if that is a module.
+        """
         self.passes = NO_PASSES
         self._endings = _NO_ENDINGS
         self.parent = parent
@@ -124,11 +107,14 @@ class Frame(abc.ABC):
             self.path = (name, parent.path)
         self.complete = False
         self.recomputing = False
-        self.observer = observer
+        self.watch: Watch | None = None
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.
         self._lock = threading.RLock()
         self.current: Any = None
+        if observers:
+            outer = None if parent is None else parent.watch
+            self.watch = Watch(self, self.path, outer, observers, module, in_recompute=is_in_recompute(parent))
 
     @abc.abstractmethod
     def saved(self) -> list[Saved]:
@@ -155,11 +141,11 @@ class Frame(abc.ABC):
         """
 
     def observed(self, recompute: Callable[..., R], *args: Any) -> R:
-        """Calls what recomputes, and tells the observer."""
-        observer = self.observer
-        if observer is None:
+        """Calls what recomputes, and tells observers."""
+        watch = self.watch
+        if watch is None:
             return recompute(*args)
-        observer.recomputing(self)
+        watch.recomputing()
         error: BaseException | None = None
         try:
             return recompute(*args)
@@ -167,7 +153,7 @@ class Frame(abc.ABC):
             error = found
             raise
         finally:
-            observer.recomputed(self, error)
+            watch.recomputed(error)
             del error  # its traceback has this call, which would keep it alive in turn
 
     def keep_pass(self, opened: Any, scope: Scope) -> None:
@@ -178,6 +164,13 @@ class Frame(abc.ABC):
         else:  # of backwards that overlap
             self.passes[scope.key] = opened
             self._endings = (*(ending for ending in self._endings if ending()), drop_at_end(scope, self.passes))
+
+
+def is_in_recompute(frame: Frame | None) -> bool:
+    """Whether a frame, or one around it, is being recomputed."""
+    while frame is not None and not frame.recomputing:
+        frame = frame.parent
+    return frame is not None
 
 
 def describe_packed(packed: Any) -> Saved | None:
@@ -194,5 +187,5 @@ def describe_packed(packed: Any) -> Saved | None:
         fate = Fate.LEAF if tensor.is_leaf and tensor.requires_grad else Fate.EXTERNAL
         shape = None if tensor.is_nested else tensor.shape
         return Saved(format_path(path), -1, fate, shape, tensor.dtype, size_of(tensor))
-    frame = packed[0] if type(packed) is tuple and len(packed) == 2 else getattr(packed, "frame", None)
+    frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
     return frame.describe(packed) if isinstance(frame, Frame) else None

@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._torch import is_kept_anyway, storage_of
+from ckpt_hooks._torch import is_kept_anyway
 
+from .numbers import storage_number
 from .parts import parts_of
 from .words import describe_kind, kind_of
 
@@ -21,20 +22,22 @@ class Holding(NamedTuple):
     Attributes:
         description: What it is, as in ``"float32[4, 8]"``; with ``" on the host"`` where it was moved there.
         reason: What for.
+        nbytes: Its size in bytes. Tensors in one storage share theirs.
+        storage: The number of its storage; None where it has none of its own.
+        storage_nbytes: The size of its storage in bytes; 0 where it has none of its own.
         shape: Its sizes; None for a nested tensor, which has none.
         dtype: Its dtype.
         device: Where it is; None where the user's saved-tensor hooks have it.
-        nbytes: Its size in bytes. Tensors in one storage share theirs.
-        storage: Stands for its storage; None where it has none of its own.
     """
 
     description: str
     reason: str
+    nbytes: int
+    storage: int | None
+    storage_nbytes: int
     shape: torch.Size | None
     dtype: torch.dtype
     device: torch.device | None
-    nbytes: int
-    storage: int | None
 
 
 def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
@@ -55,7 +58,9 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
             seen.add(id(value))
             if value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
                 dtype, shape = kind_of(value)
-                yield Holding(describe_kind(value), reason, shape, dtype, value.device, size_of(value), storage_of(value))
+                storage = storage_number(value)
+                size = 0 if storage is None else value.untyped_storage().nbytes()
+                yield Holding(describe_kind(value), reason, size_of(value), storage, size, shape, dtype, value.device)
         elif isinstance(value, dict):
             seen.add(id(value))
             todo += [*value.keys(), *value.values()]

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Fate", "Saved", "nbytes_of"]
+__all__ = ["Fate", "Kept", "Saved", "TrackedKept", "nbytes_of"]
+
+# Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
+# region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
+# any case; or a tensor that nothing can be compared of, a nested one without a shape.
+Kept = list[Any]
+
+
+class TrackedKept(list[Any]):
+    """The same, where a weak reference follows it."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Fate(enum.Enum):

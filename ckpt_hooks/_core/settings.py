@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from .frame import Observer
+from .events import Observer
 
 __all__ = ["DEFAULTS", "Settings", "current_settings", "override"]
 
@@ -24,12 +24,12 @@ class Settings:
     Attributes:
         early_stop: Whether recomputes stop early.
         debug: Whether operators are logged.
-        observer: Who watches.
+        observers: Who watches, the outermost first.
     """
 
     early_stop: bool | None = None
     debug: bool | None = None
-    observer: Observer | None = None
+    observers: tuple[Observer, ...] = ()
 
 
 #: The settings outside of any block.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 
-from .frame import Frame
+from .frame import Frame, is_in_recompute
 
 __all__ = ["is_recomputing", "stack"]
 
@@ -45,7 +45,4 @@ def is_recomputing() -> bool:
         >>> checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
         forward
     """
-    frame = stack.innermost
-    while frame is not None and not frame.recomputing:
-        frame = frame.parent
-    return frame is not None
+    return is_in_recompute(stack.innermost)

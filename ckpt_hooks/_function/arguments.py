@@ -31,7 +31,7 @@ from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
 
 from .argument_places import Captured, flag_error, modified_error, path_at, path_to
 from .origins import Origins, has_history
-from .packing import unpack, unpack_observed
+from .packing import unpack, unpack_watched
 
 __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
 
@@ -183,7 +183,7 @@ class Arguments:
             self._saved, self._tensors = save_all(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
-            self._foreign = hooks[1] not in (unpack, unpack_observed)
+            self._foreign = hooks[1] not in (unpack, unpack_watched)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)

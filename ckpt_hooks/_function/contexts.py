@@ -12,7 +12,10 @@ from typing import Any, Protocol
 
 import torch
 
+from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import PassOn
+from ckpt_hooks._core.saved import Fate
+from ckpt_hooks._operators.watched import OperatorWatch, wants_operators
 from ckpt_hooks._torch import active_fake_mode
 from ckpt_hooks.errors import DeterminismError
 
@@ -26,6 +29,7 @@ __all__ = [
     "reusable",
     "selection_of",
     "suppressed_error",
+    "telling_operators",
     "under_modes",
     "without_selection",
 ]
@@ -102,6 +106,17 @@ def under_modes(contexts: ContextPair | None) -> ContextPair | None:
     return contexts if fake is None else both((nullcontext(), fake), contexts)
 
 
+def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
+    """Returns the contexts of a region whose observers want to hear of operators.
+
+    Args:
+        contexts: Those of the region, if it has any.
+        parent: The frame around. If its observers hear of operators, the mode around it tells of those in this region too.
+    """
+    telling = nullcontext() if wants_operators(parent) else OperatorWatch(), OperatorWatch()
+    return telling if contexts is None else both(telling, contexts)
+
+
 class _Both(AbstractContextManager[None]):
     """Two context managers, one in the other.
 
@@ -164,6 +179,12 @@ class Selects(Protocol):
 
     def settle(self) -> None:
         """A recompute has ended."""
+
+    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
+        """Forward has saved a tensor, which may be an output that is kept."""
+
+    def fate_at(self, index: int) -> Fate:
+        """Returns what has become of that tensor."""
 
     def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Reruns the region, once more if need be."""

@@ -118,7 +118,7 @@ def node_of(frame: HandleFrame, index: int) -> Any:
     """
     for node in _nodes():
         for packed in _packed_by(node):
-            if type(packed) is tuple and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
+            if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
                 return node
     return None
 

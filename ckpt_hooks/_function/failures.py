@@ -31,6 +31,15 @@ _WAYS_OUT = (
 _SYMPTOMS = frozenset({RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError})
 
 
+#: Why a backward cannot run in a recompute, by words of what torch raises then.
+_REFUSED = {
+    "input_grad_buffers": "which a custom backward has set off after it had read ctx.input_grad_buffers. Torch allows no "
+    "backward until that one returns. Read ctx.saved_tensors first",
+    "appears to not have been used in the graph": "with respect to a tensor from outside of the region that has gone since "
+    "forward: the recompute has another one on the same memory, without its history. Keep the tensor until backward",
+}
+
+
 class ExplainingFrame(HandleFrame):
     """A frame that brings tensors back by reruns, as far as it notes what explains a failure of one.
 
@@ -83,8 +92,10 @@ class ExplainingFrame(HandleFrame):
         kind = type(error)
         if kind not in _SYMPTOMS or not self.complete:
             return
-        if kind is RuntimeError and "input_grad_buffers" in str(error):
-            self._refuse_backward(error)
+        if kind is RuntimeError:
+            for words, reason in _REFUSED.items():
+                if words in str(error):
+                    self._refuse(error, reason)
         changes = [] if self._objects is None else self._objects.changes()
         if not (selective and kind is RuntimeError) and not any(change.matters() for change in changes):
             return
@@ -103,8 +114,8 @@ class ExplainingFrame(HandleFrame):
         finally:
             del found, error  # whose tracebacks have this call, which would keep them alive in turn
 
-    def _refuse_backward(self, error: Exception) -> NoReturn:
-        """Raises the error for a recompute with a backward in it, where torch allows none.
+    def _refuse(self, error: Exception, reason: str) -> NoReturn:
+        """Raises the error for a recompute with a backward in it that cannot run.
 
         Raises:
             CheckpointError: In any case.
@@ -112,9 +123,8 @@ class ExplainingFrame(HandleFrame):
         region = self._region()
         try:
             raise CheckpointError(
-                f"region {'/'.join(region)!r}: its function runs backward, and so does its recompute, which a custom backward "
-                "has set off after it had read ctx.input_grad_buffers. Torch allows no backward until that one returns. Read "
-                "ctx.saved_tensors first, or write `with checkpoint_region():`, which runs Python once.",
+                f"region {'/'.join(region)!r}: its function runs backward, and so does its recompute, {reason}, or write "
+                "`with checkpoint_region():`, which runs Python once.",
                 region=region,
             ) from error
         finally:

@@ -24,9 +24,11 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._operators.watched import wants_operators
 from ckpt_hooks._torch import (
     num_dispatch_modes,
     top_saved_tensors_hooks,
@@ -34,7 +36,7 @@ from ckpt_hooks._torch import (
 
 from .arguments import Arguments
 from .boundaries import NO_MARKS
-from .contexts import ContextPair, selection_of, suppressed_error, under_modes
+from .contexts import ContextPair, selection_of, suppressed_error, telling_operators, under_modes
 from .explain import uninitialized
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
@@ -98,7 +100,8 @@ class FunctionFrame(RerunFrame):
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent = stack.innermost
-        HandleFrame.__init__(self, name, parent, settings.observer)
+        owner = getattr(function, "__self__", function) if settings.observers else None
+        HandleFrame.__init__(self, name, parent, settings.observers, owner if isinstance(owner, torch.nn.Module) else None)
         self._function = function
         self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
         self._marks, self._collector, self._objects = NO_MARKS, None, None
@@ -158,23 +161,34 @@ class FunctionFrame(RerunFrame):
                 resume_modes(paused)
         if paused is not None:
             self._contexts = under_modes(self._contexts)
+        if self.watch is not None and wants_operators(self):
+            self._contexts = telling_operators(self._contexts, self.parent)
         self._plain = (
             (plan is not None or self._state is None)
             and self._finish is None
             and self._draws is None
             and self._contexts is None
-            and self.observer is None
+            and self.watch is None
         )
         if not self._plain:
             try:
-                if self.observer is not None:
-                    self.observer.entered(self)
+                if self.watch is not None:
+                    self.watch.entered()
                 if self._contexts is not None:
                     self._contexts[0].__enter__()
             except BaseException as error:
                 self._close(error)
                 raise
         return self
+
+    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
+        """Notes which output that the policy keeps a saved tensor is; see :meth:`HandleFrame.note_saved`."""
+        if self._selection is not None:
+            self._selection.note_saved(index, tensor)
+
+    def fate_at(self, index: int) -> Fate:
+        """Returns what has become of a saved tensor: whether the policy keeps it is known where observers watch."""
+        return Fate.DROPPED if self._selection is None else self._selection.fate_at(index)
 
     def held(self) -> list[Holding]:
         """Returns the tensors that this frame keeps alive; see :meth:`Frame.held`."""
@@ -211,6 +225,8 @@ class FunctionFrame(RerunFrame):
             self.complete = True
             if self._selection is not None:
                 self._selection.close(parent, early_stop=self._options.early_stop)
+            if self.watch is not None:
+                self.watch.settle(self)
         elif suppressed:
             raise suppressed_error(error) from error
 
@@ -225,7 +241,7 @@ class FunctionFrame(RerunFrame):
                 self._state.close(failed=error is not None)
             if self._finish is not None:
                 self._finish()
-            if self.observer is not None:
-                self.observer.exited(self, error)
+            if self.watch is not None:
+                self.watch.exited(error)
         finally:
             resume_modes(paused)

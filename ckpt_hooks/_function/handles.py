@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Made
-from ckpt_hooks._core.frame import Frame, Observer, overlap_error
+from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.patience import patient
@@ -69,10 +70,13 @@ class HandleFrame(Frame):
 
     __slots__ = ("facts", "fingerprints", "numbers", "without_grad")
 
+    kind = "function"
     passes: dict[int, Pass]
 
-    def __init__(self, name: str, parent: Frame | None, observer: Observer | None) -> None:
-        Frame.__init__(self, name, parent, observer)
+    def __init__(
+        self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
+    ) -> None:
+        Frame.__init__(self, name, parent, observers, module)
         self.numbers: list[int] = []
         self.facts: list[Any] = []
         self.fingerprints: Sequence[Any] = ()
@@ -89,9 +93,16 @@ class HandleFrame(Frame):
     def _describe(self, index: int) -> Saved:
         noted = self.facts[index]
         if not isinstance(noted, tuple):  # of tensors whose metadata is not compared
-            return Saved(format_path(self.path), index, Fate.DROPPED, None, None, None)
+            return Saved(format_path(self.path), index, self.fate_at(index), None, None, None)
         shape, dtype = noted[:2]
-        return Saved(format_path(self.path), index, Fate.DROPPED, shape, dtype, nbytes_of(shape, dtype))
+        return Saved(format_path(self.path), index, self.fate_at(index), shape, dtype, nbytes_of(shape, dtype))
+
+    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
+        """Is told of a tensor that was dropped for a handle, where observers watch."""
+
+    def fate_at(self, index: int) -> Fate:
+        """Returns what has become of a tensor that was dropped for a handle."""
+        return Fate.DROPPED
 
     def alive(self) -> list[bool]:
         """Returns of each tensor packed whether its handle is alive."""

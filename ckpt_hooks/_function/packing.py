@@ -12,22 +12,24 @@ on to the one that was to be freed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import Kept, Observer, mutated_leaf
+from ckpt_hooks._core.frame import mutated_leaf
 from ckpt_hooks._core.hooks import UNPACKS
+from ckpt_hooks._core.saved import Kept
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._tensors.fingerprints import Fingerprints
 from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks
 
 from .handles import FIRST, Handle, HandleFrame
 
-__all__ = ["open_frame", "unpack", "unpack_observed"]
+__all__ = ["open_frame", "unpack", "unpack_watched"]
 
 
 def unpack(packed: Any) -> torch.Tensor:
@@ -62,31 +64,54 @@ def unpack(packed: Any) -> torch.Tensor:
     return value
 
 
-def unpack_observed(packed: Any) -> torch.Tensor:
-    """Does what :func:`unpack` does, and tells the frame's observer."""
+def unpack_watched(packed: Any) -> torch.Tensor:
+    """Does what :func:`unpack` does, and tells observers."""
+    if not isinstance(packed, WatchedHandle):
+        return unpack([*packed])
     tensor = unpack(packed)
-    if type(packed) is tuple:
-        frame: HandleFrame
-        frame, number = packed
-        assert frame.observer is not None
-        frame.observer.unpacked(frame, number - FIRST, tensor)
+    packed.watch.restored(packed[1] - FIRST, tensor)
     return tensor
 
 
-UNPACKS += [unpack, unpack_observed]
+UNPACKS += [unpack, unpack_watched]
 
 
-def _pack_observed(
-    observer: Observer, pack: Callable[[torch.Tensor], Handle | Kept]
+class WatchedHandle(tuple[HandleFrame, int]):
+    """A handle that tells when autograd lets go of it."""
+
+    @property
+    def watch(self) -> Watch:
+        """What tells observers of its frame."""
+        watch = self[0].watch
+        assert watch is not None
+        return watch
+
+    def __del__(self) -> None:
+        self.watch.let_go(self[1] - FIRST)
+
+
+def _pack_watched(
+    watch: Watch, pack: Callable[[torch.Tensor], Handle | Kept], positions: Sequence[int]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
-    def pack_observed(tensor: torch.Tensor) -> Handle | Kept:
-        packed = pack(tensor)
-        if type(packed) is tuple:
-            frame, number = packed
-            observer.packed(frame, number - FIRST, tensor)
-        return packed
+    """Returns a pack hook that tells observers.
 
-    return pack_observed
+    Args:
+        watch: What tells them.
+        pack: The pack hook.
+        positions: One a tensor that was packed.
+    """
+
+    def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
+        packed = pack(tensor)
+        position = len(positions) - 1
+        if isinstance(packed, tuple):
+            frame = packed[0]
+            frame.note_saved(position, tensor)
+            watch.saved(position, frame.fate_at(position), tensor)
+            return WatchedHandle(packed)
+        return watch.kept(position, packed, tensor)
+
+    return pack_watched
 
 
 def _pack_fingerprinted(
@@ -147,7 +172,7 @@ def open_frame(
         return frame, number
 
     finish = None
-    if fingerprint is None and frame.observer is None:
+    if fingerprint is None and frame.watch is None:
         push_saved_tensors_hooks(pack, unpack)
     else:
         finish = _open_watched(frame, pack, fingerprint, left_out)
@@ -173,8 +198,8 @@ def _open_watched(
         frame.fingerprints = fingerprints.taken
         pack = _pack_fingerprinted(pack, fingerprints)
         finish = fingerprints.close
-    if frame.observer is None:
+    if frame.watch is None:
         push_saved_tensors_hooks(pack, unpack)
     else:
-        push_saved_tensors_hooks(_pack_observed(frame.observer, pack), unpack_observed)
+        push_saved_tensors_hooks(_pack_watched(frame.watch, pack, frame.numbers), unpack_watched)
     return finish

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import Kept as KeptLeaf
 from ckpt_hooks._core.frame import mutated_leaf
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.modes import is_without_values, users_modes
+from ckpt_hooks._core.saved import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._operators.watched import watch_forward
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._tensors.held import Hooks
 from ckpt_hooks._torch import (
@@ -31,7 +32,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
 from .recorder import Recorder
-from .replayed import External, Pin, ReplayedFrame
+from .replayed import Pin, ReplayedFrame, fate_of
 from .tape import Tape
 from .values import Value
 
@@ -51,6 +52,7 @@ class RecordedFrame(ReplayedFrame):
     __slots__ = (
         "_decisions",
         "_draws_anew",
+        "_operator_watch",
         "_recorder",
         "_respect_hooks",
         "compared",
@@ -81,7 +83,7 @@ class RecordedFrame(ReplayedFrame):
         parent = stack.innermost
         # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
-        ReplayedFrame.__init__(self, name, parent, current_settings().observer, outer)
+        ReplayedFrame.__init__(self, name, parent, current_settings().observers, outer)
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
         self._decisions = None if policy is None else Decisions(policy)
@@ -93,6 +95,7 @@ class RecordedFrame(ReplayedFrame):
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
+        self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks = top_saved_tensors_hooks(False)
         if hooks is not None:
             if not are_of_frame(hooks):
@@ -120,12 +123,14 @@ class RecordedFrame(ReplayedFrame):
         except BaseException:
             if self._recorder is not None:
                 self._recorder.__exit__()
+            if self._operator_watch is not None:
+                self._operator_watch.__exit__()
             raise
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
         self.release = release
         stack.innermost = self
-        if self.observer is not None:
-            self.observer.entered(self)
+        if self.watch is not None:
+            self.watch.entered()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
@@ -138,27 +143,37 @@ class RecordedFrame(ReplayedFrame):
         self.complete = True
         if self._recorder is not None:
             self._recorder.__exit__()
+        if self._operator_watch is not None:
+            self._operator_watch.__exit__()
+            self._operator_watch = None
+        if self._recorder is not None:
             self._recorder = tape.decisions = None
             if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
                 parent.note_inside(len(tape.held), self.path)
             tape.close()  # which calls hooks of the user's, who may raise
         elif outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
-        if self.observer is not None:
-            self.observer.exited(self, error)
+        if self.watch is not None:
+            self.watch.exited(error)
+            tape.watched = (*tape.watched, weakref.ref(self))
+        if outer is None and error is None:
+            for reference in tape.watched:
+                frame = reference()
+                if frame is not None and frame.watch is not None:
+                    frame.watch.settle(frame)
         if self._decisions is not None and error is None:
             self._decisions.finish()
 
-    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Pin | KeptLeaf], Callable[[], None]]:
+    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Pin | Kept], Callable[[], None]]:
         """Returns the pack hook, and what has it let go of this frame: autograd keeps it with each leaf that is kept."""
         get, pins = tape.tables.known.get, self.pins
         append = pins.append
-        pack_other, observer = self._pack_other, self.observer
+        pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
         new, reference_to, frame = Pin, weakref.ref, self
 
-        def pack(tensor: torch.Tensor) -> Pin | KeptLeaf:
+        def pack(tensor: torch.Tensor) -> Pin | Kept:
             value = get(id(tensor))
-            if value is None or storage_address(tensor) != value.store.address or observer is not None:
+            if value is None or storage_address(tensor) != value.store.address or watch is not None:
                 return pack_other(tensor, value)
             pin = new()
             pin.frame = frame
@@ -191,11 +206,9 @@ class RecordedFrame(ReplayedFrame):
         if not tensor.is_nested:
             pin.shape = tensor.shape
         self.bytes += pin.nbytes
-        if self.observer is not None:
-            self.observer.packed(self, pin.index, tensor)
         return pin
 
-    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Pin | KeptLeaf:
+    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Pin | Kept:
         """Packs a tensor that the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
@@ -207,12 +220,23 @@ class RecordedFrame(ReplayedFrame):
                 value = tape.input_of(tensor, store)  # what it is when it has been written to
             elif store.outside and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
-                external = External((kept, tensor._version, self.path))
+                external = TrackedKept((kept, tensor._version, self.path))
                 self.externals.append(weakref.ref(external))
                 return external
             else:
                 value = tape.value_of(tensor, None)
         return self._pin_of(tensor, value)
+
+    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Pin | Kept:
+        """Packs a tensor, and tells observers."""
+        watch, packed = self.watch, self._pack_other(tensor, value)
+        assert watch is not None
+        if not isinstance(packed, Pin):
+            return watch.kept(None, packed, tensor)
+        op = packed.value.op
+        watch.saved(packed.index, fate_of(packed.value), tensor, None if op is None else str(op.facts.operator))
+        watch.follow(packed, packed.index)
+        return packed
 
     def name_tensor(self, tensor: torch.Tensor, name: str) -> None:
         """Keeps a tensor of this frame if the policy says so of its name."""
@@ -252,8 +276,8 @@ def unpack(packed: Any) -> torch.Tensor:
                     replay.made.hand_out(tensor)
             else:
                 tensor = frame.bring_back(pin)
-    if frame.observer is not None:
-        frame.observer.unpacked(frame, pin.index, tensor)
+    if frame.watch is not None:
+        frame.watch.restored(pin.index, tensor)
     return tensor
 
 

@@ -187,7 +187,7 @@ class Replay:
         self._ran.update(steps)
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
-        with Below(self.frame.current) as below:
+        with Below(self.frame) as below:
             while todo:
                 op = todo.pop()
                 if type(op) is Value:

@@ -9,19 +9,20 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import Frame, Observer, overlap_error
+from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import Fate, Saved
+from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import graph_task_scope
-from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Lost
+from ckpt_hooks._tensors.held import HeldOnHost, Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
 from .replay import Replay, Replayable, bring_back
 from .values import Value, values_below
 
-__all__ = ["External", "Pin", "ReplayedFrame"]
+__all__ = ["Pin", "ReplayedFrame", "fate_of"]
 
 _number = operator.attrgetter("number")
 
@@ -48,12 +49,6 @@ class Pin:
     shape: torch.Size
 
 
-class External(list[Any]):
-    """Stands in autograd's graph for a saved tensor from outside: the tensor, its version, and the path of the region."""
-
-    __slots__ = ("__weakref__",)
-
-
 class ReplayedFrame(Replayable):
     """A recorded frame as far as its tape is replayed.
 
@@ -64,15 +59,16 @@ class ReplayedFrame(Replayable):
 
     __slots__ = ("_children", "externals", "pins")
 
+    kind = "recorded"
     outer: ReplayedFrame | None
 
     passes: dict[int, Any]  # replays, by the key of the scope
 
-    def __init__(self, name: str, parent: Frame | None, observer: Observer | None, outer: ReplayedFrame | None) -> None:
-        Frame.__init__(self, name, parent, observer)
+    def __init__(self, name: str, parent: Frame | None, observers: tuple[Observer, ...], outer: ReplayedFrame | None) -> None:
+        Frame.__init__(self, name, parent, observers)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
-        self.externals: list[weakref.ref[External]] = []
+        self.externals: list[weakref.ref[TrackedKept]] = []
         self.outer = outer
         self.pins: list[weakref.ref[Pin]] = []
         self.start = 0
@@ -105,9 +101,8 @@ class ReplayedFrame(Replayable):
         """Returns what a handle stands for; see :meth:`Frame.describe`."""
         value = packed.value
         made_by = None if value.op is None else str(value.op.facts.operator)
-        fate = Fate.DROPPED if value.saved is None else _fate_of(value.saved)
         shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
-        return Saved(format_path(self.path), packed.index, fate, shape, dtype, packed.nbytes, made_by)
+        return Saved(format_path(self.path), packed.index, fate_of(value), shape, dtype, packed.nbytes, made_by)
 
     def _living_children(self) -> list[ReplayedFrame]:
         return [child for reference in self._children if (child := reference()) is not None]
@@ -174,7 +169,11 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
     return replay.take(value)
 
 
-def _fate_of(kept: HeldTensor) -> Fate:
+def fate_of(value: Value) -> Fate:
+    """Returns what becomes of a saved tensor that a handle stands for."""
+    kept = value.saved
+    if kept is None:
+        return Fate.DROPPED
     if isinstance(kept, Lost):
         return Fate.LOST
     if isinstance(kept, HeldOnHost):

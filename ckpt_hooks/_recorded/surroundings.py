@@ -9,7 +9,9 @@ import torch
 
 from ckpt_hooks._ambient import autocast, flags
 from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._operators.watched import watch_replay
 from ckpt_hooks._torch import (
     BelowAutograd,
     PastFunctionModes,
@@ -67,23 +69,26 @@ class Below:
         "_before",
         "_casts",
         "_current",
+        "_frame",
         "_grad",
         "_guard",
         "_home",
         "_modes",
+        "_operator_watch",
         "_paused",
         "_tensors",
         "_transforms",
         "_undo",
     )
 
-    def __init__(self, home: Current | None = None) -> None:
+    def __init__(self, frame: Frame) -> None:
         """Prepares to replay.
 
         Args:
-            home: Devices and streams that are current, and will be again in the end.
+            frame: The frame that is replayed.
         """
-        self._home = self._current = home
+        self._frame = frame
+        self._home = self._current = frame.current
         self._tensors: Mapping[int, torch.Tensor] = {}
 
     def __enter__(self) -> Below:
@@ -98,6 +103,7 @@ class Below:
         self._undo: Any = None
         self._guard = BelowAutograd()
         self._guard.__enter__()
+        self._operator_watch = None if self._frame.watch is None else watch_replay(self._frame)
         return self
 
     def under(self, around: Around, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -122,6 +128,8 @@ class Below:
         self._current = current or self._current
 
     def __exit__(self, *exc_info: object) -> None:
+        if self._operator_watch is not None:
+            self._operator_watch.__exit__()
         self._move(self._home)
         self._guard.__exit__(None, None, None)
         if self._undo is not None:

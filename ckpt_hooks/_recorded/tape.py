@@ -54,6 +54,7 @@ class Tape:
         tables: What is known of tensors.
         task: The backward in which the outermost region runs; -1 for none.
         thread: The thread that runs it.
+        watched: The frames that observers watch, when they have ended.
         users_modes: Names of the dispatch modes of the user's that are active around it.
     """
 
@@ -81,6 +82,7 @@ class Tape:
         self.decisions: Decisions | None = None
         self.draws_anew = False
         self.users_modes: Sequence[str] = ()
+        self.watched: Sequence[weakref.ref[Any]] = ()
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
         """Puts an output of an operator that has a number on the tape; returns its value, if there is one.

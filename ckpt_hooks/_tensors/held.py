@@ -44,7 +44,7 @@ class HeldTensor:
         path: The region that it is held for.
         is_fickle: Whether it is likely to be written to after the region, as what the region wrote to itself.
         by_policy: Whether a policy said so.
-        is_packed: Whether saved-tensor hooks have it, which may have to do a lot to bring it back.
+        is_packed: Whether it takes work to bring it back, so that a replay does that once for all who ask.
         steps: How many steps of fused optimizers there were when it was sealed; unset before.
     """
 
@@ -182,6 +182,7 @@ class HeldByHooks(HeldTensor):
 class HeldOnHost(HeldTensor):
     """A tensor that is on the host."""
 
+    is_packed = True
     __slots__ = ("_kind", "_sent", "_witness")
 
     @unseen
@@ -260,7 +261,7 @@ def _holding(
     description: str, reason: str, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None
 ) -> Holding:
     dtype, shape = kind
-    return Holding(description, reason, shape, dtype, device, 0 if shape is None else nbytes_of(shape, dtype), None)
+    return Holding(description, reason, 0 if shape is None else nbytes_of(shape, dtype), None, 0, shape, dtype, device)
 
 
 def recomputes(unpack: Callable[[Any], Any]) -> bool:

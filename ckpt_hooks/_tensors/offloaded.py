@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
 
 from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers
@@ -38,7 +39,7 @@ class Offloaded:
         takers: Those who take it, each once in a backward, if there are several: for them it comes back once.
     """
 
-    __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "batch", "takers")
+    __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
 
     def __init__(
         self,
@@ -65,7 +66,11 @@ class Offloaded:
         # The graph task that has taken it last.
         self._task = -1
         self._sent: Sent | None = None
+        frame = stack.innermost
+        self._watch = None if frame is None else frame.watch
         self._sent = transfers.send(tensor, stream, max_stash_size)
+        if self._watch is not None:
+            self._watch.moved(tensor.nbytes, to_host=True)
 
     def __del__(self) -> None:
         if self._sent is not None:
@@ -79,6 +84,8 @@ class Offloaded:
     def _fetch(self) -> Arrival:
         assert self._sent is not None
         arrival = self._transfers.fetch(self._sent)
+        if self._watch is not None:
+            self._watch.moved(arrival.tensor.nbytes, to_host=False)
         set_versions((arrival.tensor,), (self._version,))
         return arrival
 

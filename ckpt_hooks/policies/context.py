@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks._core.parts import inner_tensors
-from ckpt_hooks._core.words import is_of_library
+from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._tensors.walk import tensors_in
 from ckpt_hooks._torch import storage_of
 
@@ -65,10 +64,7 @@ class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointConte
             frame, asks = sys._getframe(1), f"{__package__}.decisions"
             while frame is not None and not (frame.f_globals.get("__name__") == asks and frame.f_locals.get("context") is self):
                 frame = frame.f_back  # type: ignore[assignment]
-            while frame is not None and is_of_library(frame):
-                frame = frame.f_back  # type: ignore[assignment]
-            if frame is not None:
-                self._site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+            self._site = site_of(frame)
         return self._site
 
 

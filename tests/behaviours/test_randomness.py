@@ -473,7 +473,7 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
         h = dropout(x)
         if one_is_forward.is_set():
             one_has_drawn.set()
-            two_is_forward.wait(0.2 if run.ours else 10)  # in vain where forward waits for the recompute
+            two_is_forward.wait(0.2 if run.ours else 60)  # in vain where forward waits for the recompute
         return dropout(h)
 
     def one():

@@ -120,7 +120,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if action == _CAST:
             if is_kept_anyway(args[0]):
                 self.selection.sequence.note_cast()
-                return self._ask_as_torch(facts, args, kwargs or {})
+                return call(*args, **kwargs) if kwargs else call(*args)
             return self._ask(facts, args, kwargs or {})
         if action == _OFFLOAD:
             return self._save(facts, args, kwargs or {}, offload=True)

@@ -15,6 +15,10 @@ import torch
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.saved import Fate
+from ckpt_hooks._tensors.held import HeldOnHost
+from ckpt_hooks._tensors.walk import instances_in
+from ckpt_hooks._torch import storage_of
 from ckpt_hooks.errors import DeterminismError
 
 from .alignment import compare_all
@@ -38,6 +42,7 @@ class Selection:
         numbers: One a tensor that the region has saved.
         outputs: What was kept of them.
         when_closed: What is called then, with the operators.
+        places_of_saved: Where the operator stands that returned a saved tensor, by the index of that; where observers watch.
         values: One a tensor that the recompute has saved that is running.
         marks_of_rerun: Of each operator of the latest recompute, how many tensors that had saved before.
         last: Whether the recompute that begins is the last one, which may take what was kept.
@@ -59,6 +64,7 @@ class Selection:
         "marks_of_rerun",
         "numbers",
         "outputs",
+        "places_of_saved",
         "rerun",
         "sequence",
         "values",
@@ -71,6 +77,7 @@ class Selection:
         self.numbers: Sequence[int] = _NO_NUMBERS
         self.values: Sequence[torch.Tensor] = _NO_VALUES
         self.outputs = KeptOutputs()
+        self.places_of_saved: dict[int, int] = {}
         self.when_closed: Callable[[list[Any]], None] | None = None
         self.last = False
         self.has_stopped: Callable[[], bool] = _never
@@ -135,6 +142,19 @@ class Selection:
         self.values, self.last, self.has_stopped = values, last, has_stopped
         self.differs = self.has_run_effects = False
         self.outputs.bring_back()
+
+    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
+        """Notes which output that is kept a saved tensor is, if any."""
+        place = self.outputs.places.get(storage_of(tensor))
+        if place is not None:
+            self.places_of_saved[index] = place
+
+    def fate_at(self, index: int) -> Fate:
+        """Returns what has become of a saved tensor; see :meth:`Selects.fate_at`."""
+        entry = self.outputs.entries.get(self.places_of_saved.get(index, -1))
+        if entry is None:
+            return Fate.DROPPED
+        return Fate.OFFLOADED if any(instances_in(entry.value, HeldOnHost)) else Fate.POLICY
 
     def settle(self) -> None:
         """Forgets the recompute, which has ended and would be kept alive."""
