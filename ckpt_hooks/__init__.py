@@ -1,8 +1,7 @@
 """Activation checkpointing for PyTorch: exact, lean, and a drop-in for ``torch.utils.checkpoint``.
 
-Three names of torch's reentrant engine are handed through as they are, for code that imports them from here:
-``CheckpointFunction``, ``check_backward_validity`` and ``detach_variable``. That engine is torch's own: no region of this
-package, and none of its promises, has a part in it.
+``CheckpointFunction``, ``check_backward_validity`` and ``detach_variable`` are torch's own, for code which imports these names
+from here. No region of this package has a part in torch's reentrant engine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random state of devices, by the names that ``torch.utils.checkpoint`` has for it.
+"""Random state of devices, under the names of ``torch.utils.checkpoint``.
 
-The engine needs none of these: it captures every generator whatever the arguments (:mod:`ckpt_hooks._ambient.rng`). They
-serve code that manages device state by hand.
+The engine captures every generator, whatever the arguments (:mod:`ckpt_hooks._ambient.rng`), and needs none of these functions.
+They serve code which manages device state by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["DefaultDeviceType", "get_device_states", "set_device_states"]
 
 
 class DefaultDeviceType:
-    """The device type that :func:`set_device_states` assumes, and :func:`get_device_states` where it finds no tensor.
+    """The device type :func:`set_device_states` assumes if none is given.
 
     Example:
         >>> from ckpt_hooks import DefaultDeviceType
@@ -38,7 +38,7 @@ class DefaultDeviceType:
 
     @staticmethod
     def get_device_type() -> str:
-        """Returns the default device type: the one that was set, else the machine's accelerator, else ``"cpu"``."""
+        """Returns the default device type: as set, else the machine's accelerator, else ``"cpu"``."""
         if DefaultDeviceType._default_device_type is None:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             DefaultDeviceType._default_device_type = "cpu" if accelerator is None else accelerator.type
@@ -46,15 +46,14 @@ class DefaultDeviceType:
 
 
 def get_device_states(*args: Any) -> tuple[list[int], list[torch.Tensor]]:
-    """Returns the random state of each accelerator device that the arguments' tensors are on.
+    """Returns the random state of each accelerator device which holds a tensor of the arguments.
 
     Args:
         *args: Anything; tensors are found in nested lists, tuples and dicts.
 
     Returns:
-        Indices of the devices, one a tensor as in torch, and their states. Where tensors of several accelerator types are
-        given, those of CUDA count if there are any, else those of the type met first: the result has no room to say of
-        which type an index is.
+        Indices of the devices, one a tensor as in torch, and their states. Among tensors of several accelerator types CUDA
+        counts, else the type met first: an index does not say its type.
     """
     devices = [
         leaf.device for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")

@@ -5,15 +5,14 @@
     RuntimeError
     └── torch.utils.checkpoint.CheckpointError
         └── CheckpointError            a region could not be brought back
-            ├── DeterminismError       the rerun saved something else than the forward did
-            ├── MutationError          a tensor that backward needs changed since forward
+            ├── DeterminismError       the recompute saved other tensors than forward
+            ├── MutationError          a tensor needed in backward changed since forward
             ├── OverlapError           two backwards of one GraphExecGroup asked for the same tensor
             └── InternalError          a bug in this package
 
-A mistake of the caller (a wrong option, a wrong type) is a ``ValueError`` or ``TypeError``; what goes wrong while a model
-runs is a :class:`CheckpointError`. It derives from torch's class of that name, so that code written for
-``torch.utils.checkpoint`` catches it unchanged. No exception carries a tensor: one that is logged, pickled or kept holds no
-activation alive.
+A mistake of the caller (a wrong option, a wrong type) is a ``ValueError`` or ``TypeError``. A failure while a model runs is a
+:class:`CheckpointError`, a child of torch's class of the same name, so code written for ``torch.utils.checkpoint`` catches it
+unchanged. No exception carries a tensor, so a logged or kept exception keeps no activation alive.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ __all__ = ["CheckpointError", "DeterminismError", "InternalError", "MutationErro
 
 
 class CheckpointError(torch.utils.checkpoint.CheckpointError):
-    """A checkpointed region could not be brought back exactly as it was.
+    """A checkpointed region could not be brought back exactly.
 
     Attributes:
-        region: Names of the regions around the failure, outermost first; empty where none is known.
+        region: Names of the regions around the failure, outermost first; empty where unknown.
     """
 
     def __init__(self, message: str, *, region: tuple[str, ...] = ()) -> None:
@@ -45,7 +44,7 @@ E = TypeVar("E", bound=CheckpointError)
 
 
 def rebuild_error(kind: type[E], message: str, fields: dict[str, Any]) -> E:
-    """Returns an error of a kind with a message and the fields (``vars``) of another one of that kind."""
+    """Returns an error of a kind with a message and the fields (``vars``) of another error of the kind."""
     error = kind.__new__(kind, message)
     error.__dict__.update(fields)
     return error
@@ -56,13 +55,13 @@ class DeterminismError(CheckpointError):
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        index: Position, in the order of saving, of the first tensor that differs: the first one missing where the rerun saved
-            too few, the first one that forward did not have where it saved too many. Under a selective policy it may be the
-            place of the first operator that differs, in the sequence of operators without views. It is -1 where no tensor
-            differs, but the recompute has moved a random stream that is not tracked.
-        expected: What forward saved: ``"float32[4, 8] on cpu"``, or a number of tensors; or the operator that it ran.
-        found: What the recompute saved or ran instead, in the same form.
-        grad_fn: Name of the autograd node that forward saved it for, as in ``"SinBackward0"``; None where that is not known.
+        index: Position of the first different tensor in the order of saving: the first missing tensor where the recompute saved
+            too few, the first surplus tensor where it saved too many. Under a selective policy it may be the place of the
+            first different operator, views not counted. -1 where all tensors agree, and the recompute moved a random stream
+            which is not tracked.
+        expected: What forward saved (``"float32[4, 8] on cpu"``, or a number of tensors), or the operator which forward ran.
+        found: The same for the recompute.
+        grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
     """
 
     def __init__(
@@ -76,11 +75,11 @@ class DeterminismError(CheckpointError):
 
 
 class MutationError(CheckpointError):
-    """A tensor that backward needs is not what forward saw: it was modified in place, exchanged, bound anew, or freed.
+    """A tensor needed in backward was modified in place, exchanged, bound anew, or freed since forward.
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        tensor: Which one: where it stands among the arguments, as in ``args[1]['mask']``, or what it is and when it was saved.
+        tensor: Its place among the arguments, as in ``args[1]['mask']``, or its description and when forward saved it.
         expected: Version of the tensor when forward saw it; None where no version tells of the change.
         found: Version of the tensor now; None likewise.
     """
@@ -97,4 +96,4 @@ class OverlapError(CheckpointError):
 
 
 class InternalError(CheckpointError):
-    """Something that this package promises did not hold. Please report it, with the program that led here."""
+    """A promise of this package did not hold. Please report the error, with the program."""

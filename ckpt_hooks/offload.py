@@ -1,7 +1,4 @@
-"""Moving what autograd saves to the host while nobody needs it.
-
-The ways there and back are those of :mod:`ckpt_hooks._tensors.transfers`. A tensor that several operators save is sent once.
-"""
+"""Moving saved tensors to the host between forward and backward, by :mod:`ckpt_hooks._tensors.transfers`."""
 
 from __future__ import annotations
 
@@ -30,27 +27,25 @@ __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 
 
 class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801 -- a function to those who use it
-    """Moves what autograd saves in a block to the host, and back when backward comes to it; no checkpointing needed.
+    """Moves tensors saved by autograd in a block to the host, and back for backward; no checkpointing needed.
 
-    Parameters stay, since the model holds them anyway, and so do their views, autocast's casts of them, small tensors, and
-    those on the host. A tensor that several operators save is sent once, and fetched once in a backward. One that requires no
-    gradient is sent when another operator saves something, or the block ends. Where operators are traced into a graph
-    (``make_fx``), nothing is moved.
+    Parameters stay, since the model holds parameters anyway, and so do their views, autocast's casts, small tensors, and
+    tensors on the host. A tensor saved by several operators is sent once, and fetched once in a backward. A tensor without
+    gradient is sent when another operator saves something, or the block ends. Under ``make_fx`` nothing is moved.
 
-    Memory is freed by count. The device holds the last ``max_fwd_stash_size`` tensors that were sent. When one more is sent,
-    what computes waits for the oldest copy. In backward as many are fetched ahead of their use. On the host each tensor lies in
-    pinned memory, which torch hands out in blocks of 2, 4, 8, ... bytes: up to twice the size of the tensor.
+    Memory is freed by count. The device holds the last ``max_fwd_stash_size`` sent tensors. To send another tensor, the
+    computing stream waits for the oldest copy. In backward as many are fetched ahead of their use. On the host each tensor lies
+    in pinned memory, which torch hands out in blocks of 2, 4, 8, ... bytes: up to twice the size of the tensor.
 
     Args:
-        min_offload_size: Bytes below which a tensor stays on its device. The default, 256 KiB, is about where the time to start
-            two copies is the time that they take.
-        max_fwd_stash_size: How many tensors may be on their way to the host at once, and back ahead of their use. More of them
-            let copies and computing overlap better, and take more memory.
+        min_offload_size: Bytes below which a tensor stays on its device. At the default, 256 KiB, two copies take about as
+            long as their start.
+        max_fwd_stash_size: The number of tensors on their way to the host, and of tensors fetched ahead of their use. A larger
+            number lets copies and computing overlap better, and takes more memory.
 
     Raises:
-        ValueError: If ``min_offload_size`` is not a number of bytes, or ``max_fwd_stash_size`` no number from 1.
-        MutationError: In backward, for a tensor that was modified in place since it was saved, moved or not; plain autograd
-            raises as well.
+        ValueError: If ``min_offload_size`` is no number of bytes, or ``max_fwd_stash_size`` no number from 1.
+        MutationError: In backward, for a tensor modified in place since it was saved, moved or not. Plain autograd raises too.
 
     Example:
         >>> import torch
@@ -113,11 +108,11 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
 
 
 class _Saved:
-    """A tensor that autograd saved, on its device until it is sent to the host.
+    """A saved tensor, on its device until the copy to the host begins.
 
     Attributes:
-        storage: The memory that it was in, as long as that is there.
-        task: The graph task that has taken it last, where several operators saved it.
+        storage: Refers to the storage on the device, weakly.
+        task: The graph task of the latest use, where several operators saved the tensor.
     """
 
     __slots__ = ("__weakref__", "_max_stash_size", "_sent", "_stream", "_tensor", "_transfers", "_version", "storage", "task")
@@ -130,21 +125,21 @@ class _Saved:
         self.storage = weakref.ref(tensor.untyped_storage())
 
     def send(self, shared: _Shared) -> None:
-        """Sends it; what is left here tells of its version."""
+        """Sends the tensor; keeps a witness of its version."""
         if self._tensor._version == self._version:
             shared.add(self._tensor, self)
         self._sent = Batch().send(self._tensor, self._transfers, self._stream, self._max_stash_size)
         self._tensor = version_witness(self._tensor)
 
     def again(self) -> _Saved:
-        """Returns the same for one more operator."""
+        """Returns a copy for another operator."""
         saved, sent = copy.copy(self), self._sent
         assert sent is not None
         sent.takers = [*(sent.takers or [weakref.ref(self)]), weakref.ref(saved)]
         return saved
 
     def get(self) -> torch.Tensor:
-        """Returns it, on its device."""
+        """Returns the tensor on its device."""
         if self._tensor._version != self._version:
             since = " since it was saved, maybe while it was copied"
             raise mutated(self._tensor, self._version, None, "that was moved to the host", kind="saved", since=since)
@@ -155,7 +150,7 @@ class _Saved:
 
 
 def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns what two tensors of one storage have in common if they are the same."""
+    """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
     return (
         storage_address(tensor),
         tensor.storage_offset(),
@@ -169,16 +164,16 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class _Shared:
-    """Tensors that were sent from a block, as long as their graph is there, to be found when another operator saves them.
+    """Tensors sent from a block, as long as their graph lives, to be found when another operator saves the same tensor.
 
-    A tensor that requires no gradient is not looked for: an operator may write to it and no version say so.
+    A tensor without gradient is not looked for: an operator may write to such a tensor without counting the version.
     """
 
     def __init__(self) -> None:
         self._sent: weakref.WeakValueDictionary[Any, _Saved] = weakref.WeakValueDictionary()
 
     def find(self, tensor: torch.Tensor) -> _Saved | None:
-        """Returns what keeps a tensor, for one more operator, if the tensor was sent."""
+        """Returns the holder of a sent tensor, for another operator; None if the tensor was not sent."""
         identity = _identity(tensor)
         found = self._sent.get(identity)
         if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
@@ -187,14 +182,14 @@ class _Shared:
         return again
 
     def add(self, tensor: torch.Tensor, saved: _Saved) -> None:
-        """Notes a tensor that was sent."""
+        """Notes a sent tensor."""
         self._sent[_identity(tensor)] = saved
 
 
 class _Waiting(threading.local):
-    """What one operator of this thread has saved and may yet write to: ``rrelu`` saves its noise before it makes it.
+    """Tensors saved by an operator of this thread which may yet write to the tensors: ``rrelu`` saves its noise unfilled.
 
-    Such tensors require no gradient, and are complete when another operator saves, or the block ends. They go with their graph.
+    Such tensors require no gradient, and are complete when another operator saves, or the block ends.
     """
 
     def __init__(self) -> None:
@@ -209,7 +204,7 @@ class _Waiting(threading.local):
         self.sequence = sequence_number()
 
     def send(self, shared: _Shared) -> None:
-        """Sends those that wait, now that they are complete."""
+        """Sends the waiting tensors, which are complete."""
         waiting, self.saved = self.saved, []
         for reference in waiting:
             saved = reference()
@@ -218,7 +213,7 @@ class _Waiting(threading.local):
 
 
 def _bring_back(packed: Any) -> torch.Tensor:
-    """Unpacks what was saved: a tensor that was moved, or one that stayed with its version then."""
+    """Unpacks a moved tensor, or a tensor which stayed, with its version."""
     if type(packed) is not list:
         moved: torch.Tensor = packed.get()
         return moved

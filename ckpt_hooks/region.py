@@ -30,12 +30,12 @@ R = TypeVar("R")
 
 
 class _Entry(weakref.ref[Any]):
-    """One entry into a region, and a weak reference to the object that a ``with`` statement is to leave it by.
+    """One entry into a region: a weak reference to the bound ``__exit__`` of a ``with`` statement.
 
-    That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
+    Ctrl-C between the end of a block and the call of ``__exit__`` drops the bound method uncalled, and nothing else tells.
 
     Attributes:
-        frame: What the region does; None where it runs plainly, and when it has been left.
+        frame: The region's frame; None where the region runs plainly, and after the exit.
         mark: How the thread was before.
         region: The region, until it is entered.
         thread: The thread that entered it.
@@ -50,7 +50,7 @@ class _Entry(weakref.ref[Any]):
 
 
 class _Entered(threading.local):
-    """The regions of a thread that were entered and not left yet, and the one that is about to be entered."""
+    """A thread's open regions, and the region about to be entered."""
 
     def __init__(self) -> None:
         self.open: list[_Entry] = []
@@ -77,7 +77,7 @@ def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseE
 
 
 def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
-    """Leaves a region that is not left as it should, and those within it, if it is still open."""
+    """Leaves a region which is still open, and the regions within."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), None)
     if position is None or entry.thread != get_ident():
@@ -91,7 +91,7 @@ def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
 def _leave_by_hand(
     region: checkpoint_region, kind: type[BaseException] | None, error: BaseException | None, traceback: Any
 ) -> None:
-    """Is ``__exit__`` as a function: for an ``ExitStack``, and for Dynamo, which looks for one."""
+    """Leaves a region; stands for ``__exit__`` where ``ExitStack`` or Dynamo wants a function."""
     if not torch.compiler.is_dynamo_compiling():
         region.__exit__(kind, error, traceback)
 
@@ -103,7 +103,7 @@ class _Leave(functools.partial[None]):
 class _Exit:
     """The ``__exit__`` of regions: a new object for each entry.
 
-    It passes for a function, which ``__exit__`` has to be for Dynamo to trace a ``with`` block. 2.15.
+    Dynamo traces a ``with`` block only if ``__exit__`` is a function, so the object passes for a function. 2.15.
     """
 
     @property  # type: ignore[misc]
@@ -126,17 +126,17 @@ class _Exit:
 
 
 class _WrittenWithoutParentheses(type):
-    """The type of :class:`checkpoint_region`: has ``with checkpoint_region:`` say what to write."""
+    """The type of :class:`checkpoint_region`: makes ``with checkpoint_region:`` a clear error."""
 
     def __enter__(cls) -> NoReturn:
         raise TypeError("checkpoint_region is a class: write `with checkpoint_region():`, with parentheses.")
 
     def __exit__(cls, *exc_info: object) -> None:
-        """Is looked for before the block is entered."""
+        """Python looks for ``__exit__`` before it enters the block."""
 
 
 class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- used like a function
-    """Runs a block without keeping its activations; backward replays the operators that made what it needs.
+    """Runs a block without keeping its activations; backward replays the operators it needs.
 
     ::
 
@@ -146,48 +146,60 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         @checkpoint_region(policy=dots_saveable)  # or around a function
         def forward(self, x): ...
 
-    The block runs once. What it does is recorded below autograd, operator by operator, and in backward those operators run
-    again that saved tensors depend on, no others; Python code does not. So there is nothing that a recompute could do twice or
-    otherwise: counters, log lines, running statistics, Python's random numbers, globals that changed. It costs a few
-    microseconds an operator in forward, where :func:`ckpt_hooks.checkpoint` costs them in backward; an operator that writes to
-    its argument costs two to three times as much.
+    The block runs once. The region records each operator below autograd, and in backward replays the operators on which saved
+    tensors depend. Python code does not run again, so counters, log lines, running statistics, Python's random numbers and
+    changed globals are no matter. Forward costs a few microseconds an operator, where :func:`ckpt_hooks.checkpoint` costs them
+    in backward. An operator which writes to its argument costs two to three times as much.
 
-    Kept until the graph lets go: tensors from outside that the operators which may run again read (parameters and other leaves
-    as they are, others by way of the saved-tensor hooks around the region); what the policy says; the state of a random
-    generator for each operator that drew; and what cannot be brought back: memory that something else than operators wrote to,
-    results of operators of operators, of compiled code and of collectives; and those of operators with an ordered effect
-    (``torch.library``), which run again only where a policy says MUST_RECOMPUTE. :meth:`kept` lists it.
+    Kept until the graph lets go:
 
-    Regions nest. A region inside another one is brought back by itself, from what the outer one brings back, and its policy
-    is the one that counts for its lines. An object may be entered again, also within itself and by several threads.
+    - tensors from outside which an operator may read again: parameters and other leaves as they are, others by way of the
+      saved-tensor hooks around the region;
+    - the outputs a policy names, as long as a saved tensor depends on them;
+    - the state of a random generator for each operator which drew;
+    - memory written to by something else than operators (NumPy; ``torch.empty`` which operators have not filled as a whole);
+    - results of operators of operators, of compiled code, of collectives, and of tensor subclasses (sparse, ``DTensor``);
+    - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE.
 
-    Where operators are traced into a graph (``make_fx`` over forward and backward), and under transforms of ``torch.func``, a
-    region keeps everything, as :func:`ckpt_hooks.checkpoint` does.
+    :meth:`kept` lists all of these.
+
+    Regions nest. The policy of the innermost region counts for a line. A region inside another one reads from the outer one's
+    replay. An object may be entered again, also within itself and by several threads. Under ``make_fx`` over forward and
+    backward, and under transforms of ``torch.func``, a region keeps everything, as :func:`ckpt_hooks.checkpoint` does.
 
     Args:
         policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
         name: The region's name in errors.
-        respect_saved_tensors_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the region.
-        preserve_rng_state: Whether a replay draws the random numbers that forward drew. If not, forward reads no state of a
-            generator, as while a CUDA graph is captured, and a replay draws new numbers; the streams outside are where they
-            were after it, unless a graph is being captured. The innermost region's counts.
-        replay_whole: Whether the first tensor that backward asks for brings back all of the region's, each operator once, which
-            is quicker (True); or each tensor only what it depends on, as far as that is not there, which needs less memory
-            (False). None brings back all of a region that saved at most 1 MiB. A region in which a tensor is overwritten that
-            an operator read before is brought back as a whole in any case.
+        respect_saved_tensors_hooks: Whether outputs kept by the policy go through the saved-tensor hooks around the region.
+        preserve_rng_state: Whether a replay draws the random numbers of forward. If not, forward reads no generator state (as
+            is needed while a CUDA graph is captured), and a replay draws new numbers and puts the streams outside back, unless
+            a graph is being captured. The innermost region's option counts.
+        replay_whole: True brings back all tensors of the region when backward asks for the first, each operator once, which is
+            quicker. False brings back each tensor with what it depends on, which needs less memory. None is True for a
+            region which saved at most 1 MiB. A region which overwrites a tensor after an operator read it is brought
+            back as a whole in any case.
 
     Raises:
         TypeError: If the policy is none.
-        ValueError: If something in a list of operators is none.
+        ValueError: If a list of operators has something else in it.
         RuntimeError: On entering, where saved-tensor hooks are disabled; from a random operator, where ``preserve_rng_state``
             holds while a CUDA graph is being captured.
         DeterminismError: In backward, where a dispatch mode of the user's around the region changed results.
-        MutationError: In backward, where a tensor that is needed was modified in place since.
+        MutationError: In backward, where a needed tensor was modified in place since.
 
     Note:
-        What is *replayed* must find its inputs as they were: a tensor from outside that is modified after the region, and that
-        autograd did not save, raises where plain autograd would not. Have what was computed from it kept. Writes that no
-        operator does (through NumPy, or by a kernel of one's own), or no version counts, are not seen.
+        A replay reads what the block read, so these raise a :class:`ckpt_hooks.MutationError` where plain autograd may not:
+
+        - a tensor from outside is modified after the region, and a replayed operator reads it (inside the region, a write
+          costs a copy at most);
+        - an output kept by a policy is modified after the region (``checkpoint`` with a policy computes it again);
+        - ``param.data = other`` inside the region, with reads before and after.
+
+        Writes which no operator does (NumPy, a kernel of one's own), writes of another thread, and writes which no version
+        counts (``.data`` after the region) are not seen. The body of a ``torch.library.custom_op`` runs again in a replay; an
+        ``autograd.Function`` does not, since the operators in it are recorded. A backward inside the region keeps what it
+        brings back while the region is open. ``torch.utils.swap_tensors`` refuses tensors which a region has read, as long as
+        the graph lives. Under ``torch.compile`` a traced region does nothing.
 
     Example:
         >>> import torch
@@ -257,8 +269,8 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         """Returns a function whose calls are regions.
 
         Raises:
-            TypeError: If calling the function does not run it, as with generators and coroutines; if it is no function; or if
-                there is anything besides it.
+            TypeError: If the argument is no function, or a generator or coroutine function, which a call does not run; or if
+                there are more arguments.
         """
         check_callable(function, "checkpoint_region()")
         check_alone(function, others, named, "checkpoint_region()")
@@ -280,19 +292,21 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         return {**self.__dict__, "_latest": None}
 
     def kept(self) -> list[Holding]:
-        """Returns what the region keeps, as of the last time that it was entered, and regions around it with it, and why.
+        """Returns each tensor this region holds for backward, with its size and the reason, as of its latest entry.
 
-        Tensors from outside that autograd has saved come first, others in the order of the operators that made or read them,
-        and states of random generators with the operators that drew.
-        Empty when no tensor that the region dropped may be asked for any more. Parameters and what is in a region within it are
-        not among them.
+        Tensors from outside which autograd saved come first, then others in the order of the operators which made or read
+        them, each operator's generator state included. Parameters are left out, and so are tensors of regions inside.
+
+        Returns:
+            One :class:`Holding` a tensor: ``description``, ``reason``, ``nbytes``, ``storage`` (a number), ``storage_nbytes``,
+            ``shape``, ``dtype``, ``device``. Empty once backward can ask for no dropped tensor any more.
         """
         frame = None if self._latest is None else self._latest()
         return [] if frame is None else frame.held()
 
 
 def _misplaced_error(value: Any) -> TypeError:
-    """Returns the error for something that was given to ``checkpoint_region`` by position."""
+    """Returns the error for a positional argument of ``checkpoint_region``."""
     if isinstance(value, str):
         advice = f"To name the region, write `checkpoint_region(name={value!r})`."
     elif callable(value) and not is_policy(value):
@@ -307,17 +321,17 @@ def _misplaced_error(value: Any) -> TypeError:
 
 
 def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Gives a tensor a name, by which a policy of the region that it is made in may keep it.
+    """Gives a tensor a name, by which a policy of its region may keep the tensor.
 
     Args:
         tensor: A tensor.
         name: A name for policies such as :func:`ckpt_hooks.policies.save_only_these_names`.
 
     Returns:
-        The tensor itself. Outside of recorded regions, and in those whose policy knows no names, nothing happens.
+        The tensor itself. Outside of recorded regions, and under a policy without names, nothing happens.
 
     Raises:
-        TypeError: If one is not a tensor, or the other not a string.
+        TypeError: If ``tensor`` is no tensor or ``name`` no string.
 
     Example:
         >>> import torch

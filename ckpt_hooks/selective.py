@@ -1,4 +1,4 @@
-"""Selective checkpointing: a policy says of each operator whether its output is kept or computed again."""
+"""Selective checkpointing in torch's form: the context managers of a policy."""
 
 from __future__ import annotations
 
@@ -15,32 +15,39 @@ __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 def create_selective_checkpoint_contexts(
     policy_fn_or_list: Any, allow_cache_entry_mutation: bool = False
 ) -> tuple[Record, Recompute]:
-    """Returns the two context managers by which a region keeps the outputs of some operators.
+    """Returns the context managers of one region whose policy keeps the outputs of some operators.
 
-    For ``context_fn`` of :func:`ckpt_hooks.checkpoint`, as ``functools.partial(create_selective_checkpoint_contexts, policy)``,
-    which makes a new pair for each region. ``checkpoint(policy=...)`` does the same.
+    ``functools.partial(create_selective_checkpoint_contexts, policy)`` is a ``context_fn`` for :func:`ckpt_hooks.checkpoint`:
+    it makes a new pair for each region. ``checkpoint(policy=...)`` does the same.
 
-    An operator with an ordered effect (``torch.library``) runs once: its output is kept unless the policy says MUST_RECOMPUTE.
-    An operator whose output is kept does not run in a recompute. Views and operators that write to their inputs always run
-    again; so do those whose output was modified since. A random operator that is skipped leaves the random stream where it
-    would have. What is kept lives as long as the region, and goes as it is used in a backward that does not retain the graph.
-    It is kept by way of the saved-tensor hooks that are active around the region.
+    An operator whose output is kept does not run in a recompute. Views, operators which write to their inputs, and operators
+    whose output was modified since, always run again. An operator with an ordered effect (``torch.library``) runs once, unless
+    the policy says MUST_RECOMPUTE. A skipped random operator moves the random stream on. Outputs go through the saved-tensor
+    hooks around the region. They live as long as the region, and go with their use in a backward without ``retain_graph``.
+
+    A recompute runs the operators of forward in their order. Operators of one run alone (a table kept by
+    ``functools.lru_cache``) are passed over if no gradient flows through them and they draw no random numbers: the recompute
+    then runs every operator, and compares kept outputs with the results. Two runs of the same operators on other tensors (two
+    tables of one kind, built in another order) are taken for equal. A policy of a region inside a recomputed region has to
+    decide the same again: a function which counts across regions does not.
 
     Args:
-        policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, which is asked once for each operator
-            in forward, when it has run; or a list or set of operators to save; or a policy of :mod:`ckpt_hooks.policies`. As
-            torch does, this asks a function about views and operators that write in place too (``checkpoint(policy=...)``
-            does not): one that counts its calls counts the same here as there. ``ctx.index`` is None for these. It does not
-            ask about autocast's casts of leaves, which the rerun of a region around may find made.
-        allow_cache_entry_mutation: Accepted as in torch, where it hands out outputs that were modified since. Here their
-            operators run again in either case.
+        policy_fn_or_list: A function ``(ctx, op, *args, **kwargs) -> CheckpointPolicy``, asked once for each operator in
+            forward, when the operator has run; or a list or set of operators to save; or a policy of
+            :mod:`ckpt_hooks.policies`. A function is asked about views and operators which write in place too, with
+            ``ctx.index`` None, so that a function which counts its calls counts as under torch. (``checkpoint(policy=...)``
+            does not ask about these.) Autocast's casts of leaves are left out, since the rerun of a region around may find them
+            made.
+        allow_cache_entry_mutation: Accepted as in torch, which then hands out modified outputs. Here their operators run again
+            in either case.
 
     Returns:
-        What to enter around forward, and around each recompute.
+        One context manager for forward, and one for each recompute.
 
     Raises:
         TypeError: If the policy is neither a function nor a list; in forward, if it returns no ``CheckpointPolicy``.
-        ValueError: If something in the list is not an operator, or the policy is one of names, for recorded regions.
+        ValueError: If the list has something else than operators, or the policy goes by names, which recorded regions alone
+            have.
 
     Example:
         >>> import functools, torch

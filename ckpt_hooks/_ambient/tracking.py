@@ -1,4 +1,4 @@
-"""Random sources that the user names: Python's, NumPy's, generators of their own."""
+"""Random sources named by the user: Python's, NumPy's, other generators."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ TRACKED: list[Stream] = []
 
 
 def hold(streams: Iterable[Stream]) -> list[Stream]:
-    """Tracks streams for the time of a recompute, for the regions inside of it; returns those to :func:`let_go` of.
+    """Tracks streams during a recompute, for the regions inside; returns the streams to :func:`let_go`.
 
     Args:
-        streams: What was tracked in the forward that is recomputed, and may not be any more.
+        streams: Streams tracked in the recomputed forward, and maybe not any more.
     """
     with _lock:
         held = [stream for stream in streams if stream not in TRACKED]
@@ -44,9 +44,9 @@ def let_go(held: list[Stream]) -> None:
 
 
 class TrackedSource:
-    """A random source that regions rewind: what :func:`track_rng` returns.
+    """A random source rewound by regions: the result of :func:`track_rng`.
 
-    As a context manager it stops tracking at the end of the block.
+    As a context manager, stops tracking at the end of the block.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -55,7 +55,7 @@ class TrackedSource:
             TRACKED.append(stream)
 
     def remove(self) -> None:
-        """Stops tracking, for regions whose forward is yet to run; once more does nothing."""
+        """Stops tracking, for regions whose forward is yet to run. A second call does nothing."""
         with _lock:
             if self._stream in TRACKED:
                 TRACKED.remove(self._stream)
@@ -69,19 +69,22 @@ class TrackedSource:
 
 
 def track_rng(source: Any) -> TrackedSource:
-    """Lets every region from now on rewind a random source for its recompute, and put it back after it.
+    """Makes every region from now on rewind a random source for its recompute, and put the source back afterwards.
 
-    Torch's default generators, and generators among what a function is called with or closes over, need no tracking. Other
-    sources do: a recompute that draws other numbers than forward gives wrong gradients without an error. The source is
-    tracked in the whole process. Each region keeps the state that the source had when its forward began.
+    Torch's default generators, and generators among a function's arguments and closed-over variables, need no tracking. Other
+    sources do: a recompute which draws other numbers than forward gives wrong gradients without an error. The source is tracked
+    in the whole process. Each region keeps the state of the source at the begin of forward.
+
+    Threads which draw from torch's default generator and run no region (some loaders), or run their first region while another
+    thread's forward is under way, make that forward's recompute draw as if it had run alone. Give such threads a generator.
 
     Args:
         source: ``"python"`` for the module ``random``, ``"numpy"`` for NumPy's global state, or an object: a
-            ``torch.Generator``, a ``random.Random``, a ``numpy.random.Generator``, or anything that has ``get_state()`` and
+            ``torch.Generator``, a ``random.Random``, a ``numpy.random.Generator``, or anything with ``get_state()`` and
             ``set_state(state)``.
 
     Returns:
-        The tracking: ``remove()`` ends it, and so does leaving it as a context manager.
+        The tracking, a context manager. Its ``remove()`` ends the tracking, and so does leaving the block.
 
     Raises:
         ValueError: If ``source`` is a string of another kind.

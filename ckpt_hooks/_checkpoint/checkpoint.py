@@ -39,11 +39,11 @@ R = TypeVar("R")
 def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
     """Sets whether recomputes stop early, for every region whose forward runs in the block.
 
-    Backward need not run in the block. The setting is this thread's (and context's) alone; the innermost block wins over
-    outer ones and over each region's own ``early_stop``.
+    Backward need not run in the block. The setting belongs to this thread and context. The innermost block wins over outer
+    blocks and over each region's ``early_stop``.
 
     Args:
-        enable: Whether a recompute ends as soon as everything that is needed is there. None defers to each region.
+        enable: Whether a recompute ends with the last needed tensor. None defers to each region.
 
     Example:
         >>> import torch
@@ -101,64 +101,82 @@ def checkpoint(
     preserve_rng_state: bool = True,
     **kwargs: Any,
 ) -> Any:
-    """Calls a function without keeping its activations; backward calls it again to have them.
+    """Calls a function without keeping its activations; backward calls the function again.
 
     Three ways to write it::
 
         y = checkpoint(block, x, mask=mask)     # call block(x, mask=mask) as a region
-        y = checkpoint(name="block")(block)(x)  # options first: a function that is a region in each call
+        y = checkpoint(name="block")(block)(x)  # options first: returns a function whose calls are regions
         @checkpoint(early_stop=False)           # the same as a decorator, on functions and methods
         def forward(self, x): ...
 
-    In the first form every keyword but those listed here reaches ``function``. Without gradients (``torch.no_grad``) the
-    function is called plainly.
+    In the first form every keyword not listed here reaches ``function``. Without gradients (``torch.no_grad``) the function is
+    called plainly.
 
     Kept from forward until the graph lets go: the tensors among the arguments, at any depth of lists, tuples, dicts and
-    dataclasses; what variables that the function closes over, and globals that it names, were bound to; and the state of the
-    random generators, of which regions share a copy. Recomputed tensors live until autograd
-    takes them, or until that backward ends.
+    dataclasses; the contents of closed-over variables, and of globals named by the function; and the state of the random
+    generators, of which regions share a copy. Recomputed tensors live until autograd takes them, or until the backward ends.
 
-    Where operators are traced into a graph (``torch.fx.experimental.proxy_tensor.make_fx`` over forward and backward), a region
-    keeps everything. The graph is that of the program without regions; a compiler decides what it recomputes. The same holds
-    under transforms of ``torch.func``.
+    Under ``make_fx`` over forward and backward a region keeps everything: the graph is the graph of the program without
+    regions, and a compiler decides what to recompute. The same holds under transforms of ``torch.func``.
 
     Args:
-        function: What to call. It must do the same when it is called again: same operators, same order. Dropout and the like
-            may draw from torch's default generators.
-        *args: Its positional arguments.
-        use_reentrant: For code written for ``torch.utils.checkpoint``: None or False. This engine is non-reentrant.
-        context_fn: Returns two context managers. The first wraps forward alone; the second wraps each recompute alone, and is
-            entered anew each time.
-        determinism_check: ``"default"`` compares shape, dtype and device of each tensor that forward and recompute save.
-            ``"values"`` compares a hash of its values too, which reads all of them in both runs; ``"sampled_values"`` some 64
-            of the values, and where they stand. A function of a tensor has its results compared; tensors among them stay on
-            their device, which is waited for once a recompute. Where values are compared, a recompute that draws from
-            ``random`` or from NumPy's global state is an error too, unless that is tracked (:func:`ckpt_hooks.track_rng`).
-            ``"none"`` compares nothing. Under a dispatch mode of the user's, which may change results and is not entered
-            again, ``"default"`` is ``"values"``. With ``torch.backends.cudnn.benchmark`` cuDNN may choose another algorithm for
-            the recompute, whose values differ in the last bits.
+        function: The function to call. A second call must run the same operators in the same order. Dropout and the like may
+            draw from torch's default generators.
+        *args: Positional arguments of ``function``.
+        use_reentrant: None or False, for code written for ``torch.utils.checkpoint``. This engine is non-reentrant.
+        context_fn: Returns two context managers. The first wraps forward alone. The second wraps each recompute alone, entered
+            anew each time.
+        determinism_check: ``"default"`` compares shape, dtype and device of each tensor saved in forward and recompute.
+            ``"values"`` compares a hash of the values too, and reads all values in both runs. ``"sampled_values"`` compares
+            some 64 of the values, at fixed places. A function of a tensor has its results compared; tensors among these stay
+            on their device, with one wait for the device a recompute. Where values are compared, a recompute which draws
+            from ``random`` or from NumPy's global state is an error too, unless tracked (:func:`ckpt_hooks.track_rng`).
+            ``"none"`` compares nothing. A dispatch mode of the user's may change results and is not entered again, so
+            ``"default"`` is ``"values"`` under a mode. With ``torch.backends.cudnn.benchmark`` cuDNN may choose another
+            algorithm for the recompute, whose values differ in the last bits.
         debug: Whether an error in a recompute lists the operators of both runs. Slow.
-        early_stop: Whether a recompute ends, by an exception, as soon as everything that is needed is there. False takes 5 to
-            10% off a step of operators on small tensors, and costs the region's last operators on large ones.
-        respect_saved_tensors_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the
-            region (``save_on_cpu`` and the like), as its inputs do in any case. None is yes.
-        preserve_rng_state: Whether a recompute draws the random numbers that forward drew. If not, it draws new ones; the
-            streams outside are where they were after it in both cases.
-        **kwargs: Keyword arguments of ``function``. The curried form has three options more: ``name``, the region's name in
-            errors; ``policy``, which says what operators' outputs to keep (:mod:`ckpt_hooks.policies`, a function, or a list of
-            operators); and ``preserve_buffers``: whether a recompute finds buffers as forward found them and leaves them as
-            they are, which is the default.
+        early_stop: Whether a recompute ends, by an exception, with the last needed tensor. False takes 5 to 10% off a step of
+            operators on small tensors, and costs the region's last operators on large ones.
+        respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region
+            (``save_on_cpu`` and the like). The region's inputs do in any case. None is True.
+        preserve_rng_state: Whether a recompute draws the random numbers of forward. If not, it draws new numbers. The streams
+            outside are put back in both cases.
+        **kwargs: Keyword arguments of ``function``. The curried form has three more options: ``name``, the region's name in
+            errors; ``policy``, which outputs to keep (a policy of :mod:`ckpt_hooks.policies`, a function, or a list of
+            operators); and ``preserve_buffers``, whether a recompute finds buffers as forward found them, and leaves them as
+            it found them. True by default.
 
     Returns:
-        What ``function`` returns; in the curried form, which is that of ``function=None``, a decorator for functions.
+        The result of ``function``; in the curried form (``function=None``), a decorator for functions.
 
     Raises:
-        ValueError: If an option is unknown or has a value that is not to be had.
-        TypeError: If an argument is an iterator, which cannot be read twice; if the function is a generator function or a
-            coroutine function, which does not run when it is called; or if a direct call has an option of the curried form
-            that the function does not take, or that is a policy.
+        ValueError: If an option is unknown or has a wrong value.
+        TypeError: If an argument is an iterator, which cannot be read twice; if ``function`` is a generator function or a
+            coroutine function, which a call does not run; or if a direct call has an option of the curried form, and the
+            function does not take it, or it is a policy.
         RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
-        CheckpointError: In backward, where what the region needs cannot be brought back as it was.
+        CheckpointError: In backward, where a tensor cannot be brought back as it was.
+
+    Note:
+        Of the limits in the README, in more detail:
+
+        - Hooks registered by the function on its arguments count once. Hooks on parameters, on closed-over tensors, on nodes
+          (``x.grad_fn.register_hook``) and on accumulated gradients count twice.
+        - State is looked for in the function's module, closure, defaults, partials and arguments, in plain objects in these,
+          and in globals which are a module, a tensor or a generator. State deeper in objects, behind weak references, in
+          attributes of classes, in closed-over containers, or in globals named by a called function alone, is not put back.
+        - A parameter which the function itself writes to before it reads it (a clamp) is fine. ``nn.Embedding(max_norm=...)``
+          rounds once more. Averages kept in parameters without gradients are rewound up to 16 MiB a region.
+        - Tensors first kept by an object in a module after its first forwards are not rewound, nor are unregistered submodules
+          (``Sequential.insert``), nor buffers of other classes than torch's own, sparse and quantised buffers included. A write
+          in forward to such a buffer is a :class:`ckpt_hooks.MutationError`.
+        - Tensors with a graph are not rewound where the function writes to them in place: closed-over tensors, and attributes
+          of modules above 64 KiB, which are a :class:`ckpt_hooks.MutationError`.
+        - Several threads which train one module with buffers need ``preserve_buffers=False``.
+        - TorchScript saves other tensors in its first calls: call a scripted function once under ``torch.no_grad()`` before.
+        - A backward inside a region on two devices may be an error after a minute, where the other device's thread waits for
+          the region. A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.
 
     Example:
         >>> import torch
@@ -249,12 +267,12 @@ def _run(
 
 
 class CheckpointedFunction(Generic[P, R]):
-    """A function that is a region in each call: what :func:`checkpoint` returns in its curried form.
+    """A function whose calls are regions: the result of :func:`checkpoint` in its curried form.
 
-    It binds to instances as its function does, and copies with its function (``copy.deepcopy`` of a model that has one).
+    Binds to instances as the function does, and is copied with the function (``copy.deepcopy`` of a model).
 
     Attributes:
-        function: What it calls.
+        function: The function to call.
     """
 
     __qualname__: str  # of the function

@@ -1,4 +1,4 @@
-"""What a ``context_fn`` returned, looked at: pairs of selective contexts belong together, and torch's own are exchanged."""
+"""Checking the result of a ``context_fn``: selective contexts come in pairs, and torch's pairs are exchanged."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _SELECTIVE = (Record, Recompute, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
 
 
 def own_contexts(contexts: ContextPair) -> ContextPair:
-    """Returns the contexts of a region, with the package's own in place of a pair of torch's selective ones.
+    """Returns the contexts of a region, with the package's own in place of torch's selective contexts.
 
-    Torch's reuse outputs by how often an operator ran before. They know nothing of buffers put back, of random streams or of a
-    second backward.
+    Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, of random streams
+    or of a second backward.
 
     Args:
-        contexts: What a ``context_fn`` returned.
+        contexts: The result of a ``context_fn``.
 
     Raises:
-        TypeError: If one of them is no context manager; or is of a selective pair, and the other one is not its counterpart.
+        TypeError: If a context is no context manager, or a selective context comes without its counterpart.
     """
     forward: Any
     recompute: Any
@@ -54,7 +54,7 @@ def _are_of_two_calls(forward: Any, recompute: Any) -> bool:
 
 
 def _in_words(context: Any) -> str:
-    """Returns what a context is."""
+    """Describes a context."""
     kind = type(context)
     if kind not in _SELECTIVE:
         return f"a {kind.__name__}"

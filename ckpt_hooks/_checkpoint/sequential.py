@@ -28,17 +28,17 @@ def checkpoint_sequential(
     Kept until backward: the input of each segment, and everything of the last segment, which backward needs first.
 
     Args:
-        functions: What to call in order, each with the output of the one before: a ``torch.nn.Sequential``, a
+        functions: The functions in order, each called with the output of the previous: a ``torch.nn.Sequential``, a
             ``torch.nn.ModuleList`` or a sequence of callables.
-        segments: Into how many segments to cut; the last one takes what does not divide evenly. The square root of the number
-            of functions is a good start.
-        input: What the first function gets.
+        segments: The number of segments. The last segment takes the remainder. The square root of the number of functions is a
+            good start.
+        input: The input of the first function.
         use_reentrant: None or False, as for :func:`checkpoint`.
         preserve_rng_state: As for :func:`checkpoint`.
         **kwargs: None are known.
 
     Returns:
-        What the last function returns.
+        The result of the last function.
 
     Raises:
         TypeError: If more than one input is given.
@@ -79,7 +79,7 @@ def checkpoint_sequential(
 
 
 class _Segment:
-    """Some of the functions of :func:`checkpoint_sequential`, as one."""
+    """One segment of :func:`checkpoint_sequential`, as a function."""
 
     __slots__ = ("__qualname__", "steps")
 

@@ -14,16 +14,16 @@ __all__ = ["GraphExecGroup", "group_scope"]
 
 
 class GraphExecGroup:
-    """Backwards inside one group recompute each region at most once, however many of them there are.
+    """Several backwards which together recompute each region at most once.
 
-    Pipeline schedules run the backward of a stage in parts: gradients of the inputs first, those of the weights later. Each
-    part is a graph task of its own and would recompute the stage's regions again; inside one group they share the values.
-    The same instance may be entered again for a later part. Values that no part has asked for are kept until the group is
-    deleted (or the graph is), so keep the object no longer than the schedule needs it.
+    Pipeline schedules run the backward of a stage in parts: gradients of the inputs first, gradients of the weights later. Each
+    part is a graph task and would recompute the stage's regions again. Inside one group the parts share the values. The same
+    instance may be entered again for a later part. The group keeps unused values until the group or the graph is
+    deleted, so keep the object no longer than the schedule needs.
 
-    The parts must be disjoint: two backwards in one group that need the same saved tensor raise, also under
-    ``retain_graph=True``, since a value goes as soon as it was used. Groups do not nest. ``torch.utils.checkpoint`` knows the
-    same idea under the same name; regions of this package honour its groups, and its regions honour these.
+    The parts must be disjoint: two backwards in one group which need the same saved tensor raise, also under
+    ``retain_graph=True``, since a value goes with its use. Groups do not nest. ``torch.utils.checkpoint`` has groups of the
+    same name, and each package honours the other's.
 
     Raises:
         RuntimeError: On entering a group inside another one.

@@ -29,8 +29,8 @@ stack = FrameStack()
 def is_recomputing() -> bool:
     """Whether this thread is inside the recompute of a region.
 
-    A function frame runs its function again during backward, with all its side effects. Code that must not happen twice
-    (a log line, a counter, an auxiliary loss) asks here.
+    A function frame runs its function again during backward, with all side effects. Code which must not happen twice (a log
+    line, a counter, an auxiliary loss) asks here.
 
     Returns:
         True inside a recompute, at whatever depth; False in forward and outside of regions.

@@ -1,20 +1,19 @@
-"""Policies: which operators' outputs a region keeps, so that a recompute need not run them again.
+"""Policies: which operators' outputs a region keeps, to spare a recompute these operators.
 
-A policy is asked once for each operator, in forward, right after it ran::
+A region asks its policy once for each operator, in forward, right after the operator ran::
 
     def policy(ctx, op, *args, **kwargs):
         return CheckpointPolicy.MUST_SAVE if op is torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
 
-Those below are small objects that can be called like that, with names that the field knows from JAX and torchtitan. They hold
-no state: one that counts gets a new count for each region (:meth:`Policy.start`). Those that look at the operator alone say so
-(:meth:`Policy.for_op`), and are then asked once an operator in the whole program.
+The policies below are small objects with the same call, under names known from JAX and torchtitan. They hold no state: a policy
+which counts starts a count in each region (:meth:`Policy.start`). A policy which looks at the operator alone says so
+(:meth:`Policy.for_op`); regions ask it once an operator in the whole program.
 
-Policies of names keep what :func:`ckpt_hooks.checkpoint_name` has named. They are for recorded regions
+Policies of names keep tensors named by :func:`ckpt_hooks.checkpoint_name`, in recorded regions
 (:func:`ckpt_hooks.checkpoint_region`).
 
-Sources: ``jax.checkpoint_policies`` for ``everything_saveable`` to ``save_from_both_policies`` and
-for those of names; torchtitan's ``activation_checkpoint.py`` for
-``save_compute_and_communication`` and for saving every second matrix product.
+Sources: ``jax.checkpoint_policies`` for ``everything_saveable`` to ``save_from_both_policies`` and for policies of names;
+torchtitan's ``activation_checkpoint.py`` for ``save_compute_and_communication`` and for saving every second matrix product.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy is: how it is asked, what it may answer, and what users may give for one."""
+"""The class of policies, their answers, and the conversion of functions and lists to policies."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUT
 
 
 class _Named:
-    """An operator by its name, for pickling: operators themselves refuse."""
+    """The name of an operator, for pickling: operators refuse to be pickled."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
 
 def operator_named(name: str) -> Any:
-    """Returns the operator of a name as ``str`` has it: ``"aten.mm.default"``, or ``"flex_attention"``."""
+    """Returns an operator by its ``str``: ``"aten.mm.default"``, or ``"flex_attention"``."""
     found: Any = torch.ops if "." in name else torch.ops.higher_order
     for part in name.split("."):
         found = getattr(found, part)
@@ -59,7 +59,7 @@ def _exchanged(state: dict[str, Any], kinds: Any, exchange: Callable[[Any], Any]
 
 
 class Policy(abc.ABC):
-    """A policy that explains itself.
+    """A policy with a ``repr`` in words.
 
     Example:
         >>> import torch
@@ -69,11 +69,11 @@ class Policy(abc.ABC):
         >>> y = checkpoint(policy=dots_saveable)(block)(torch.ones(2, 4))
     """
 
-    #: Operators that its user named, until one of them has run or some regions have been looked through: a list of which none
-    #: ever comes is a mistake mostly.
+    #: Operators named by the user, until one of them has run or some regions were looked through. A list of operators which
+    #: never run is a mistake mostly.
     expects: frozenset[Any] = frozenset()
 
-    #: Names that its user gave, and those of them that no tensor of a region has had yet.
+    #: Names given by the user, and the names which no tensor has had yet.
     names: frozenset[str] = frozenset()
     expected_names: frozenset[str] = frozenset()
 
@@ -83,20 +83,20 @@ class Policy(abc.ABC):
     #: Whether its user knows that views are not kept.
     has_views: bool = False
 
-    #: Whether it is asked about views and operators that write in place too, as torch does.
+    #: Whether regions ask the policy about views and operators which write in place too, as torch does.
     is_asked_as_torch: bool = False
 
-    #: Whether it decides by the names that ``checkpoint_name`` gives, which recorded regions know and others do not.
+    #: Whether the policy goes by names of ``checkpoint_name``, which recorded regions alone have.
     knows_names: bool = False
 
     @functools.cached_property
     def plan(self) -> dict[int, Any]:
-        """What function frames do with each operator under this policy."""
+        """The actions of function frames under this policy, by operator."""
         return {}
 
     @functools.cached_property
     def decisions(self) -> dict[Any, int]:
-        """Its decisions on operators, for regions of both kinds (:mod:`.decisions`)."""
+        """The policy's decisions on operators, for regions of both kinds (:mod:`.decisions`)."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,18 +109,18 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def for_op(self, op: Any) -> CheckpointPolicy | None:
-        """Returns what becomes of an operator whatever its arguments; None where that depends on them, or on a count."""
+        """Returns the decision on an operator; None if the decision depends on arguments or on a count."""
 
     def for_name(self, name: str) -> CheckpointPolicy | None:
-        """Returns what becomes of a tensor named by ``checkpoint_name`` in a recorded region; None for nothing special."""
+        """Returns the decision on a tensor named by ``checkpoint_name``; None to treat the tensor like others."""
         return None
 
     def start(self) -> PolicyFn:
-        """Returns what is asked in one region: the policy itself, unless it counts."""
+        """Returns the function to ask in one region: the policy itself, unless the policy counts."""
         return self
 
     def warn_of_view(self, operator: Any) -> None:
-        """Warns that a view is not kept though the policy says so; once for a policy."""
+        """Warns of a view the policy wants to keep; once for a policy."""
         if not self.has_views:
             self.has_views = True
             warn_user(
@@ -145,7 +145,7 @@ def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
     """Returns operators as a list.
 
     Raises:
-        ValueError: If one is something else, for which the message has the overloads.
+        ValueError: If the list has something else. For a packet of overloads the message names the overloads.
     """
     ops = list(ops)
     for op in ops:
@@ -181,12 +181,12 @@ class OpsPolicy(Policy):
         """Makes a policy.
 
         Args:
-            name: What it is called.
+            name: The policy's name.
             ops: The operators.
-            decision: What becomes of them.
-            meaning: The same in words.
-            names: Operators of operators by name: they are there only when the module that defines them was imported.
-            expected: Whether the user named the operators, and is to hear of those that never come.
+            decision: The decision on these operators.
+            meaning: The decision in words.
+            names: Names of operators of operators, which exist only after the import of their module.
+            expected: Whether the user named the operators, and is to hear of operators which never run.
         """
         self._name, self._ops, self._decision, self._meaning = name, frozenset(ops), decision, meaning
         self._names = frozenset(names)
@@ -198,7 +198,7 @@ class OpsPolicy(Policy):
             self._views, self.expects = sorted(map(str, views)), self._ops - views
 
     def warn_of_views(self) -> OpsPolicy:
-        """Warns of views that the user named; returns the policy."""
+        """Warns of views named by the user; returns the policy."""
         if self._views:
             warn_user(
                 f"{self!r} names views, which are not kept: {', '.join(self._views)}. Views run again in each recompute; they "
@@ -216,7 +216,7 @@ class OpsPolicy(Policy):
 
 
 def saving(ops: list[Any]) -> OpsPolicy:
-    """Returns the policy that keeps the outputs of operators which the user named."""
+    """Returns the policy which keeps the outputs of operators named by the user."""
     return OpsPolicy("save_ops", ops, _SAVE, f"keeps the outputs of {in_words(ops)}", expected=True)
 
 
@@ -225,7 +225,7 @@ _warned: set[Any] = set()
 
 
 class _Function(Policy):
-    """A function of the user's, which has to be asked each time."""
+    """A function of the user's, asked about each run of an operator."""
 
     #: The same for all functions: none of them decides on an operator alone.
     plan: dict[int, Any] = {}  # noqa: RUF012 -- a cache of the class, meant to be shared
@@ -258,14 +258,14 @@ class _Function(Policy):
 
 
 class _TorchsFunction(_Function):
-    """A function that was given in torch's form. It may count its calls, so it is asked about all that torch asks about."""
+    """A function given in torch's form, which may count its calls, and is asked as under torch."""
 
     is_asked_as_torch = True
     plan: dict[int, Any] = {}  # noqa: RUF012 -- as above
 
 
 def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
-    """Returns what a policy answered; True is to save and False to recompute, as torch has it.
+    """Returns the answer of a policy as a ``CheckpointPolicy``. As under torch, True is to save and False to recompute.
 
     Raises:
         TypeError: If the answer is something else.
@@ -284,16 +284,16 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
 
 
 def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False) -> Policy:
-    """Returns what is given as a policy as one of those here.
+    """Converts an argument to a policy.
 
     Args:
-        policy: A policy of this module, a list or set of operators to save, or a function.
-        argument: What to call it in an error.
-        as_torch: Whether to ask a function about all that torch asks about.
+        policy: A policy of this package, a list or set of operators to save, or a function.
+        argument: The argument's name, for errors.
+        as_torch: Whether to ask a function as torch does, about views and writes too.
 
     Raises:
-        TypeError: If it is none of these.
-        ValueError: If what is in the list is not an operator.
+        TypeError: If the argument is none of these.
+        ValueError: If the list has something else than operators.
     """
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy)
@@ -314,7 +314,7 @@ _FACTORIES = f"{__package__}.ready_made"
 
 
 def _no_policy(policy: Any, argument: str) -> TypeError:
-    """Returns the error for something that is given as a policy and is none."""
+    """Returns the error for an argument which is no policy."""
     expected = f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got"
     if isinstance(policy, OPERATORS):
         place = "torch.ops" if "." in str(policy) else "torch.ops.higher_order"
@@ -351,6 +351,6 @@ def _from_ops(ops: Iterable[Any]) -> Policy:
 
 
 def in_words(ops: list[Any]) -> str:
-    """Returns the names of at most four operators, and how many there are besides."""
+    """Returns the names of at most four operators, and the number of others."""
     names = sorted({str(op) for op in ops})
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:4])} and {len(names) - 4} more"

@@ -1,4 +1,4 @@
-"""What a policy is told about one run of an operator, besides the operator and its arguments."""
+"""The context of a policy's question: facts of one run of an operator."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ __all__ = ["SelectiveCheckpointContext"]
 
 
 class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointContext):
-    """What a policy is told besides the operator and its arguments. A policy that keeps a context keeps its tensors alive.
+    """Facts of one run of an operator, for a policy. A policy which keeps a context keeps the run's tensors alive.
 
     Attributes:
-        is_recompute: False: a policy is asked in forward only. (Torch has the same, for code written before that.)
-        op_output: What the operator returned.
-        index: How many operators of the region the policy was asked about before this one. The same program has the same
-            indices under ``checkpoint(policy=...)`` and ``checkpoint_region(policy=...)``. None for a view, or an operator
-            that writes in place, of which nothing is kept: ``create_selective_checkpoint_contexts`` asks a function about
-            these too, as torch does.
+        is_recompute: False, since regions ask in forward only. (Torch has the attribute for older code.)
+        op_output: The result of the operator.
+        index: The number of earlier questions in the region. A program has the same indices under ``checkpoint(policy=...)``
+            and ``checkpoint_region(policy=...)``. None for a view, or an operator which writes in place, whose output is never
+            kept: ``create_selective_checkpoint_contexts`` asks a function about these too, as torch does.
     """
 
     is_recompute = False
@@ -41,7 +40,7 @@ class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointConte
     def nbytes(self) -> int:
         """Bytes of the operator's outputs, each storage counted once; storages of its arguments are not counted.
 
-        A tensor without a storage, such as a sparse one, counts as a dense one of its shape.
+        A tensor without a storage, such as a sparse tensor, counts as a dense tensor of its shape.
         """
         counted = {storage_of(tensor) for tensor in _tensors_in(self._arguments)}
         total = 0
@@ -56,9 +55,9 @@ class SelectiveCheckpointContext(torch.utils.checkpoint.SelectiveCheckpointConte
 
     @property
     def site(self) -> str | None:
-        """The line of the user's program that runs the operator, as in ``"model.py:12"``.
+        """The line of the user's program which runs the operator, as in ``"model.py:12"``.
 
-        It is looked up when it is read, which has to be while the policy decides; None where it was not.
+        The look-up happens on reading, which has to be while the policy decides. None afterwards, if not read before.
         """
         if self._site is None:
             frame, asks = sys._getframe(1), f"{__package__}.decisions"

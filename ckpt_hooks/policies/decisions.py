@@ -1,9 +1,9 @@
 """The decisions of a policy in one region, taken in the same way in both kinds of frame.
 
-A policy that decides by the operator alone is looked up from then on. Others are asked about each run of an operator whose
-output can stand in for running it again (``OpFacts.is_asked_about``), with its index in the region. They are not asked about
-views, which run again in any case, nor about operators that only write in place, which function frames run again. (Recorded
-frames keep what these wrote where a policy names them, or names everything.)
+The answer of a policy which decides by the operator alone is looked up from then on. Other policies are asked about each run of
+an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region. They are
+not asked about views, which run again in any case, nor about operators which only write in place, which function frames run
+again. (Recorded frames keep a tensor so written where a policy names the operator, or names everything.)
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ class Decisions:
 
     Attributes:
         known: Answers of :meth:`of`.
-        names: Names that tensors were given, where the policy expects some.
+        names: Names given to tensors, where the policy expects some.
         policy: The policy.
-        seen: Operators that ran, where the policy expects some.
+        seen: Operators which ran, where the policy expects some.
     """
 
     __slots__ = ("_asks", "_num_asked", "known", "names", "policy", "seen")
@@ -90,7 +90,7 @@ class Decisions:
         return known
 
     def decide(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> int:
-        """Returns the decision on an operator that has run: ``SAVE``, ``OFFLOAD``, ``RECOMPUTE``, or ``EITHER``."""
+        """Returns the decision on a run of an operator: ``SAVE``, ``OFFLOAD``, ``RECOMPUTE``, or ``EITHER``."""
         known = self.known.get(facts)
         if known is None:
             known = self.of(facts)
@@ -108,14 +108,14 @@ class Decisions:
         return known
 
     def _ask(self, facts: OpFacts, args: Any, kwargs: Any, output: Any, index: int | None) -> Any:
-        """Returns what the policy answers on one run of an operator.
+        """Returns the policy's answer on one run of an operator.
 
         Args:
             facts: The operator.
             args: Its arguments.
             kwargs: Its keyword arguments.
-            output: What it returned.
-            index: How many the policy was asked about before; None for one of which nothing is kept.
+            output: Its result.
+            index: The number of earlier questions; None for an operator whose output is never kept.
         """
         context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
         context.op_output = output
@@ -124,23 +124,23 @@ class Decisions:
         return self._asks(context, facts.operator, *args, **kwargs)
 
     def ask_as_torch(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
-        """Asks the policy about an operator that runs again whatever the answer, which torch asks about."""
+        """Asks the policy about an operator which runs again whatever the answer, as torch does."""
         answer = decision_of(self._ask(facts, args, kwargs, output, None), facts.operator)
         if answer in _MUSTS and facts.is_never_kept:
             self.policy.warn_of_view(facts.operator)
 
     def of_name(self, name: str) -> int:
-        """Returns the decision on a tensor that was given a name."""
+        """Returns the decision on a tensor with a name."""
         if self.names is not None:
             self.names.add(name)
         answer = self.policy.for_name(name)
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self, seen: Iterable[Any] | None = None) -> None:
-        """Ends a region; warns of operators and names that the policy has and that have not come.
+        """Ends a region; warns of operators and names of the policy which did not come.
 
         Args:
-            seen: The operators that ran, where the frame has a list of them.
+            seen: The operators which ran, where the frame has a list.
         """
         if self.seen is not None:
             warn_of_unseen(self.policy, self.seen if seen is None else seen)

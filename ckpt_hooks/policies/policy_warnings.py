@@ -1,4 +1,4 @@
-"""Warnings of policies: what their users name, and what never comes. Each once."""
+"""Warnings of policies: operators and names which never come. Each once."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _LOOKED_THROUGH = 3
 
 
 def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
-    """Warns of a policy that names operators none of which ran in the first regions under it; once for a policy.
+    """Warns of a policy whose operators did not run in its first regions; once for a policy.
 
     Args:
         policy: The policy.
-        operators: Those that ran in a region under it, which ends.
+        operators: Operators which ran in a region of the policy, at the region's end.
     """
     expected = policy.expects
     if not expected:
@@ -41,14 +41,14 @@ def warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
 
 
 def warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
-    """Warns of names that a policy has and that no ``checkpoint_name`` gave; once for a policy.
+    """Warns of a policy's names which no ``checkpoint_name`` gave; once for a policy.
 
-    It does so after the first region under the policy if that gave none of them. It does so too after a region that gave a
-    name which one of them looks like, with a slip of the pen, and that one has not come yet.
+    The warning comes after the policy's first region if that region gave none of the names, or after a region which gave a
+    similar name (a slip of the pen) in place of a name which has not come yet.
 
     Args:
         policy: The policy.
-        given: The names that were given in a region under it, which ends.
+        given: Names given in a region of the policy, at the region's end.
     """
     missing = policy.expected_names - given
     slips = {name: near for name in missing if (near := [other for other in given - policy.names if _is_slip(name, other)])}

@@ -40,7 +40,7 @@ _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFE
 
 
 class _Uniform(Policy):
-    """The same for every operator."""
+    """One decision for every operator."""
 
     has_views = True
 
@@ -55,7 +55,7 @@ class _Uniform(Policy):
 
 
 def _named(names: Iterable[str]) -> list[Any]:
-    """Returns the operators of some names that this torch has, all functional overloads of each."""
+    """Returns the functional overloads of operators by name, as far as this torch has the operators."""
     found: list[Any] = []
     for name in names:
         namespace, _, operator = name.rpartition("::")
@@ -66,10 +66,10 @@ def _named(names: Iterable[str]) -> list[Any]:
     return found
 
 
-#: Keeps the output of every operator, whether backward needs it or not: more than no checkpointing does.
+#: Keeps the output of every operator, needed in backward or not: more than without checkpointing.
 everything_saveable: Policy = _Uniform("everything_saveable", _SAVE, "keeps the output of every operator")
 
-#: Keeps nothing: what checkpointing without a policy does.
+#: Keeps nothing, like checkpointing without a policy.
 nothing_saveable: Policy = _Uniform("nothing_saveable", _RECOMPUTE, "recomputes every operator")
 
 _DOTS = ["mm", "addmm", "mv", "addmv", "dot", "vdot", "linear", "_scaled_mm", "_int_mm", "_addmm_activation"]
@@ -110,8 +110,8 @@ _COLLECTIVES = [
     )
 ]
 
-#: Keeps what costs most to have again: matrix products, attention, convolutions, collectives, and top-k, whose choice of
-#: experts a recompute should not be able to change.
+#: Keeps the outputs which cost most to compute: of matrix products, attention, convolutions and collectives; and of top-k,
+#: whose choice of experts a recompute should not change.
 save_compute_and_communication: Policy = OpsPolicy(
     "save_compute_and_communication",
     _named(_DOTS + _BATCHED_DOTS + _ATTENTION + _CONVOLUTIONS + _COLLECTIVES + ["topk"]),
@@ -122,13 +122,13 @@ save_compute_and_communication: Policy = OpsPolicy(
 
 
 def save_ops(*ops: Any) -> Policy:
-    """Returns a policy that keeps the outputs of some operators.
+    """Returns a policy which keeps the outputs of some operators.
 
     Args:
         *ops: Operators, as in ``torch.ops.aten.mm.default``.
 
     Raises:
-        ValueError: If one is not an ``OpOverload`` or a higher-order operator.
+        ValueError: If an argument is neither an ``OpOverload`` nor a higher-order operator.
 
     Example:
         >>> import torch
@@ -140,13 +140,13 @@ def save_ops(*ops: Any) -> Policy:
 
 
 def offload_ops(*ops: Any) -> Policy:
-    """Returns a policy that moves the outputs of some operators to the host until backward; those on the host are kept.
+    """Returns a policy which moves the outputs of some operators to the host until backward. Outputs on the host stay.
 
     Args:
         *ops: Operators, as in ``torch.ops.aten.mm.default``.
 
     Raises:
-        ValueError: If one is not an ``OpOverload`` or a higher-order operator.
+        ValueError: If an argument is neither an ``OpOverload`` nor a higher-order operator.
     """
     checked = checked_operators(ops, "ops")
     meaning = f"moves the outputs of {in_words(checked)} to the host"
@@ -154,7 +154,7 @@ def offload_ops(*ops: Any) -> Policy:
 
 
 class _SaveEvery(Policy):
-    """Counts in what :meth:`start` returns."""
+    """Keeps every n-th output; the function returned by :meth:`start` counts."""
 
     def __init__(self, op: Any, n: int) -> None:
         self._op, self._n = op, n
@@ -180,11 +180,11 @@ class _SaveEvery(Policy):
 
 
 def save_every(op: Any, n: int) -> Policy:
-    """Returns a policy that keeps the output of every n-th run of an operator in a region: the n-th, the 2n-th, and so on.
+    """Returns a policy which keeps the output of every n-th run of an operator in a region: the n-th, the 2n-th, and so on.
 
     Args:
         op: The operator, as in ``torch.ops.aten.mm.default``.
-        n: How many runs to count for one that is kept.
+        n: The number of runs for one kept output.
 
     Raises:
         ValueError: If ``op`` is not an operator, or ``n`` not a positive integer.
@@ -211,7 +211,7 @@ def _stronger(one: Any, other: Any) -> CheckpointPolicy:
 
 
 class _Both(Policy):
-    """Asks two policies, both of which see every operator."""
+    """Asks two policies; both see every operator."""
 
     def __init__(self, one: Policy, other: Policy) -> None:
         self._one, self._other = one, other
@@ -244,20 +244,20 @@ class _Both(Policy):
 
 
 def save_from_both_policies(one: Any, other: Any) -> Policy:
-    """Returns a policy that keeps what either of two policies keeps; on the device rather than on the host.
+    """Returns a policy which keeps all outputs kept by either of two policies; on the device rather than on the host.
 
     Args:
-        one: A policy: a function, a list or set of operators, or one of those here.
-        other: Another one.
+        one: A policy of this package, a function, or a list or set of operators.
+        other: Another policy.
 
     Raises:
-        TypeError: If one of them is not a policy.
+        TypeError: If an argument is no policy.
     """
     return _Both(policy_from(one, "one"), policy_from(other, "other"))
 
 
 class _Names(Policy):
-    """Decides by names, and recomputes what has none."""
+    """Decides by names, and recomputes tensors without a name."""
 
     knows_names = True
 
@@ -291,13 +291,13 @@ def _checked_names(names: Iterable[str], argument: str) -> list[str]:
 
 
 def save_only_these_names(*names: str) -> Policy:
-    """Returns a policy that keeps the tensors of some names, and nothing else.
+    """Returns a policy which keeps the tensors of some names, and nothing else. For recorded regions.
 
     Args:
         *names: Names, as given to :func:`ckpt_hooks.checkpoint_name`.
 
     Raises:
-        TypeError: If one is not a string.
+        TypeError: If a name is no string.
 
     Example:
         >>> from ckpt_hooks.policies import save_only_these_names
@@ -310,13 +310,13 @@ def save_only_these_names(*names: str) -> Policy:
 
 
 def save_any_names_but_these(*names: str) -> Policy:
-    """Returns a policy that keeps every tensor that has a name, but for some names.
+    """Returns a policy which keeps every tensor with a name, but for some names. For recorded regions.
 
     Args:
-        *names: Those that are not kept.
+        *names: Names of tensors to recompute.
 
     Raises:
-        TypeError: If one is not a string.
+        TypeError: If a name is no string.
     """
     checked = _checked_names(names, "names")
     meaning = f"keeps what has a name other than {', '.join(map(repr, checked)) or 'none'}"
@@ -326,14 +326,16 @@ def save_any_names_but_these(*names: str) -> Policy:
 def save_and_offload_only_these_names(
     *, names_which_can_be_saved: Iterable[str], names_which_can_be_offloaded: Iterable[str]
 ) -> Policy:
-    """Returns a policy that keeps the tensors of some names on their device, and those of others on the host.
+    """Returns a policy which keeps the tensors of some names on their device, and of other names on the host.
+
+    For recorded regions.
 
     Args:
         names_which_can_be_saved: Names of tensors to keep.
-        names_which_can_be_offloaded: Names of tensors to move to the host until backward; those that are there are kept.
+        names_which_can_be_offloaded: Names of tensors to move to the host until backward. Tensors on the host stay.
 
     Raises:
-        TypeError: If one is not a string.
+        TypeError: If a name is no string.
         ValueError: If a name is in both.
     """
     saved = _checked_names(names_which_can_be_saved, "names_which_can_be_saved")
