@@ -1,5 +1,5 @@
-"""What both kinds of frame share: frames, handles, scopes of backward, the stack of open regions, settings.
+"""The base of both kinds of frame: frames, handles, scopes of backward, the stack of open regions, settings, events.
 
-A frame is one region. It knows its name, its parent and what it brought back for which backward. How it brings tensors back is
-its kind's own: :mod:`ckpt_hooks._function` calls a function again, :mod:`ckpt_hooks._recorded` replays operators.
+A frame is one region, with a name, a parent, and the values brought back for each backward. The kinds differ in how they bring
+tensors back: :mod:`ckpt_hooks._function` calls a function again, :mod:`ckpt_hooks._recorded` replays operators.
 """

@@ -1,7 +1,7 @@
-"""Events: what regions of both kinds tell observers.
+"""Events: messages of regions of both kinds to observers.
 
-An event names regions, tensors and storages by numbers, so an observer that keeps events keeps no tensor and no frame alive.
-Reports are written on events, on :meth:`Frame.saved` and on :meth:`Frame.held`, and on nothing else.
+An event names regions, tensors and storages by numbers, so kept events keep no tensor and no frame alive. Reports use events,
+:meth:`Frame.saved` and :meth:`Frame.held`, and nothing else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Observer", "Operator", "Region", "TensorInfo", "Watchable"]
 
 
 class Watchable(Protocol):
-    """A frame, as far as observers use it.
+    """A frame, as seen by observers.
 
     Attributes:
         kind: ``"function"`` or ``"recorded"``.
@@ -37,15 +37,15 @@ class Region(NamedTuple):
     """One entry of a region.
 
     Attributes:
-        id: Its number, which no other region of the process has.
-        parent: The number of the region around it; None if there is none, or none that is watched.
+        id: The entry's number, unique in the process.
+        parent: The number of the region around; None without a watched region around.
         kind: ``"function"`` or ``"recorded"``.
-        path: Its name and the names of the regions around it, outermost first.
-        site: The line of the user's program that enters it, as in ``"model.py:12"``; None if no user code is on the stack.
-        module: The module that it runs, or that runs it, by its name in the outermost module of the call, as in
-            ``"layers.0"``; None in a recompute, and where no module runs.
-        in_recompute: Whether the recompute of a region around enters it.
-        frame: Refers to the frame weakly, for its ``saved()`` and ``held()``.
+        path: The region's name and the names of the regions around, outermost first.
+        site: The entering line of the user's program, as in ``"model.py:12"``; None without user code on the stack.
+        module: The module run by the region, or else the module around, by its name in the outermost called module, as in
+            ``"layers.0"``; None in a recompute, and without a module.
+        in_recompute: Whether the recompute of a region around enters this region.
+        frame: A weak reference to the frame, for ``saved()`` and ``held()``.
     """
 
     id: int
@@ -59,15 +59,15 @@ class Region(NamedTuple):
 
 
 class TensorInfo(NamedTuple):
-    """A tensor that an operator read or returned.
+    """A tensor of an event.
 
     Attributes:
-        id: Its number, which no other tensor of the process has.
+        id: The tensor's number, unique in the process.
         shape: Its sizes; None for a nested tensor.
         dtype: Its dtype.
         nbytes: Its size in bytes.
-        storage: The number of its storage; None if it has none.
-        storage_nbytes: The size of its storage in bytes; 0 if it has none.
+        storage: The number of its storage; None without a storage.
+        storage_nbytes: The size of its storage in bytes; 0 without a storage.
     """
 
     id: int
@@ -79,15 +79,15 @@ class TensorInfo(NamedTuple):
 
 
 class Operator(NamedTuple):
-    """An operator below autograd that ran in a region.
+    """A run of an operator below autograd.
 
     Attributes:
-        place: How many operators this forward, or this recompute, of the region ran before.
-        name: Its name, as in ``"aten.mm.default"``.
+        place: The number of operators run before in this forward, or this recompute, of the region.
+        name: The operator's name, as in ``"aten.mm.default"``.
         inputs: The tensors in its arguments.
-        outputs: The tensors that it returned.
-        site: The line of the user's program that called it; None in a replay, where no user code runs.
-        in_recompute: Whether a recompute ran it.
+        outputs: The tensors in its result.
+        site: The calling line of the user's program; None in a replay, where no user code runs.
+        in_recompute: Whether a recompute ran the operator.
     """
 
     place: int
@@ -99,14 +99,13 @@ class Operator(NamedTuple):
 
 
 class Observer:
-    """Hears of each event of the regions that it watches (:mod:`.observers`). A method does nothing unless overridden.
+    """Hears of each event of the watched regions (:mod:`.observers`). A method does nothing unless overridden.
 
-    The thread that causes an event calls the method, with the frame's lock held in a recompute. Events of tensors that go come
-    from wherever the last reference is dropped.
+    The thread of an event calls the method, in a recompute with the frame's lock held. :meth:`let_go` and :meth:`freed` come
+    from the place of the last reference.
 
     Attributes:
-        wants_operators: Whether :meth:`ran` is called. A dispatch mode around each region sees to that, which costs some 20 us
-            an operator.
+        wants_operators: Whether to call :meth:`ran`, by a dispatch mode around each region, at some 20 us an operator.
     """
 
     wants_operators = False
@@ -118,28 +117,28 @@ class Observer:
         """Forward of a region ended, by an exception or not."""
 
     def ran(self, region: Region, operator: Operator) -> None:
-        """An operator ran. Operators that no policy is asked about as they compute nothing (``detach``) are left out."""
+        """An operator ran. Operators ignored by policies (``detach``) are left out."""
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         """Autograd saved a tensor in a region.
 
         Args:
             region: The region.
-            saved: What becomes of it. Each position is that of one tensor of the region: negative where there is no handle.
-            tensor: The tensor that was saved, and its storage at that moment.
+            saved: Its description. Each tensor of a region has a position of its own.
+            tensor: The tensor, with its storage at the moment of saving.
         """
 
     def settled(self, region: Region, position: int, fate: Fate) -> None:
         """A later operator, or a name, has changed the fate of a saved tensor by the end of the outermost region."""
 
     def let_go(self, region: Region, position: int) -> None:
-        """Autograd has let go of a saved tensor, with the node that saved it."""
+        """Autograd has let go of a saved tensor, with the saving node."""
 
     def held(self, region: Region, holdings: Sequence[Holding]) -> None:
-        """A region, or the outermost one of its tape, has ended; tells each tensor that it keeps alive from then on."""
+        """A region, or the outermost region of its tape, has ended; lists each tensor kept alive from then on."""
 
     def freed(self, storage: int) -> None:
-        """A storage of which an event told is freed."""
+        """A storage of an earlier event is freed."""
 
     def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
         """A copy of a tensor to the host began, or one back."""
@@ -151,4 +150,4 @@ class Observer:
         """A recompute ended, by an exception or not."""
 
     def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
-        """A saved tensor that has a handle is handed to autograd."""
+        """A saved tensor with a handle is handed to autograd."""

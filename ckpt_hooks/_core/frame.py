@@ -1,8 +1,8 @@
-"""Frames: what the two kinds of region have in common.
+"""Frames: the common part of both kinds of region.
 
-Who owns whom is the whole of Rule 9. Autograd owns handles, a handle owns its frame, the frame does not own its handles. So a
-frame lives exactly as long as some node of the graph may still ask for one of its tensors, and everything the frame holds
-(saved inputs, ambient state, recomputed values) dies with the last such node, by reference counting alone.
+Ownership is the whole of Rule 9. Autograd owns handles, a handle owns its frame, the frame does not own its handles. So a frame
+lives exactly as long as some node of the graph may still ask for one of its tensors, and everything the frame holds (saved
+inputs, ambient state, recomputed values) dies with the last such node, by reference counting alone.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Mark = tuple[int, int, RegionPath]
 
 
 def mutated_leaf(kept: Kept) -> MutationError:
-    """Returns the error for a kept leaf that was modified in place since, for which plain autograd raises as well."""
+    """Returns the error for a kept leaf modified in place since. Plain autograd raises too."""
     tensor, version, path = kept
     return mutated(tensor, version, path, f"that {region_in_words(path)} saved")
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
-    """Returns the error for a saved tensor that two backwards of one group ask for."""
+    """Returns the error for a saved tensor needed by two backwards of one group."""
     return OverlapError(
         f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
         f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run the two backwards in "
@@ -58,13 +58,13 @@ class Frame(abc.ABC):
     Attributes:
         passes: Values brought back, by the key of the scope that they were brought back for.
         kind: ``"function"`` or ``"recorded"``.
-        path: The region's name and those around it.
-        complete: Whether forward has ended. Backward inside forward meets frames that are not.
+        path: The region's name and the names of the regions around.
+        complete: Whether forward has ended. Backward inside forward meets incomplete frames.
         recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
-        watch: Tells observers what the frame does; None if there are none.
-        current: What was current on accelerators in forward; None where none is in use.
-        release: Has the pack hook let go of the frame; set as long as forward runs.
-        thread: The thread that runs the outermost region around it.
+        watch: Tells observers of the frame's events; None without observers.
+        current: Current devices and streams of forward; None without an accelerator in use.
+        release: Makes the pack hook let go of the frame; set during forward.
+        thread: The thread of the outermost region around.
     """
 
     __slots__ = (
@@ -93,8 +93,8 @@ class Frame(abc.ABC):
         Args:
             name: The region's name.
             parent: The frame around.
-            observers: Who watches, the outermost first.
-            module: What the region runs, if that is a module.
+            observers: The observers, the outermost first.
+            module: The module run by the region, if any.
         """
         self.passes = NO_PASSES
         self._endings = _NO_ENDINGS
@@ -118,30 +118,30 @@ class Frame(abc.ABC):
 
     @abc.abstractmethod
     def saved(self) -> list[Saved]:
-        """Returns the tensors that backward may still ask for, in the order of saving, without recomputing any."""
+        """Returns the saved tensors which backward may still ask for, in the order of saving, without recomputing."""
 
     @abc.abstractmethod
     def held(self) -> list[Holding]:
-        """Returns the tensors that this frame keeps alive, each once, and why; leaves that require grad are not among them."""
+        """Returns each tensor kept alive by this frame, with the reason; leaves which require grad are left out."""
 
     @abc.abstractmethod
     def describe(self, packed: Any) -> Saved:
-        """Returns what one of this frame's handles stands for.
+        """Describes the saved tensor of one of this frame's handles.
 
         Args:
             packed: The handle.
         """
 
     def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
-        """Is told that a region inside this one is about to save inputs in it, or has saved what its policy keeps.
+        """Notes tensors which a region inside hands to this frame: its inputs, or outputs kept by its policy.
 
         Args:
-            count: How many tensors.
-            path: That region.
+            count: The number of tensors.
+            path: The region inside.
         """
 
     def observed(self, recompute: Callable[..., R], *args: Any) -> R:
-        """Calls what recomputes, and tells observers."""
+        """Runs a recompute, and tells observers."""
         watch = self.watch
         if watch is None:
             return recompute(*args)
@@ -174,13 +174,13 @@ def is_in_recompute(frame: Frame | None) -> bool:
 
 
 def describe_packed(packed: Any) -> Saved | None:
-    """Returns what stands in autograd's graph for a saved tensor, described without recomputing anything.
+    """Describes a saved tensor in autograd's graph, without recomputing.
 
     Args:
-        packed: What a pack hook returned.
+        packed: The result of a pack hook.
 
     Returns:
-        The description; None for what no region has packed.
+        The description; None for the result of a pack hook other than a region's.
     """
     if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed

@@ -1,4 +1,4 @@
-"""Groups of backwards that share one recompute, for schedules that split a backward in parts."""
+"""Groups of backwards with one recompute, for schedules which split a backward in parts."""
 
 from __future__ import annotations
 

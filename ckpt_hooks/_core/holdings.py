@@ -1,4 +1,4 @@
-"""What a frame keeps alive besides handles: tensors found by going through its parts, for reports and never on a hot path."""
+"""Holdings: tensors kept alive by a frame, found by going through its parts, for reports and never on a hot path."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["Holding", "holdings_in", "size_of"]
 
 
 class Holding(NamedTuple):
-    """A tensor that a frame keeps alive.
+    """A tensor kept alive by a frame.
 
     Attributes:
-        description: What it is, as in ``"float32[4, 8]"``; with ``" on the host"`` where it was moved there.
-        reason: What for.
-        nbytes: Its size in bytes. Tensors in one storage share theirs.
-        storage: The number of its storage; None where it has none of its own.
-        storage_nbytes: The size of its storage in bytes; 0 where it has none of its own.
-        shape: Its sizes; None for a nested tensor, which has none.
+        description: Dtype and shape, as in ``"float32[4, 8]"``; with ``" on the host"`` for a tensor moved there.
+        reason: The reason, in words.
+        nbytes: The tensor's size in bytes. Tensors in one storage share their bytes.
+        storage: The number of its storage; None without a storage of its own.
+        storage_nbytes: The size of its storage in bytes; 0 without a storage of its own.
+        shape: Its sizes; None for a nested tensor.
         dtype: Its dtype.
-        device: Where it is; None where the user's saved-tensor hooks have it.
+        device: Its device; None where the user's saved-tensor hooks have the tensor.
     """
 
     description: str
@@ -41,13 +41,13 @@ class Holding(NamedTuple):
 
 
 def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
-    """Goes through the tensors that a part of a frame holds, each once; leaves that require grad are not the frame's.
+    """Yields each tensor in a part of a frame, once; leaves which require grad are not the frame's.
 
     Args:
         part: A tensor, a container, or an object of this package.
-        reason: What the tensors are held for.
-        seen: Identities of what was met before, to which this adds.
-        skipped: Classes of objects that are not the frame's alone: frames, with their handles, and what these share.
+        reason: The reason, in words.
+        seen: Identities of objects met before; the function adds to these.
+        skipped: Classes of shared objects: frames, with their handles, and objects common to several frames.
     """
     todo = [part]
     while todo:
@@ -77,7 +77,7 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Returns the size of a tensor in bytes; of one of another class or layout, that of what it is made of."""
+    """Returns the size of a tensor in bytes; of a tensor of another class or layout, the size of its parts."""
     parts = parts_of(tensor)
     return tensor.nbytes if parts is None else sum(size_of(part) for part in parts if isinstance(part, torch.Tensor))
 

@@ -1,8 +1,8 @@
-"""Hooks on the tensors of a recompute: which of them it registers, by their numbers, and leaving all as they were.
+"""Hooks registered by a recompute, by their numbers.
 
-Torch numbers all hooks of the process from one counter, of modules and of tensors. A rerun has to take back the hooks that it
-registers on the arguments, and no others: another thread may register some on the same tensors meanwhile. So the counter is an
-integer that notes, when it is counted up, which thread does so in a recompute.
+Torch numbers all hooks of the process from one counter, of modules and of tensors. A rerun has to take back its own hooks on
+arguments, and no others: another thread may register hooks on the same tensors meanwhile. So the counter is an integer which
+notes each increment made in a recompute, with the thread.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _registered: dict[int, int] = {}
 
 
 class _Number(int):
-    """A number of hooks that notes who draws the next one. It is copied and pickled as what it is otherwise, an integer."""
+    """A counter of hooks which notes the thread of each increment. Copies and pickles are plain integers."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class _Number(int):
 
 
 def next_hook() -> int:
-    """Returns the number of the hook that will be registered next; from now on it is noted who registers any."""
+    """Returns the number of the next hook to be registered; from now on the registering threads are noted."""
     number = RemovableHandle.next_id
     if type(number) is not _Number:  # torch's own, or what came of loading hooks
         number = RemovableHandle.next_id = _Number(number)
@@ -48,10 +48,10 @@ def next_hook() -> int:
 
 
 def hooks_since(first: int) -> list[int]:
-    """Returns the numbers of hooks that this thread has registered in recomputes, and forgets them.
+    """Returns the numbers of hooks registered by this thread in recomputes, and forgets the numbers.
 
     Args:
-        first: What :func:`next_hook` returned when the recompute began.
+        first: The result of :func:`next_hook` at the begin of the recompute.
     """
     if RemovableHandle.next_id == first:
         return []
@@ -63,18 +63,18 @@ def hooks_since(first: int) -> list[int]:
 
 
 def hooks_on(tensors: Iterable[torch.Tensor], references: Iterable[Callable[[], dict[int, Any] | None]]) -> Hooks:
-    """Returns the hooks that are registered now.
+    """Returns the registered hooks.
 
     Args:
         tensors: The tensors to look at.
-        references: Refer to hooks of tensors that may be gone.
+        references: References to hooks of tensors which may be gone.
     """
     found = [(hooks, hooks.copy()) for tensor in tensors if (hooks := tensor._backward_hooks)]
     return found + [(hooks, hooks.copy()) for reference in references if (hooks := reference())]
 
 
 def take_hooks_off(tensors: Iterable[torch.Tensor], numbers: Sequence[int]) -> None:
-    """Takes the hooks of some numbers off tensors."""
+    """Removes hooks from tensors, by number."""
     for tensor in tensors:
         if hooks := tensor._backward_hooks:
             for number in numbers:
@@ -82,7 +82,7 @@ def take_hooks_off(tensors: Iterable[torch.Tensor], numbers: Sequence[int]) -> N
 
 
 def put_hooks_back(before: Hooks) -> None:
-    """Registers the hooks again that are not there any more, in the order of their numbers."""
+    """Registers missing hooks again, in the order of their numbers."""
     for hooks, others in before:
         if any(number not in hooks for number in others):
             merged = {**others, **hooks}

@@ -1,4 +1,4 @@
-"""Hooks of frames, among all saved-tensor hooks: telling them from the user's, and ending a forward."""
+"""Saved-tensor hooks of frames: telling frames' hooks from the user's, and ending a forward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["UNPACKS", "are_of_frame", "close_frame", "hand_back"]
 
 
 def hand_back(tensor: torch.Tensor) -> torch.Tensor:
-    """Unpacks what a rerun gave to the graph that it makes: the value itself."""
+    """Unpacks a tensor in the graph made by a rerun: the tensor itself."""
     return tensor
 
 
@@ -25,12 +25,12 @@ UNPACKS: list[Callable[[Any], torch.Tensor]] = []
 
 
 def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bool:
-    """Whether a pair of hooks is that of a frame, in forward or in a rerun, and not somebody else's."""
+    """Whether a pair of hooks belongs to a frame, in forward or in a rerun."""
     return hooks[1] in UNPACKS or hooks[1] is hand_back
 
 
 def close_frame(frame: Frame) -> None:
-    """Ends the forward of the innermost frame, well or by an exception; its parent is innermost again."""
+    """Ends the forward of the innermost frame, well or by an exception; the parent is innermost again."""
     pop_saved_tensors_hooks()
     stack.innermost, frame.parent = frame.parent, None
     frame.release()

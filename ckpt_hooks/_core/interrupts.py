@@ -23,16 +23,17 @@ ThreadMark = tuple["tuple[Hook, Hook] | None", int, "Frame | None", bool]
 
 
 def mark_thread() -> ThreadMark:
-    """Returns how this thread is, for :func:`bring_back`."""
+    """Returns the state of this thread, for :func:`bring_back`."""
     return top_saved_tensors_hooks(False), num_dispatch_modes(), stack.innermost, torch.is_grad_enabled()
 
 
 def bring_back(mark: ThreadMark, error: BaseException | None) -> None:
-    """Takes off this thread what regions have put on it since, and closes the frames that were opened.
+    """Takes hooks and modes of regions off this thread, and closes open frames, down to a mark.
 
     Args:
-        mark: What :func:`mark_thread` returned.
-        error: What left the region. An ``Exception`` that has left nothing of a region leaves alone what the user's code did.
+        mark: The mark, of :func:`mark_thread`.
+        error: The exception which left the region. After an ``Exception`` with nothing of a region left over, hooks and modes
+            of the user's stay.
     """
     hooks, modes, frame, grad_enabled = mark
     if isinstance(error, Exception) and not _is_anything_left(mark):

@@ -1,6 +1,6 @@
-"""Wrong calls of the public functions, and what to write instead.
+"""Wrong calls of the public functions, and the right form of each.
 
-None of this runs in a right call: a call that has failed is looked at afterwards, and a decoration once.
+A right call runs none of this: a direct call is looked at after a failure, a decoration once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 
 
 def name_of(value: Any) -> str:
-    """Returns how a message calls a function: by the name in its definition, a module by that of its class."""
+    """Returns the name of a function in messages; of a module, the name of its class."""
     if isinstance(value, Module):
         return type(value).__name__
     name = getattr(value, "__name__", None)
@@ -36,7 +36,7 @@ def name_of(value: Any) -> str:
 
 
 def described_as(value: Any) -> str:
-    """Returns what was given instead of something else: a tensor with shape and type, a module or function by name."""
+    """Describes a wrong argument: a tensor by shape and dtype, a module or function by name."""
     if isinstance(value, torch.Tensor):
         return f"a tensor, {describe_tensor(value)}"
     if isinstance(value, Module):
@@ -49,10 +49,10 @@ def described_as(value: Any) -> str:
 
 
 def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
-    """Returns the error for a direct call of ``checkpoint`` that has failed with a ``TypeError`` or an ``AttributeError``.
+    """Returns the error for a direct call of ``checkpoint`` after a ``TypeError`` or an ``AttributeError``.
 
     Args:
-        function: What was given for a function.
+        function: The first argument.
         args: Its positional arguments.
         kwargs: Its keyword arguments.
 
@@ -71,7 +71,7 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 
 def _not_callable(value: Any, args: Sequence[Any] = ()) -> str:
-    """Returns what was given instead of a function, and the right form."""
+    """Describes an argument in place of a function, and the right form."""
     described = described_as(value)
     if any(map(callable, args)):
         return f"{described}, first. The function comes first: write `checkpoint(block, x)`."
@@ -84,7 +84,7 @@ def _not_callable(value: Any, args: Sequence[Any] = ()) -> str:
 
 
 def _can_be_called(function: Any) -> bool:
-    """Whether a function can be called without arguments, for all that is known."""
+    """Whether a function can be called without arguments, as far as its signature tells."""
     try:
         inspect.signature(function.forward if isinstance(function, Module) else function).bind()
     except TypeError:
@@ -99,14 +99,14 @@ def _parameters(function: Any) -> str:
 
 
 def check_callable(function: Any, form: str) -> None:
-    """Checks what the curried form is applied to.
+    """Checks the argument of the curried form.
 
     Args:
-        function: What was given for a function.
-        form: How the curried form is written, as in ``"checkpoint(...)"``.
+        function: The argument.
+        form: The curried form in words, as in ``"checkpoint(...)"``.
 
     Raises:
-        TypeError: If it cannot be called.
+        TypeError: If the argument cannot be called.
     """
     if not callable(function) and not hasattr(type(function), "__get__"):  # as static methods have
         called = " A block that was called already has kept its activations." if isinstance(function, torch.Tensor) else ""
@@ -117,16 +117,16 @@ def check_callable(function: Any, form: str) -> None:
 
 
 def check_alone(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
-    """Checks that the curried form is applied to a function, and not to a function and its arguments.
+    """Checks for more arguments than a function in a call of the curried form.
 
     Args:
         function: The function.
-        others: What was given besides, by position.
-        named: What was given besides, by name.
-        form: How the curried form is written, as in ``"checkpoint(...)"``.
+        others: More arguments by position.
+        named: Arguments by name.
+        form: The curried form in words, as in ``"checkpoint(...)"``.
 
     Raises:
-        TypeError: If there is anything besides the function.
+        TypeError: If there are more arguments than the function.
     """
     if others or named:
         raise TypeError(
@@ -141,15 +141,15 @@ def _listed(others: Sequence[Any], named: Mapping[str, Any]) -> str:
 
 
 def checked_flag(value: Any, name: str, *, others: Iterable[Any] = ()) -> bool:
-    """Returns an option that is yes or no as a boolean.
+    """Returns a yes-or-no option as a boolean.
 
     Args:
-        value: What was given.
+        value: The value given.
         name: The option.
-        others: Other values that it may have.
+        others: Other values the option may have.
 
     Raises:
-        TypeError: If it is neither a boolean, nor 0 or 1, nor one of the others.
+        TypeError: If the value is neither a boolean, nor 0 or 1, nor among the others.
     """
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
@@ -162,7 +162,7 @@ def checked_flag(value: Any, name: str, *, others: Iterable[Any] = ()) -> bool:
 
 
 def reentrant_error(use_reentrant: Any) -> Exception:
-    """Returns the error for a ``use_reentrant`` that is neither None nor False."""
+    """Returns the error for a ``use_reentrant`` other than None or False."""
     if not (isinstance(use_reentrant, int) and use_reentrant == 1):
         return TypeError(
             f"use_reentrant should be None or False, but got {use_reentrant!r} of type {type(use_reentrant).__name__}. Leave "
@@ -176,12 +176,12 @@ def reentrant_error(use_reentrant: Any) -> Exception:
 
 
 def segments_error(functions: Sequence[Callable[..., Any]], segments: Any, input: Any) -> Exception:
-    """Returns the error for a number of segments that is none.
+    """Returns the error for a wrong number of segments.
 
     Args:
-        functions: What was given for functions.
-        segments: What was given for the number of segments.
-        input: What was given for the input.
+        functions: The argument ``functions``.
+        segments: The argument ``segments``.
+        input: The argument ``input``.
     """
     if isinstance(input, int) and not isinstance(segments, (int, float, str, type(None))):
         return TypeError(
@@ -195,7 +195,7 @@ def segments_error(functions: Sequence[Callable[..., Any]], segments: Any, input
 
 
 def steps_error(functions: Any) -> TypeError:
-    """Returns the error for functions of ``checkpoint_sequential`` that are not several."""
+    """Returns the error for an argument ``functions`` of ``checkpoint_sequential`` which is no sequence."""
     return TypeError(
         f"checkpoint_sequential takes a torch.nn.Sequential or a sequence of callables, but got {described_as(functions)}. For "
         "one function, write `checkpoint(function, x)`."

@@ -1,4 +1,4 @@
-"""What all dispatch modes of the package have in common: the compiler has no business in them, nor they in compiled code."""
+"""The base of the package's dispatch modes: no part of compiled code, nor seen by the compiler."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ __all__ = [
 
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that neither imports Dynamo nor keeps compiled functions from running compiled."""
+    """A dispatch mode without effect on Dynamo: neither imported, nor kept from running compiled functions."""
 
     # Operators of operators, such as flex_attention, come here like others.
     supports_higher_order_operators = True
@@ -59,17 +59,17 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return True
 
     def abandoned(self) -> None:
-        """Is told that it was taken off its thread without being left."""
+        """Called when the mode was taken off its thread without an exit."""
 
 
 class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that watches a region's own operators.
+    """A dispatch mode for a region's own operators.
 
-    Those that the package runs for its own purposes, and those of a recompute that happens in the middle of the region, are not
-    the region's: they run while the mode is paused, and it passes them on.
+    Operators run by the package for its own purposes, and operators of a recompute in the middle of the region, are not the
+    region's. They run while the mode is paused, and a paused mode passes operators on.
 
     Attributes:
-        paused: How many times it is paused.
+        paused: The number of pauses in force.
     """
 
     def __init__(self) -> None:
@@ -84,11 +84,11 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
         pop_dispatch_mode(None)
 
     def note_range(self, operator: Any, args: Any) -> None:
-        """Is paused where FSDP gathers parameters in a region, of which it tells the profiler: a recompute finds them gathered.
+        """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters.
 
         Args:
-            operator: Begins or ends what a profiler shows.
-            args: Those of the operator.
+            operator: An operator which begins or ends a profiler's range.
+            args: The operator's arguments.
         """
         if "exit" in operator._schema.name:
             if self._ranges:
@@ -114,10 +114,9 @@ def _active_modes() -> Iterator[Any]:
 
 
 def count_writes(operator: Any, args: Any) -> None:
-    """Counts the writes of an operator that torch does not count under a dispatch mode, and counts without one.
+    """Counts writes which torch counts without a dispatch mode alone: of in-place operators over lists (``_foreach_mul_``).
 
-    Those are the in-place operators over lists of tensors (``_foreach_mul_``). To be called by every mode of the package that
-    has passed such an operator on; the innermost of them counts.
+    Every mode of the package calls this after passing on an operator; the outermost mode counts.
     """
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
@@ -128,9 +127,10 @@ def count_writes(operator: Any, args: Any) -> None:
 
 
 def is_compiled_code_running() -> bool:
-    """Whether the operator that runs is called by code that Inductor made, whose kernels reuse buffers behind everybody's back.
+    """Whether code of Inductor runs the present operator. Its kernels reuse buffers unseen.
 
-    Such code runs with gradients off, so others are not even looked at. 2.11 to 2.15: its callers are modules of Inductor.
+    Such code runs with gradients off, so with gradients on there is no look at the stack. 2.11 to 2.15: the callers are modules
+    of Inductor.
     """
     if torch.is_grad_enabled():
         return False
@@ -166,7 +166,7 @@ _NO_MODES: Sequence[PausableDispatchMode] = ()
 
 
 def pause_modes() -> Sequence[PausableDispatchMode]:
-    """Pauses the modes of that kind that are active on this thread; returns them for :func:`resume_modes`."""
+    """Pauses the active pausable modes of this thread; returns the modes, for :func:`resume_modes`."""
     if not num_dispatch_modes():
         return _NO_MODES
     modes = [mode for mode in _active_modes() if isinstance(mode, PausableDispatchMode)]
@@ -201,7 +201,7 @@ R = TypeVar("R")
 
 
 def unseen(function: Callable[P, R]) -> Callable[P, R]:
-    """Makes a function pause those modes: what it does is the package's own business, though a mode of a region calls it."""
+    """Makes a function pause these modes, for operators of the package's own inside a region's mode."""
 
     @functools.wraps(function)
     def paused(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -243,11 +243,11 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 
 def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:
-    """Returns sentences on dispatch modes of the user's around one of two runs, for an error; nothing if they are the same.
+    """Returns sentences for an error on dispatch modes around one of two runs alone; nothing without a difference.
 
     Args:
-        forward: Names of those around forward.
-        now: Names of those around the recompute.
+        forward: Names of the modes around forward.
+        now: Names of the modes around the recompute.
     """
     words = ""
     if missing := [name for name in forward if name not in now]:

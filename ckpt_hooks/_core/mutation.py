@@ -1,7 +1,7 @@
-"""Words for a tensor that is not what forward saw: what has become of it, and what to do about it.
+"""Words for a tensor changed since forward: the change, and the advice.
 
 A version counter rises with each operation in place, ``set_`` and ``resize_`` among them, and never falls. So a higher version
-is a write, or another tensor that was written to more often; a lower one is another tensor for sure.
+is a write, or another tensor with more writes. A lower version is another tensor for sure.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ AFTER_BACKWARD = "Modify it after backward, or let forward use a clone."
 
 
 def change_in_words(found: int, expected: int, since: str = "", *, is_same: bool = True, has_moved: bool = False) -> str:
-    """Returns the end of a sentence that begins with a tensor: what has become of it.
+    """Returns the predicate of a sentence about a tensor: how the tensor has changed.
 
     Args:
         found: Its version.
-        expected: The version when forward saw it.
+        expected: Its version in forward.
         since: Since when, as in ``" since forward"``.
-        is_same: Whether it is known to be the tensor that forward saw.
-        has_moved: Whether it is known to be in another storage.
+        is_same: Whether the tensor is known to be forward's.
+        has_moved: Whether the tensor is known to be in another storage.
     """
     versions = f"it is at version {found}; expected version {expected} instead"
     if found == expected:
@@ -44,11 +44,11 @@ def change_in_words(found: int, expected: int, since: str = "", *, is_same: bool
 
 
 def advice_for(tensor: torch.Tensor, expected: int) -> str:
-    """Returns what to do about a tensor that was modified or exchanged too early: sentences that say "it".
+    """Returns the advice on a tensor modified or exchanged too early: sentences with "it" for the tensor.
 
     Args:
         tensor: The tensor.
-        expected: Its version when forward saw it.
+        expected: Its version in forward.
     """
     if tensor._version < expected:
         return "Bind or exchange it after backward, or hand the one of forward to the function as an argument."
@@ -60,16 +60,16 @@ def advice_for(tensor: torch.Tensor, expected: int) -> str:
 def mutated(
     tensor: torch.Tensor, version: int, path: RegionPath | None, holder: str, *, kind: str = "", since: str = "", more: str = ""
 ) -> MutationError:
-    """Returns the error for a tensor that was held until backward and has changed: one wording for all that hold tensors.
+    """Returns the error for a tensor held until backward and changed meanwhile: one wording for all holders.
 
     Args:
-        tensor: The tensor, or what tells of its version.
-        version: Its version when it was saved.
-        path: The region that holds it, None for none.
-        holder: Who holds it, after the tensor in a sentence.
-        kind: Its dtype and shape in words, where ``tensor`` does not have them.
+        tensor: The tensor, or a witness of its version.
+        version: Its version when saved.
+        path: The region of the holder; None for none.
+        holder: The holder, in words to follow the tensor in a sentence.
+        kind: Dtype and shape in words, for a witness without them.
         since: Since when, as in ``" since forward"``.
-        more: What else to do about it.
+        more: More advice.
     """
     what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
     return MutationError(

@@ -1,7 +1,7 @@
-"""Numbers that stand for tensors and storages in events and reports, and are never used again.
+"""Numbers of tensors and storages, for events and reports; never used twice.
 
-Addresses will not do: the next tensor of a program often has that of one that just died. A weak reference to the Python object
-of a storage lasts as long as the storage, since torch keeps that object while it is referenced.
+Addresses will not do: the next tensor of a program often has the address of a dead tensor. A weak reference to the Python
+object of a storage lasts as long as the storage, since torch keeps a referenced object alive.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Told(Protocol):
         """A storage is freed."""
 
 
-# Who is told, by the number of the storage.
+# Observers, by the number of the storage.
 _audience: dict[int, weakref.WeakSet[Any]] = {}
 
 
@@ -56,15 +56,15 @@ def number_of(tensor: torch.Tensor) -> int:
 
 
 def storage_number(tensor: torch.Tensor) -> int | None:
-    """Returns the number of the storage of a tensor, the same for all views of it; None for a tensor that has none."""
+    """Returns the number of a tensor's storage, the same for all views; None for a tensor without a storage."""
     return None if storage_of(tensor) is None else _numbered(tensor.untyped_storage())
 
 
 def tell_when_freed(storage: int, observers: Iterable[_Told]) -> None:
-    """Has observers told when a storage is freed, each once, as long as they are there.
+    """Registers observers to hear when a storage is freed, each once. Observers are held weakly.
 
     Args:
-        storage: Its number.
-        observers: Who is told.
+        storage: The storage's number.
+        observers: The observers.
     """
     _audience.setdefault(storage, weakref.WeakSet()).update(observers)

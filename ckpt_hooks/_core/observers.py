@@ -1,7 +1,7 @@
-"""Watching the runtime without its knowing: traces, reports and tests hang here.
+"""Watching regions, for traces, reports and tests.
 
-Each frame picks its observers up when its forward begins. Where there are none, that is one look-up a region and one attribute
-test a tensor that is handed back; packing uses hooks that know nothing of observers.
+Each frame picks up its observers when its forward begins. Without observers the price is one look-up a region and one attribute
+test a restored tensor; packing uses hooks without observers.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ __all__ = ["observe"]
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Lets an observer watch every region whose forward begins in this block, its backward included, on this thread.
+    """Makes an observer watch every region whose forward begins in this block, on this thread; backward included.
 
-    Blocks nest; the outer observers go on watching.
+    Blocks nest; outer observers go on watching.
     """
     with override(observers=(*current_settings().observers, observer)):
         yield

@@ -1,4 +1,4 @@
-"""The tensors that a tensor of another class or layout is made of."""
+"""The parts of tensors of other classes and layouts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc,
 
 
 def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the tensors that one of a wrapper subclass wraps, not those that these wrap in turn; none of other tensors."""
+    """Returns the tensors directly inside a wrapper subclass; none for other tensors."""
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return []
@@ -22,7 +22,7 @@ def inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def parts_of(tensor: torch.Tensor) -> list[Any] | None:
-    """Returns the tensors, and for some sparse ones numbers, that a tensor consists of; None for one with memory of its own."""
+    """Returns the parts of a tensor, tensors and for some layouts numbers; None for a tensor with memory of its own."""
     if hasattr(tensor, "__tensor_flatten__"):
         return inner_tensors(tensor)
     if tensor.layout is torch.sparse_coo:

@@ -1,11 +1,11 @@
-"""Waits on a thread of autograd's engine, and ends those that would never end.
+"""Waits on a thread of autograd's engine, with an end to waits which would last for ever.
 
-A rerun that calls backward hands that backward's nodes for another device to the other device's thread. If that thread waits
-for a lock of the rerun, neither goes on. Nothing tells such a wait from one for a long rerun, except its length and where the
-owner of the lock stands: in one and the same call of the engine, with nothing of Python on top.
+A rerun with a backward inside hands the backward's nodes for another device to the other device's thread. If the other thread
+waits for a lock of the rerun, neither goes on. Such a wait differs from the wait for a long rerun by its length, and by the
+place of the lock's owner: one and the same call of the engine, with nothing of Python on top.
 
-Threads that Python started wait without a limit, and in C alone: no backward needs one of them to go on, and an interrupt
-finds no place between a lock's acquisition and its ``with`` block.
+Threads started by Python wait without a limit, and in C alone: no backward needs such a thread to go on, and an interrupt finds
+no place between a lock's acquisition and its ``with`` block.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOOKS = 60
 
 
 class Patience:
-    """What one wait has seen of the thread that it waits for."""
+    """Observations of one wait on the thread waited for."""
 
     __slots__ = ("_call", "_looks")
 
@@ -41,11 +41,11 @@ class Patience:
         self._looks = 0
 
     def look(self, thread: int | None, path: RegionPath | None = None) -> None:
-        """Looks where a thread stands, after an interval of waiting.
+        """Looks at the place of a thread, after an interval of waiting.
 
         Args:
-            thread: Its identifier; None where that is not known.
-            path: The region that the waiting thread brings back.
+            thread: Its identifier; None where unknown.
+            path: The region brought back by the waiting thread.
 
         Raises:
             CheckpointError: The thread stood in the same call of autograd's engine for too long.
@@ -91,10 +91,10 @@ class _Patient:
 
 
 def patient(lock: Any, path: RegionPath) -> Any:
-    """Returns what to enter in place of a reentrant lock that a rerun needs.
+    """Returns a context manager to enter in place of a reentrant lock, in a recompute.
 
     Args:
         lock: The lock.
-        path: The region that needs it.
+        path: The recomputed region.
     """
     return _Patient(lock, path) if on_engine_thread() else lock

@@ -1,4 +1,4 @@
-"""Descriptions of saved tensors: which region each belongs to, and what becomes of it until backward asks for it."""
+"""Descriptions of saved tensors: the region, and the tensor's fate until backward."""
 
 from __future__ import annotations
 
@@ -16,41 +16,41 @@ Kept = list[Any]
 
 
 class TrackedKept(list[Any]):
-    """The same, where a weak reference follows it."""
+    """The same, with support for weak references."""
 
     __slots__ = ("__weakref__",)
 
 
 class Fate(enum.Enum):
-    """What became of a tensor that autograd saved in a region."""
+    """The fate of a tensor saved in a region."""
 
-    #: It is computed again.
+    #: Dropped, and computed again.
     DROPPED = "dropped"
-    #: It is a leaf that requires grad, and kept: the graph holds it in any case.
+    #: A leaf which requires grad, kept: the graph holds the leaf in any case.
     LEAF = "leaf"
-    #: It comes from outside of the region, and is kept.
+    #: From outside of the region, kept.
     EXTERNAL = "external"
-    #: A policy keeps it.
+    #: Kept by a policy.
     POLICY = "by policy"
-    #: It is on the host.
+    #: On the host.
     OFFLOADED = "offloaded"
-    #: It cannot be brought back: its memory was written to, or given away.
+    #: Cannot be brought back, since the memory was written to or given away.
     LOST = "lost"
 
 
 class Saved(NamedTuple):
-    """A saved tensor, described without recomputing anything.
+    """The description of a saved tensor.
 
     Attributes:
-        region: Names of the region that saved it and of those around, outermost first.
-        position: How many tensors the region had saved before, in a recorded region without those that have no handle;
-            -1 for one of these.
-        fate: What became of it.
-        shape: Its sizes; None where it has none, or they are not known: in a recorded region that nobody watches, and where
+        region: Names of the region and of the regions around, outermost first.
+        position: The number of tensors the region saved before. A recorded region counts tensors with a handle alone; others
+            have a negative position.
+        fate: The tensor's fate.
+        shape: Its sizes; None for a nested tensor, or where unknown: in a recorded region without observers, and where
             metadata is not compared.
-        dtype: Its dtype; None where that is not known, likewise.
-        nbytes: Its size in bytes; None where that is not known.
-        made_by: The operator that returned it; None where that is not known.
+        dtype: Its dtype; None where unknown, likewise.
+        nbytes: Its size in bytes; None where unknown.
+        made_by: The operator which returned the tensor; None where unknown.
     """
 
     region: tuple[str, ...]

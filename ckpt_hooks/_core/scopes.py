@@ -1,15 +1,15 @@
-"""What one backward brings back, and until when it is kept.
+"""Scopes: the life of recomputed values.
 
-A *pass* holds the values that one backward brought back for one frame. It belongs to a *scope*: a graph task of autograd,
-or a :class:`ckpt_hooks.GraphExecGroup`. A scope is an object that nobody but its owner holds: a graph task by way of the
-callbacks that it runs when it ends, and drops also when it fails; a group as its attribute. A frame holds its passes, and with
-each a weak reference to the scope, whose callback takes the pass out again. So what nobody claimed goes when that backward
-ends, one way or another, and neither a frame that outlives the backward (``retain_graph=True``) nor a table on the side keeps
-it; and where the frame goes first, as it mostly does, it takes its passes along, and nothing is left to do at the end.
+A *pass* holds the values brought back for one frame by one backward. A pass belongs to a *scope*: a graph task of autograd, or
+a :class:`ckpt_hooks.GraphExecGroup`. The owner alone holds a scope: a graph task by way of its callbacks, which it runs at its
+end and drops on failure; a group as its attribute. A frame holds its passes, and with each pass a weak reference to the scope,
+whose callback removes the pass. So unclaimed values go when the backward ends or fails, also where the frame outlives the
+backward (``retain_graph=True``). Where the frame goes first, as is usual, its passes go along, and nothing is left to do at the
+end.
 
-Roads not taken: one dictionary keyed by graph task for each frame and weak handles as keys, as torch does it. It keeps
-unclaimed values for as long as the graph lives, and costs a weak dictionary a frame. And a list of the frames in each scope:
-that is a loop in Python when a backward ends, and 5 us more for a step of one region.
+Roads not taken: a dictionary for each frame, by graph task, with weak handles as keys, as in torch. Unclaimed values live as
+long as the graph then, and each frame pays for a weak dictionary. And a list of frames in each scope: a loop in Python at the
+end of a backward, and 5 us more for a step of one region.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class _Missing:
-    """Stands among values for one that is not there, with what is asked of all of them."""
+    """Stands among values for an absent tensor, with the attributes asked of tensors."""
 
     __slots__ = ()
 
@@ -53,10 +53,10 @@ NO_PASSES: dict[int, Any] = {}
 
 
 class Scope:
-    """One backward, or one group of backwards; when it ends, nobody holds it any more.
+    """One backward, or one group of backwards; dies with its end.
 
     Attributes:
-        key: What frames file their passes under: the id of a graph task (0 and up), or a number below -1 for a group.
+        key: The key of passes in frames: the id of a graph task (0 and up), or a number below -1 for a group.
     """
 
     __slots__ = ("__weakref__", "key")
@@ -77,7 +77,7 @@ def new_group_scope() -> Scope:
 
 
 def is_last_backward() -> bool:
-    """Whether the backward that runs on this thread frees its graph, so that nobody asks for the same tensors again."""
+    """Whether this thread's backward frees its graph, so that the same tensors are not asked for again."""
     return graph_task_id() != -1 and not keeps_graph() and graph_exec_group() is None
 
 
@@ -85,12 +85,12 @@ _latest: Ending | None = None
 
 
 def graph_task_scope(key: int) -> Scope:
-    """Returns a scope that ends with the graph task that is running on this thread.
+    """Returns a scope which ends with this thread's graph task.
 
-    A task gets another one where other tasks recompute in between, or on other threads; all of them end with it.
+    A task gets another scope where other tasks recompute in between, or on other threads. All end with the task.
 
     Args:
-        key: The id of that graph task.
+        key: The id of the graph task.
     """
     global _latest
     scope = None if _latest is None else _latest()

@@ -1,7 +1,7 @@
-"""Settings that reach every region of a block, whoever made the region: one context variable for all of them.
+"""Settings of blocks, for all regions inside: one context variable.
 
-They are read once a region, when its forward begins, and are of one thread and context, unlike a module's global: a region
-that another thread makes meanwhile does not see them.
+A region reads the settings once, when its forward begins. Unlike a module's global, settings belong to one thread and context:
+a region of another thread does not see these.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["DEFAULTS", "Settings", "current_settings", "override"]
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What blocks around a region say; None where they leave it to the region.
+    """The settings of the blocks around a region; None leaves a setting to the region.
 
     Attributes:
         early_stop: Whether recomputes stop early.
         debug: Whether operators are logged.
-        observers: Who watches, the outermost first.
+        observers: The observers, the outermost first.
     """
 
     early_stop: bool | None = None

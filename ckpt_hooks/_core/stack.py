@@ -1,7 +1,7 @@
 """The frame stack of each thread, and whether the thread is recomputing.
 
-Autograd's own stack of hooks already gives each saved tensor to the innermost frame (Rule 1). This one says who that frame's
-parent is, and it is what a recompute exchanges for its own, so that it runs as if no frame were active (Rule 3).
+Autograd's own stack of hooks gives each saved tensor to the innermost frame (Rule 1). This stack has the frame's parents. A
+recompute exchanges the stack for its own, and runs as if no frame were active (Rule 3).
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Which threads run regions, and whether two of them do at once.
+"""Threads with regions, and whether two threads run regions at once.
 
-Torch's default generators belong to the process, so a recompute may set them back only where no other thread counts on them.
-Threads are concurrent while two of them have a region open, its graph alive, or ran one of the last :data:`RECENT` regions.
-The last clause is for threads that train side by side: between two steps such a thread has no graph, and its next draw may
-come while another thread's forward is under way.
+Torch's default generators belong to the process, so a recompute may set a generator back only where no other thread counts on
+the generator. Threads are concurrent while two have a region open, a region's graph alive, or ran one of the last
+:data:`RECENT` regions. The last clause is for threads training side by side: between two steps such a thread has no graph, and
+its next draw may come while another thread's forward is under way.
 
-A thread of autograd's own, on which torch's reentrant checkpoint or a backward of the user's runs regions, does not count as
-recent: it outlives every backward, and between two of them nothing runs there.
+A thread of autograd's engine, on which torch's reentrant checkpoint or a backward of the user's runs regions, does not count as
+recent: the thread outlives every backward, and idles between two backwards.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _next_region = count().__next__
 
 
 def on_engine_thread() -> bool:
-    """Whether this is a thread of autograd's engine: one that runs a backward, and that Python has not started."""
+    """Whether this thread belongs to autograd's engine: it runs a backward, and Python has not started it."""
     return graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
 
 class RegionThread:
-    """A thread that runs regions. Each of its frames holds it, so that its holders tell whether it has any.
+    """A thread with regions. Each frame of the thread holds this object, so the number of holders tells whether any is alive.
 
     Attributes:
-        is_of_engine: Whether it is one of autograd's, as far as is known.
-        latest: The number of the latest region that it ran, or recomputed, while another thread was there.
+        is_of_engine: Whether the thread is known to belong to autograd's engine.
+        latest: The number of the latest region run, or recomputed, by the thread beside another thread.
     """
 
     __slots__ = ("is_of_engine", "latest")
@@ -81,11 +81,11 @@ def this_thread() -> RegionThread:
 
 
 def is_concurrent(own: RegionThread) -> bool:
-    """Whether threads besides one run regions.
+    """Whether threads other than ``own`` run regions.
 
     Args:
-        own: The thread that is about to run a region, or that ran the forward of one that is to be recomputed. A thread of
-            autograd's engine that runs backward for it does not count: the one that it works for waits.
+        own: The thread of a forward, present or recomputed. A thread of autograd's engine at work for this thread does not
+            count, since ``own`` waits meanwhile.
     """
     if len(_threads) == 1 and _threads[0] is own:
         return False

@@ -1,4 +1,4 @@
-"""Telling observers what one frame does."""
+"""Sending the events of one frame to its observers."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _next_region = itertools.count(1).__next__
 
 
 class Watch:
-    """The observers of one frame, and what tells them. It holds the frame weakly.
+    """Sends the events of one frame. Holds the frame weakly.
 
     Attributes:
-        region: The entry of the region that the frame is.
-        wants_operators: Whether one of the observers does.
+        region: The region's entry.
+        wants_operators: Whether an observer wants to hear of operators.
     """
 
     __slots__ = ("__weakref__", "_fates", "_num_kept", "_num_operators", "_observers", "region", "wants_operators")
@@ -46,14 +46,14 @@ class Watch:
         *,
         in_recompute: bool,
     ) -> None:
-        """Notes where the region is.
+        """Notes the place of the region.
 
         Args:
             frame: The frame.
             path: Its names.
-            outer: That of the frame around, if that is watched.
-            observers: Who watches, the outermost first.
-            module: What the region runs, if that is a module.
+            outer: The watch of the frame around, if any.
+            observers: The observers, the outermost first.
+            module: The module run by the region, if any.
             in_recompute: Whether a recompute of a region around makes the frame.
         """
         self._observers = observers
@@ -76,11 +76,11 @@ class Watch:
             getattr(observer, event)(self.region, *args, **kwargs)
 
     def entered(self) -> None:
-        """Tells that forward begins."""
+        """Forward begins."""
         self._tell("entered")
 
     def exited(self, error: BaseException | None) -> None:
-        """Tells that forward has ended."""
+        """Forward has ended."""
         self._num_operators = 0
         self._tell("exited", error)
 
@@ -102,13 +102,13 @@ class Watch:
         in_recompute: bool,
         site: str | None,
     ) -> None:
-        """Tells that an operator ran.
+        """An operator ran.
 
         Args:
             operator: Its name.
             inputs: The tensors in its arguments.
-            outputs: Those that it returned.
-            in_recompute: Whether a recompute ran it.
+            outputs: The tensors in its result.
+            in_recompute: Whether a recompute ran the operator.
             site: The line of the user's program.
         """
         place, self._num_operators = self._num_operators, self._num_operators + 1
@@ -116,13 +116,13 @@ class Watch:
         self._tell("ran", Operator(place, operator, read, made, site, in_recompute))
 
     def saved(self, position: int | None, fate: Fate, tensor: torch.Tensor, made_by: str | None = None) -> int:
-        """Tells that a tensor was saved; returns its position.
+        """A tensor was saved; returns its position.
 
         Args:
-            position: That of its handle, None for a tensor that has none.
-            fate: What becomes of it.
+            position: The position of its handle; None without a handle.
+            fate: The tensor's fate.
             tensor: The tensor.
-            made_by: The operator that returned it, where that is known.
+            made_by: The operator which returned the tensor, where known.
         """
         if position is None:
             self._num_kept += 1
@@ -135,11 +135,11 @@ class Watch:
         return position
 
     def kept(self, position: int | None, packed: Kept, tensor: torch.Tensor) -> Kept:
-        """Tells of a tensor that is kept; returns what stands for it in the graph.
+        """A tensor is kept; returns the object to stand for the tensor in the graph.
 
         Args:
-            position: That of the tensor in the region, if it has one.
-            packed: What would stand for it if nobody watched.
+            position: The tensor's position in the region, if any.
+            packed: The object of a region without observers.
             tensor: The tensor.
         """
         tracked = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
@@ -148,25 +148,25 @@ class Watch:
         return tracked
 
     def follow(self, packed: Any, position: int) -> None:
-        """Tells when what stands for a saved tensor goes.
+        """Sends :meth:`let_go` when an object in the graph dies.
 
         Args:
-            packed: What stands for the tensor in the graph.
-            position: That of the tensor.
+            packed: The object, which stands for a saved tensor.
+            position: The tensor's position.
         """
         weakref.finalize(packed, self.let_go, position).atexit = False
 
     def let_go(self, position: int) -> None:
-        """Tells that autograd has let go of a saved tensor."""
+        """Autograd has let go of a saved tensor."""
         self._fates.pop(position, None)
         self._tell("let_go", position)
 
     def restored(self, position: int, tensor: torch.Tensor) -> None:
-        """Tells that a saved tensor is handed to autograd."""
+        """A saved tensor is handed to autograd."""
         self._tell("restored", position, self._info_of(tensor))
 
     def settle(self, frame: Watchable) -> None:
-        """Tells how saved tensors have fared until the end of the outermost region, and what the frame holds from now on."""
+        """The outermost region has ended: sends fates changed since, and the frame's holdings."""
         for saved in frame.saved():
             if self._fates.get(saved.position, saved.fate) is not saved.fate:
                 self._fates[saved.position] = saved.fate
@@ -178,14 +178,14 @@ class Watch:
         self._tell("held", holdings)
 
     def moved(self, nbytes: int, *, to_host: bool) -> None:
-        """Tells that a copy to the host began, or one back."""
+        """A copy to the host began, or a copy back."""
         self._tell("moved", nbytes, to_host=to_host)
 
     def recomputing(self) -> None:
-        """Tells that a recompute begins."""
+        """A recompute begins."""
         self._num_operators = 0
         self._tell("recomputing")
 
     def recomputed(self, error: BaseException | None) -> None:
-        """Tells that a recompute ended."""
+        """A recompute ended."""
         self._tell("recomputed", error)

@@ -1,4 +1,4 @@
-"""Where in the user's program something happens: the line, and the module whose forward runs."""
+"""Places in the user's program: the present line, and the module whose forward runs."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["module_in_call", "site_of"]
 
 
 def site_of(frame: types.FrameType | None) -> str | None:
-    """Returns the innermost line that is neither of this package nor of torch, as in ``"model.py:12"``; None if there is none.
+    """Returns the innermost line outside of this package and of torch, as in ``"model.py:12"``; None without one.
 
     Args:
-        frame: A frame of Python, to start at.
+        frame: The frame of Python to start at.
     """
     while frame is not None and is_of_library(frame):
         frame = frame.f_back
@@ -27,13 +27,13 @@ def site_of(frame: types.FrameType | None) -> str | None:
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:
-    """Returns the name of a module in the outermost module that is being called, ``""`` for that one itself.
+    """Returns the name of a module in the outermost called module; ``""`` for the outermost module itself.
 
     Args:
-        module: The module; the innermost that is being called if None.
+        module: The module; None for the innermost called module.
 
     Returns:
-        The name; None if no module is being called and none was given, or the outermost one does not have it.
+        The name; None without a module, or if the outermost module does not contain this module.
     """
     outermost = None
     frame: types.FrameType | None = sys._getframe(1)

@@ -1,4 +1,4 @@
-"""How messages call a tensor, and which line of the user's program a warning is shown at."""
+"""Tensors in words, and warnings at a line of the user's program."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str
 
 
 def describe_kind(tensor: torch.Tensor) -> str:
-    """Returns dtype and shape of a tensor in words, as in ``"float32[4, 8]"``; nested and lazy ones may have no shape."""
+    """Returns dtype and shape of a tensor in words, as in ``"float32[4, 8]"``; a nested or lazy tensor may have no shape."""
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return f"{_name_of(tensor.dtype)}[uninitialized]"
     return kind_in_words(kind_of(tensor))
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
-    """Returns what :func:`describe_kind` says, for :func:`kind_in_words`: the words take longer, and mostly nobody asks."""
+    """Returns dtype and shape for :func:`kind_in_words`: the words take longer, and are needed in errors alone."""
     return tensor.dtype, tensor.shape if not tensor.is_nested or tensor.layout is not torch.strided else None
 
 
@@ -50,7 +50,7 @@ def is_of_library(frame: types.FrameType) -> bool:
 
 
 def warn_user(message: str) -> None:
-    """Warns at the innermost line that is neither of this package nor of torch."""
+    """Warns at the innermost line of the user's program."""
     level, frame = 1, sys._getframe(0)
     while frame.f_back is not None and is_of_library(frame):
         level, frame = level + 1, frame.f_back

@@ -1,1 +1,1 @@
-"""Reports on what regions do."""
+"""Reports on regions."""

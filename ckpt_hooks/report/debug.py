@@ -1,4 +1,4 @@
-"""Debug mode: what the operators of forward and recompute were, when they turn out not to be the same."""
+"""Debug mode: the operators of forward and recompute, in errors."""
 
 from __future__ import annotations
 
