@@ -284,6 +284,7 @@ def test_hooks_that_are_disabled():
     assert_same([*grad(y.sum(), x)], [*grad(block(x).sum(), x)])
 
 
+@pytest.mark.compile
 def test_under_torch_compile_a_region_is_transparent():
     """In one graph, for the compiler to decide what to keep."""
     torch._dynamo.reset()
@@ -297,6 +298,7 @@ def test_under_torch_compile_a_region_is_transparent():
     assert_same([*grad(function(x, w).sum(), (x, w))], [*grad((x @ w).sin().exp().sum(), (x, w))])
 
 
+@pytest.mark.compile
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler asks for it
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_functions_within_a_region(backend):
@@ -312,6 +314,7 @@ def test_compiled_functions_within_a_region(backend):
     assert_as_eager(program, x, w)
 
 
+@pytest.mark.compile
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")
 @pytest.mark.filterwarnings("ignore")  # of what torch's compiler imports
 def test_kernels_of_a_compiler_within_a_region():

@@ -217,6 +217,7 @@ def test_modes_that_are_switched_off_inside_a_region():
     assert_as_plain(function, leaf(3), policy=[aten.exp.default])
 
 
+@pytest.mark.distributed
 def test_a_distributed_linear_layer():
     """Three dimensions make it a product and an unsafe view of it."""
     if not torch.distributed.is_available():

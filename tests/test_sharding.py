@@ -18,8 +18,11 @@ from tests.measure import CountOps
 if not torch.distributed.is_available():
     pytest.skip("this torch has no process groups", allow_module_level=True)
 
+
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture
