@@ -59,7 +59,7 @@ class ModuleNote:
         has_history: Whether a tensor with a history is among the attributes.
         flat: Weak references to tensors and buffers; empty if not flat.
         get_tensors: Returns tensors other than buffers, as ``get`` does; None if there are none.
-        is_flat: Whether all attributes and buffers are numbers and the like, or tensors without gradient.
+        is_flat: Whether all attributes and buffers are numbers and the like, or tensors that require no grad.
         is_simple: Whether all attributes are numbers and the like.
         module: Refers to the module weakly.
         others: Names of objects without a note, and of containers with such objects.
@@ -162,7 +162,7 @@ class ModuleNote:
         return all(own[name].keys() == names for name, names in zip(PARTS, self._parts, strict=True))
 
     def with_values(self, own: dict[str, Any]) -> ModuleNote | None:
-        """Returns a note with other numbers and the like; None if more has changed."""
+        """Returns a note which differs in numbers and the like alone; None if more has changed."""
         try:
             values = self.get(own)
             if len(own) != self.size or not self._rest_holds(own) or not all(map(is_atom, values)):
@@ -189,7 +189,7 @@ class ModuleNote:
         return self._get_others(own), [own[name] for name in self._noted], [note.reference() for note in self.tensors]
 
     def restore(self, own: dict[str, Any], objects: Any, complain: Complain, *, with_buffers: bool) -> None:
-        """Restores the noted attributes of a module after a rerun.
+        """Undoes the changes of a rerun to a module which had the noted attributes before.
 
         Args:
             own: ``vars`` of the module.
@@ -253,7 +253,7 @@ _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 
 
 def _is_flat(noted: Any) -> bool:
-    """Whether a note is of a tensor without gradient."""
+    """Whether a note is of a tensor that requires no grad."""
     return type(noted) is TensorNote and not noted.requires_grad
 
 

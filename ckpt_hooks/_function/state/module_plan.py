@@ -49,7 +49,7 @@ Contents = tuple["Pack | None", Sequence[TensorNote], Sequence[torch.Tensor], Se
 
 
 class _Epoch:
-    """Counts registrations in modules of any kind, by a torch hook for submodules, buffers and parameters each."""
+    """Counts registrations of submodules, buffers and parameters in all modules, by a hook of torch for each kind."""
 
     number = 0
     watching = False
@@ -279,7 +279,7 @@ def _all_modules(root: Module) -> list[Module]:
     """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher.
 
     Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Left out are modules
-    around ``root`` (a trainer has the whole model), and its siblings in a list of all layers.
+    around ``root`` (a trainer has the whole model), and lists with ``root`` among others (a list of all layers).
     """
     found = dict.fromkeys(Module.modules(root))
     todo, seen = list(found), set[int]()
@@ -367,7 +367,7 @@ _making = threading.RLock()
 
 
 def idle_plan(function: Any) -> ModulePlan | None:
-    """Returns the plan of a well-known module with its attributes noted, if nothing else needs a look; otherwise None."""
+    """Returns the plan of a module known well, with its attributes noted; None if the module needs another look."""
     plan = _plans.get(id(function))
     return plan if plan is not None and plan.is_idle(function) else None
 

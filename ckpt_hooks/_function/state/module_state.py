@@ -1,8 +1,8 @@
 """State changed by forward besides its outputs: running statistics, power iterations, histories of maxima.
 
 A rerun must find such state as forward found it, or computes something else, and must not change the state again. The changes
-of forward are known only afterwards, so before forward each tensor which may change is copied. Copies are shared: a tensor
-without writes since the copy for another region is not copied again.
+of forward are known only afterwards, so before forward each tensor which may change is copied. Copies are shared: a tensor not
+written to since the copy for another region is not copied again.
 
 For a rerun, written tensors get their content back in place, so that every view and alias sees the content. The end of the
 rerun undoes this, versions included. Writes of the rerun are undone as well. (Bindings of names are the business of
@@ -11,8 +11,8 @@ rerun undoes this, versions included. Writes of the rerun are undone as well. (B
 Copied tensors are not held: any of them may later become part of a graph (``self.aux += loss``) which holds this state. An
 attribute which is gone by the time of a rerun has an alias.
 
-Tensors with gradient are left alone. Tensors of classes other than torch's own, sparse tensors and quantised tensors are known
-by their versions only. Closed-over tensors are copied up to a size; larger tensors are known by their versions only.
+Tensors that require grad are left alone. Tensors of classes other than torch's own, sparse tensors and quantised tensors are
+known by their versions only. Closed-over tensors are copied up to a size; larger tensors are known by their versions only.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .shared_copies import has_storage, is_same, known_copy, take_copy
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
-#: The largest size of copied tensors outside of modules.
+#: Bytes up to which tensors outside of modules are copied.
 _MOST_BYTES = 1 << 20
-#: The largest size of copied parameters without gradients, all of a region together, in the first few forwards of a module.
+#: Bytes up to which parameters without gradients are copied, all of a region together, in the first few forwards of a module.
 _MOST_FROZEN_BYTES = 1 << 24
 
 _NO_PARAMETERS: frozenset[int] = frozenset()
@@ -140,7 +140,7 @@ class StateUndo:
     Attributes:
         slots: Names of parameters without gradients, and the parameters.
         exchanged: Tensors with another content in the rerun: tensor, version, content, and layout.
-        others: Tensors with their own content in the rerun: tensor, version, and content.
+        others: Tensors with the same content in the rerun: tensor, version, and content.
         packed: Packs, versions and contents, and whether the pack gets another content.
         trained: Parameters, versions and contents, where the rerun may initialise some again, which cannot be put back.
         complain: Returns an error for such a parameter.
@@ -170,7 +170,7 @@ class StateUndo:
         self.complain = complain
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copies tensors without writes by forward, to which the rerun may write."""
+        """Copies tensors that forward has not written to, but the rerun may."""
         self.others += [(tensor, tensor._version, copy_of(tensor)) for tensor in tensors if _is_copied(tensor)]
 
     def storages(self) -> frozenset[int | None]:
@@ -181,7 +181,7 @@ class StateUndo:
         return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged).union(*packed)
 
     def restore(self) -> None:
-        """Restores the state from before the rerun, and undoes writes of the rerun alone.
+        """Restores the state from before the rerun, including tensors written by the rerun alone.
 
         Raises:
             MutationError: If the rerun initialised parameters once more. The parameters are restored.
@@ -248,7 +248,7 @@ class State:
                     self.entries.append(entry)
 
     def is_empty(self) -> bool:
-        """Whether forward can change nothing."""
+        """Whether there is nothing for forward to change."""
         return not (self.entries or self.packed or self._names or self._frozen)
 
     def settle(self) -> bool:
@@ -323,7 +323,7 @@ class State:
 
 
 def _entries_of(packed: PackedCopy) -> list[_Entry]:
-    """Returns an entry for each tensor of a pack, one of whose tensors has another memory or shape by now."""
+    """Returns an entry for each tensor of a broken pack: some tensor has another memory or shape by now."""
     entries = []
     for (noted, copy), before, after in zip(packed.pack.pieces(packed.copy), packed.before, packed.after, strict=True):
         tensor = noted.tensor()
@@ -354,7 +354,7 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
 
     Args:
         plans: The plans of modules. Copied are buffers, tensors among attributes, and tensors in containers and objects.
-        tensors: Other tensors. Tensors with gradient among these are left out.
+        tensors: Other tensors. Tensors that require grad are left out.
 
     Returns:
         The state, and random generators held by the modules.

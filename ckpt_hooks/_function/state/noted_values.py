@@ -82,12 +82,12 @@ class GoneError(Exception):
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
-    """Whether a recorded operator made a tensor; views of leaves with gradient are not asked."""
+    """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
     return tensor.requires_grad and not is_kept_anyway(tensor)
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a detached alias, or the tensor itself if it is a leaf with gradient; None if an alias is impossible."""
+    """Returns a detached alias, or a leaf that requires grad itself; None if an alias is impossible."""
     if is_kept_anyway(tensor):
         return tensor
     try:
@@ -103,8 +103,8 @@ class TensorNote:
     """A noted tensor.
 
     Attributes:
-        alias: A detached alias, or the tensor itself if it is a leaf with gradient; None if an alias is impossible.
-        has_history: Whether the tensor has a history. Once it is gone, or written to, a rerun gets a copy.
+        alias: A detached alias, or a leaf that requires grad itself; None if an alias is impossible.
+        has_history: Whether the tensor has a history. Once the tensor is gone, or written to, a rerun gets a copy.
         kind: The tensor's class.
         reference: Refers to the tensor weakly.
         requires_grad: Whether the tensor required grad.
@@ -128,7 +128,7 @@ class TensorNote:
                 self._copy = copy_of(self.alias)
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is the tensor, with unchanged ``requires_grad``, and unchanged version if it has a history."""
+        """Whether a value is the tensor, with unchanged ``requires_grad``, and with unchanged version in case of a history."""
         tensor = self.reference()
         return (
             tensor is not None
@@ -171,8 +171,8 @@ class ContainerNote:
     Attributes:
         has_history: Whether a tensor with a history is inside.
         identity: The ``id`` of the container.
-        kind: Its type.
-        entries: Notes of its entries; for a dict, of its values.
+        kind: The container's type.
+        entries: Notes of the entries; for a dict, of the values.
         others: Weak references to entries without a note.
     """
 

@@ -4,8 +4,8 @@ If backward needs a parameter's value, the parameter is saved, and its version i
 only read: a bias, an embedding, and under autocast every weight, of which only the cast is saved, and a rerun makes the cast
 anew. If such a parameter is modified between forward and backward, the rerun silently computes other values, while plain
 autograd needs the parameter no more and gives the right gradients. So the versions of all parameters reached by a region are
-noted when its forward begins, and compared when the region is rerun. The same goes for closed-over tensors with gradient.
-(Closed-over tensors without gradient are put back for a rerun, see :mod:`.module_state`.)
+noted when its forward begins, and compared when the region is rerun. The same goes for closed-over tensors that require grad.
+(Closed-over tensors that require none are put back for a rerun, see :mod:`.module_state`.)
 
 A region may reach parameters without reading them, and these may well change in between: an optimizer that steps in the course
 of a backward has changed the layers behind. So a rerun with changed parameters is watched. As soon as an operator is about to
@@ -56,7 +56,7 @@ _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> References:
-    """Returns the places of the parameters of modules, and of other tensors with gradient."""
+    """Returns the places of the parameters of modules, and of other tensors that require grad."""
     if len(plans) == 1 and not tensors:
         return plans[0].parameters
     own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in PLAIN and not tensor.is_inference()]
@@ -80,8 +80,8 @@ def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]
 class Noted:
     """Parameters and other tensors reached by a region, and their versions when forward began.
 
-    Parameters with gradient are held, as the graph holds them too; all other tensors are held weakly. Other tensors may have a
-    history: of the region before, and so on.
+    Parameters that require grad are held, as the graph holds them too; all other tensors are held weakly. Other tensors may
+    have a history: of the region before, and so on.
     """
 
     __slots__ = ("_held", "_steps", "_versions", "_weak")
@@ -147,7 +147,7 @@ def _version_or_none(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
-#: A storage or None, and the first and last byte of a tensor in the storage.
+#: A storage or None, and the start and the end of a tensor there, in bytes.
 _Place = tuple["int | None", int, int]
 
 

@@ -1,15 +1,15 @@
-"""Tensors of modules without writes by forward: masks, tables of frequencies, and the like.
+"""Tensors of modules that forward does not write to: masks, tables of frequencies, and the like.
 
-A copy of each in each forward would cost its memory once more, and time. So the first forwards of a module tell which of its
-tensors forward writes to. The others are not copied any more; instead their versions are watched, all at once, by a node of
+To copy these in each forward would cost the memory of each once more, and time. So the first forwards of a module tell which of
+its tensors they write to. The others are not copied any more; instead their versions are watched, all at once, by a node of
 autograd which has saved these tensors.
 
 Learning starts anew whenever an attribute or a hook of the module or a submodule changes: a frozen module may be trained later.
 For large tensors, a number that changes in each step is no such change. Always copied are tensors of modules with silent writes
 (:mod:`.quiet_writes`), and tensors ever written by a forward.
 
-A first write to a tensor without a copy cannot be undone: a rerun that needs the content is an error. To bind a buffer anew
-(``self.scale = new``) is right at any time: attributes are noted in each forward.
+A first write to a tensor that is not copied any more cannot be undone: a rerun that needs the content is an error. To bind a
+buffer anew (``self.scale = new``) is right at any time: attributes are noted in each forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = ["Learning", "Unwritten"]
 
 #: Every tensor is copied in this many forwards and one more.
 _LOOKS = 3
-#: The largest size of a tensor that is not large.
+#: Tensors with more bytes than this are large.
 _LARGE = 1 << 20
 
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -77,7 +77,7 @@ class _Hooks:
 
 
 class Unwritten:
-    """Tensors without a write since the latest look.
+    """Tensors not written to since the latest look.
 
     Attributes:
         hooks: The hooks of the modules.

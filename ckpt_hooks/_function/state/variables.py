@@ -1,8 +1,8 @@
 """Variables of functions, closed over or global: noted when forward begins, and lent to a rerun as forward found them.
 
 ``for l in layers: h = checkpoint(lambda y: l(y), h)`` binds ``l`` anew for each layer, and each of the functions reads the one
-variable ``l``. So while a rerun runs, the variable has the content found by forward. Afterwards the variable has its present
-content again, bound by the caller, by the function itself (``nonlocal count``), or by a stopped rerun.
+variable ``l``. So while a rerun runs, the variable has the content found by forward. Afterwards the variable has its content
+from before the rerun, whether bound by the caller, by the function itself (``nonlocal count``), or by a stopped rerun.
 
 The variable itself is lent. A copy of the function with its own variables would be out of step with other users of the
 variable: a hook that binds a closed-over variable, a helper that reads the same global, a function held by an object.
@@ -55,8 +55,7 @@ _NO_STAND_INS: StandIns = {}
 class _Upstream:
     """The stand-in for a tensor with a history: the tensor itself while it lives, then another tensor on the same memory.
 
-    If the tensor was an argument too, and a rerun gets another tensor for the argument, the rerun finds that tensor here as
-    well.
+    If the tensor was an argument too, and a rerun gets another tensor for the argument, the rerun finds the same tensor here.
     """
 
     __slots__ = ("_alias", "_id", "_reference", "_version")
