@@ -1,8 +1,7 @@
 """The pack and unpack hooks of function frames, and opening a frame for a forward.
 
 Autograd keeps both hooks with each tensor passed through them, kept leaves included. So the unpack hook is one function of this
-file. The pack hook is a closure which lets go of its frame when forward ends, since a frame must not outlive its handles (Rule
-9).
+file. The pack hook is a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
 
 A leaf that requires grad is kept, not dropped. This costs no memory, since the graph holds the leaf as well, and spares a
 handle, a comparison and a place in the recompute. Plain autograd keeps the same object. A *view* of a leaf does not qualify:
