@@ -1,1 +1,1 @@
-"""Function frames: a region that is a call of a function, brought back by calling the function again."""
+"""Function frames: a region which is a call of a function, brought back by another call of the function."""

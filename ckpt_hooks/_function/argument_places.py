@@ -1,4 +1,4 @@
-"""Where a tensor stands among the arguments of a region, as a user would write it, for errors to say."""
+"""Places of tensors among the arguments of a region, as a user would write them, for errors."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from ckpt_hooks.errors import CheckpointError, MutationError
 
 __all__ = ["Captured", "flag_error", "modified_error", "path_at", "path_to"]
 
-#: Arguments that were taken apart; None where they are tensors and nothing else, by position.
+#: Arguments taken apart; None for positional tensors and nothing else.
 Captured = tuple[list[Any], dict[str, Any]] | None
 
 
 def path_at(captured: Captured, position: int) -> str:
-    """Returns where the tensor of a position is."""
+    """Returns the place of the tensor with a position."""
     if captured is None:
         return f"args[{position}]"
     return path_to(captured, lambda found: isinstance(found, TensorAt) and found.position == position)
 
 
 def path_to(captured: Captured, is_meant: Callable[[Any], bool]) -> str:
-    """Returns where the first part of arguments is that a function says yes to."""
+    """Returns the place of the first part of the arguments for which ``is_meant`` is true."""
     assert captured is not None
     args, kwargs = captured
     todo: list[tuple[str, Any]] = [(f"args[{index}]", found) for index, found in enumerate(args)]
@@ -51,14 +51,14 @@ def _in_words(path: str, tensor: torch.Tensor, region: tuple[str, ...]) -> str:
 def modified_error(
     path: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...], *, has_moved: bool
 ) -> MutationError:
-    """Returns the error of an argument that was modified since forward.
+    """Returns the error for an argument modified since forward.
 
     Args:
-        path: Where it is.
-        tensor: What it is now.
-        expected: The version that it had.
+        path: The argument's place.
+        tensor: The present tensor.
+        expected: The version in forward.
         region: Names of the regions, outermost first.
-        has_moved: Whether it is in another storage.
+        has_moved: Whether the tensor is in another storage.
     """
     change = change_in_words(tensor._version, expected, " since the region's forward began", has_moved=has_moved)
     return MutationError(
@@ -74,13 +74,13 @@ def modified_error(
 def flag_error(
     path: str, tensor: torch.Tensor, before: bool | None, now: bool | None, region: tuple[str, ...]
 ) -> CheckpointError:
-    """Returns the error of an argument that requires grad, or no grad any more, since forward.
+    """Returns the error for an argument with a changed ``requires_grad`` since forward.
 
     Args:
-        path: Where it is.
-        tensor: What it is now.
-        before: Whether it required grad.
-        now: Whether it does.
+        path: The argument's place.
+        tensor: The present tensor.
+        before: Whether the argument required grad.
+        now: Whether the argument requires grad.
         region: Names of the regions, outermost first.
     """
     return CheckpointError(

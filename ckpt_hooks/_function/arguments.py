@@ -1,13 +1,13 @@
-"""The arguments of a region, taken apart so that its tensors can be saved like any other saved tensor (Rule 2).
+"""The arguments of a region, taken apart so that their tensors can be saved like other saved tensors (Rule 2).
 
 Tensors are found at any depth of lists, tuples, dicts and dataclasses (:mod:`ckpt_hooks._tensors.containers`).
 
-A tensor that occurs twice comes back as one object, since functions ask whether two arguments are the same
-(``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor that went through somebody's hooks
-would come back as a new object each time.
+A repeated tensor comes back as one object, since functions ask whether two arguments are the same
+(``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor passed through hooks would come back as
+a new object each time.
 
-Where no saved-tensor hooks are active, a ``SavedTensor`` would keep the tensor itself and its version; doing just that here
-costs a sixth.
+Without active saved-tensor hooks, a ``SavedTensor`` would keep the tensor itself and its version; doing just that here costs a
+sixth.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from .packing import unpack, unpack_watched
 
 __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
 
-#: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
+#: The position of a tensor, the tensor handed out by hooks, and its version then if the hooks are foreign.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
 
-#: Positional and keyword arguments, and those tensors that are other ones than in forward, by the ``id`` that these had.
+#: Positional and keyword arguments, and stand-ins for tensors of forward, by the ``id`` of the latter.
 Restored = tuple[Sequence[Any], dict[str, Any], dict[int, torch.Tensor]]
 
 _NO_KWARGS: dict[str, Any] = {}
@@ -53,7 +53,7 @@ _NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-#: Version, and whether grad is required; -1 and None where that is not to be had.
+#: Version, and whether grad is required; -1 and None if unknown.
 _Facts = tuple[int, "bool | None"]
 _NO_FACTS: _Facts = (-1, None)
 _facts_of = operator.attrgetter("_version", "requires_grad")
@@ -70,7 +70,7 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
     version = -1 if tensor.is_inference() else tensor._version  # inference tensors refuse to tell
     try:
         return version, tensor.requires_grad
-    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+    except RuntimeError:  # a multi-output view of a modified base, which has lost its graph
         return version, None
 
 
@@ -83,7 +83,7 @@ def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
 
 
 def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) -> list[torch.Tensor | None]:
-    """Returns tensors, some of them by aliases that require grad, or not, by position, as when forward began."""
+    """Returns tensors, with aliases for the positions in ``flags``, whose ``requires_grad`` is as when forward began."""
     aliases: dict[int, torch.Tensor] = {}
     tensors = list(tensors)
     for position, flag in flags.items():
@@ -118,48 +118,48 @@ class Arguments:
         "objects",
     )
 
-    #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
+    #: Arguments neither tensors nor taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
-    #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
+    #: Where hooks were active: all tensors as they came, None after the end of forward, during which the caller has the tensors
     #: at hand.
     live: Sequence[torch.Tensor] | None
 
     _captured: Captured
-    # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
+    # For kept tensors whose ``requires_grad`` was changed by the function itself: the value before, by position.
     _flags: dict[int, bool]
-    # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
+    # Whether saved tensors come back through foreign hooks, which may hand out the same tensor each time.
     _foreign: bool
-    # Where hooks of saved tensors were active: the hooks that are registered on each tensor, of which a rerun gets another one.
+    # Where saved-tensor hooks were active: the hooks registered on each tensor, for which a rerun gets another tensor.
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
-    # Of all tensors: the ``id`` that each had in forward; unset where no hooks were active.
+    # The ``id`` of each tensor in forward; unset where no hooks were active.
     _ids: Sequence[int]
     _kept_facts: list[_Facts]
-    # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
+    # Where hooks were active: the saved form of each tensor; None for a kept tensor, a position for a repeated tensor.
     _saved: list[SavedTensor | int | None] | None
-    # Of those tensors that aliases are kept of, if any.
+    # The tensors held by aliases, if any.
     _origins: Origins | None
-    # How many steps of fused optimizers there were.
+    # The number of steps of fused optimizers before forward.
     _steps: int
     _tensors: Sequence[torch.Tensor | None]
-    # Where hooks were active: which storage each is in, which foreign hooks may hand on as it is.
+    # Where hooks were active: the storage of each tensor, which foreign hooks may hand out unchanged.
     _storages: tuple[int | None, ...]
-    # Of all tensors; unset where no hooks were active.
+    # The facts of all tensors; unset where no hooks were active.
     _facts: list[_Facts]
-    # Of those that are not contiguous, by position; unset where no hooks were active.
+    # The strides of tensors that are not contiguous, by position; unset where no hooks were active.
     _strides: dict[int, tuple[int, ...]]
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
-        """Captures arguments and saves their tensors, by way of the saved-tensor hooks that are active on this thread.
+        """Captures arguments and saves their tensors, by way of the active saved-tensor hooks of this thread.
 
         Args:
             args: Positional arguments.
             kwargs: Keyword arguments.
-            inside: The frame around, if there is one, and the path of the region. Then a tensor that occurs twice is saved
-                twice: the rerun of that frame saves them again, in step with its forward, and may meet two tensors where
-                forward met one twice.
+            inside: The outer frame, if any, and the path of the region. Inside a frame a repeated tensor is saved twice: the
+                rerun of that frame saves the arguments again, in step with its forward, and may meet two tensors where forward
+                met the same tensor twice.
 
         Raises:
-            TypeError: If there is an iterator among them: it can be read once, and a rerun reads it again.
+            TypeError: If there is an iterator among the arguments: it can be read once, and a rerun reads again.
         """
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
@@ -191,7 +191,7 @@ class Arguments:
         self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, None
 
     def close(self) -> None:
-        """Ends forward: what is done to a tensor from now on, the function has not done."""
+        """Ends forward: later changes of a tensor do not come from the function."""
         if self.live is not None:
             self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
             self.live = None
@@ -202,7 +202,7 @@ class Arguments:
         for position, tensor in enumerate(held):
             if tensor is None or not now[position][1]:
                 continue
-            # What the function has written to cannot be brought back, and needs no stand-in.
+            # A tensor written by the function cannot be brought back, and needs no stand-in.
             if has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 if self._origins is None:
                     self._origins = Origins()
@@ -212,7 +212,7 @@ class Arguments:
             self._tensors = held
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
-        """Notes which tensors require grad, or no grad any more, since the function has called ``requires_grad_``, say."""
+        """Notes tensors whose ``requires_grad`` was changed by the function, by ``requires_grad_``, say."""
         for position, (before, found) in enumerate(zip(self._kept_facts, now, strict=True)):
             if before[1] != found[1] and None not in (before[1], found[1]):
                 self._flags = {position: bool(before[1]), **self._flags}
@@ -222,11 +222,11 @@ class Arguments:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
     def restore(self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False) -> Restored:
-        """Returns arguments to call with again: the saved tensors, in new containers.
+        """Returns arguments for another call: the saved tensors, in new containers.
 
         Args:
-            region: Names the region, for an error.
-            handed_out: Gets what :meth:`look_at` is to be given when the rerun has ended.
+            region: Returns the names of the region, for an error.
+            handed_out: Gets the entries for :meth:`look_at` at the end of the rerun.
             is_open: Whether forward has not ended yet.
 
         Raises:
@@ -248,8 +248,8 @@ class Arguments:
         if self._saved is None and self._captured is None:
             return kept, _NO_KWARGS, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
-        # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
-        # this backward with it: with every level of nesting, twice as much.
+        # A backward in the middle of forward need not ask the outer region, which would have to run up to here once more, this
+        # backward included: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
             tensors = self.live
         elif self._saved is not None:
@@ -280,28 +280,28 @@ class Arguments:
         )
 
     def _present(self) -> list[torch.Tensor]:
-        """Returns the tensors of forward that are there, in no order."""
+        """Returns the living tensors of forward, in no order."""
         origins = [] if self._origins is None else self._origins.present()
         return origins + [tensor for tensor in self._tensors if tensor is not None]
 
     def hooks(self) -> Hooks:
-        """Returns the hooks that are registered on the tensors which a rerun is about to get."""
+        """Returns the hooks registered on the tensors which a rerun is about to get."""
         references = (*self._hooked, *(() if self._origins is None else self._origins.hooked))
         return hooks_on(self._present(), references)
 
     def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], registered: Sequence[int]) -> None:
-        """Has a rerun leave the hooks of its tensors as they were: a gradient may yet come, and forward's are there.
+        """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there.
 
         Args:
-            before: What :meth:`hooks` returned before the rerun.
-            handed_out: What :meth:`restore` has added to.
-            registered: The numbers of the hooks that the rerun has registered.
+            before: The result of :meth:`hooks` before the rerun.
+            handed_out: The entries added by :meth:`restore`.
+            registered: The numbers of the hooks registered by the rerun.
         """
         take_hooks_off((*self._present(), *(tensor for _, tensor, _ in handed_out)), registered)
         put_hooks_back(before)
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
-        """Finds out whether a rerun wrote to what somebody's hooks had handed out, which may be all that they have."""
+        """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""
         for position, tensor, version in handed_out:
             if version is not None and tensor._version != version:
                 storages = list(self._storages)
@@ -329,7 +329,7 @@ class Arguments:
         raise modified_error(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
 
     def path_of(self, value: Any) -> str | None:
-        """Returns where a tensor, or an object that was not taken apart, is among the arguments, as a user would write it."""
+        """Returns the place of a tensor, or an object not taken apart, among the arguments, as a user would write it."""
         for position, other in enumerate(self._tensors):
             if other is value:
                 return path_at(self._captured, position)

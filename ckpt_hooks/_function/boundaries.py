@@ -1,9 +1,9 @@
-"""Where regions inside a function frame take numbers of it, in forward and in a rerun.
+"""Marks: where regions inside a function frame take numbers of the frame, in forward and in a rerun.
 
-A region inside a frame saves its inputs in that frame, and a frame fills its handles by number. A rerun in which an inner
-region gets one tensor more than in forward would fill the handles behind it with the values of others, of one shape perhaps. So
-each inner region leaves a *mark* with its frame before it saves: how many tensors the frame has saved by then, and how many
-will follow. A rerun compares its marks with those of forward before it hands out any value.
+A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a rerun
+gets one more tensor than in forward, the later handles would be filled with values of others, perhaps of the same shape. So
+each inner region leaves a *mark* with its frame before it saves: the number of tensors saved by the frame so far, and the
+number to follow. A rerun compares its marks with the marks of forward before any value is handed out.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from ckpt_hooks._core.frame import Mark
 
 __all__ = ["NO_MARKS", "first_difference"]
 
-#: What frames have that no region was inside; never filled.
+#: The marks of frames without inner regions; never filled.
 NO_MARKS: list[Mark] = []
 
 _position = itemgetter(0)
 
 
 def first_difference(forward: Sequence[Mark], rerun: Sequence[Mark], last: int) -> tuple[int, str, str] | None:
-    """Compares the marks of a rerun with those of forward.
+    """Compares the marks of a rerun with the marks of forward.
 
     Args:
         forward: The marks of forward.
-        rerun: Those of the rerun, which may have ended early.
-        last: The number of the last tensor that is wanted. Marks behind it do not matter.
+        rerun: The marks of the rerun, which may have ended early.
+        last: The number of the last tensor wanted. Later marks do not matter.
 
     Returns:
-        Of the first mark that differs: the number of the tensor, and the inner region in forward and in the rerun, in words.
-        None if none differs.
+        The number of the tensor at the first difference, with the inner regions of forward and rerun there, in words. None if
+        all marks agree.
     """
     total, total_found = (bisect_right(marks, last, key=_position) for marks in (forward, rerun))
     for index in range(max(total, total_found)):

@@ -1,4 +1,4 @@
-"""What may be a region: callables that run when they are called, with keyword arguments that they take."""
+"""Checks of a region's function: a callable which runs when called, and takes its keyword arguments."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ckpt_hooks.policies.base import Policy
 
 __all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "refuse_unrun"]
 
-#: Types of what a call returns that has not run the function.
+#: Types of the results of calls which have not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def check_runs(function: Any) -> None:
-    """Checks that a callable runs when it is called, as far as that is to be seen without calling it.
+    """Checks that a callable runs when called, as far as can be seen without a call.
 
     Args:
         function: A function, method, partial, module, or other callable.
 
     Raises:
-        TypeError: If it is a generator function or a coroutine function, or calls one.
+        TypeError: If the callable is a generator function or a coroutine function, or calls one.
     """
     inner = function
     while type(inner) is functools.partial:
@@ -61,10 +61,10 @@ def _unrun_error(function: Any) -> TypeError:
 
 
 def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs: dict[str, Any]) -> None:
-    """Checks keyword arguments of a direct call that have the names of options of the curried form.
+    """Checks keyword arguments of a direct call against the names of options of the curried form.
 
     Args:
-        function: What is to be called with them.
+        function: The function of the call.
         names: The names of these options.
         kwargs: The keyword arguments.
 
@@ -86,7 +86,7 @@ def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs:
 
 
 def is_policy(value: Any) -> bool:
-    """Whether a value is what the option ``policy`` takes, and little else does."""
+    """Whether a value is a policy for the option ``policy``, and hardly anything else."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
     if isinstance(value, Policy):
@@ -96,10 +96,10 @@ def is_policy(value: Any) -> bool:
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes a keyword argument, for all that is known."""
+    """Whether a function takes a keyword argument, as far as known."""
     try:
         parameters = inspect.signature(function.forward if isinstance(function, Module) else function).parameters
-    except (TypeError, ValueError):  # of Python's own functions, and of operators
+    except (TypeError, ValueError):  # Python's own functions and operators have no signature
         return True
     kinds = {parameter.kind for parameter in parameters.values()}
     own = parameters.get(name)

@@ -1,4 +1,4 @@
-"""Calling a region's function again, under what its forward saw."""
+"""Calling a region's function again, with the surroundings and state of forward."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = ["CallingFrame"]
 
 
 class CallingFrame(ExplainingFrame):
-    """A function frame as far as it calls its function again.
+    """A function frame which calls the function again.
 
-    What is undone afterwards is undone once more where an exception came in between, such as that of Ctrl-C.
+    Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
     """
 
     __slots__ = ("_ambient", "_context", "_contexts", "_draws", "_function", "_selection", "_state", "_variables")
@@ -44,10 +44,10 @@ class CallingFrame(ExplainingFrame):
     _function: Callable[..., Any]
     _selection: Selects | None
     _state: ReachedState | None
-    _variables: Any  # what is noted of them, for :func:`lend`
+    _variables: Any  # their notes, for :func:`lend`
 
     def _call_in_ambient(self, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
-        """Calls the function where flags, the CPU's generator and one module's state are all that has to be put back."""
+        """Calls the function with flags, the CPU's generator and the state of at most one module put back."""
         undo = _ambient.enter(self._ambient)
         try:
             if self._state is None:
@@ -62,10 +62,10 @@ class CallingFrame(ExplainingFrame):
                 raise
 
     def _call_with_more(self, collector: Collector, wanted: Collection[int] | None, call: Restored, *, borrows: bool) -> None:
-        """Calls the function where more has to be put back for it than flags, the CPU's generator and one module's state."""
+        """Calls the function with additional state put back, such as streams, or the state of several modules."""
         ambient, state = self._ambient, self._state
         with ExitStack() as undone:
-            # Locks last of all that is waited for: what restores arguments takes locks of other frames.
+            # Locks come last of all waits: restoring arguments takes the locks of other frames.
             if ambient.has_streams:
                 undone.enter_context(patient(shared_streams_lock, self.path))
             for plan in () if state is None else sorted(state.plans, key=id):
@@ -81,7 +81,7 @@ class CallingFrame(ExplainingFrame):
                 self._call_rewound(state, collector, wanted, call)
 
     def _call_rewound(self, state: ReachedState, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
-        """Calls the function with the state that it reaches as forward found it."""
+        """Calls the function with the reached state as forward found it."""
         rewound = Rewound(state, self._mutated)
         try:
             self._call_under(collector, wanted, call, rewound.put_back())
@@ -135,7 +135,7 @@ class CallingFrame(ExplainingFrame):
                     raise
 
     def _call_in_context(self, call: Restored) -> None:
-        # A copy, since a context cannot be entered twice at once, and variables set in a rerun are its own.
+        # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
         (Context() if self._context is None else self._context.copy()).run(self._call, *call[:2])
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -1,19 +1,18 @@
-"""What a rerun does with each tensor that autograd saves in it.
+"""The collector of a rerun: takes the tensors saved in the rerun, and ends the rerun after the last value wanted.
 
-The hook made here takes the tensors in order, as the values of the handles of the same numbers, and ends the rerun as soon as
-the last handle that is still alive has its value (Rule 5), by an exception: there the operator that saves has not even run
-yet. Two things follow from that.
+The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. As soon as the last
+living handle has its value (Rule 5), the hook ends the rerun by an exception: the saving operator has not even run yet. Two
+things follow.
 
-*User code must not swallow the stop* (Rule 8): it derives from ``BaseException``, and a function that swallows it all the
-same meets it again at the next tensor it saves; however it ends, every value is there already.
+*User code must not swallow the stop* (Rule 8). The stop derives from ``BaseException``, and a function that swallows the stop
+all the same meets it again at the next saved tensor. However the function ends, every value is there already.
 
-*The value must be complete*. Operators save their inputs before they run, and one of them, ``rrelu_with_noise``, saves a
-fresh tensor that it fills only then (https://github.com/pytorch/pytorch/issues/193671); version counters do not tell. So
-where the operator that saves the last value has saved another tensor before it, one that needs no gradient, the stop waits
-until that operator is through: until the next tensor saved by another one, or the end of the function. (The tensor saved last
-needs no such care, unless something else was saved after it in forward: rrelu saves its noise first. Dropout saves its mask
-last, and a whole tensor of memory hangs on stopping there.) Tensors that one operator saves share autograd's sequence number.
-A test goes through the schemas of all operators for more of the kind.
+*The value must be complete*. Operators save their inputs before they run. ``rrelu_with_noise`` saves a fresh tensor and fills
+it only then (https://github.com/pytorch/pytorch/issues/193671); version counters do not tell. So if the operator of the last
+value has saved another tensor before, without gradient, the stop waits for the end of that operator: for the next tensor saved
+by another operator, or the end of the function. (The tensor saved last needs no such care, unless forward saved something after
+it: rrelu saves its noise first. Dropout saves its mask last; to wait would cost a whole tensor of memory.) Tensors saved by one
+operator share autograd's sequence number. A test goes through the schemas of all operators for more of the kind.
 """
 
 from __future__ import annotations
@@ -36,32 +35,32 @@ from .state.leftovers import Leftovers
 
 __all__ = ["Collector", "StopRecompute"]
 
-#: Stands for the last value wanted, among booleans that say of each tensor that forward saved whether it is.
+#: Stands for the last value wanted, among booleans for each tensor saved by forward: whether its value is wanted.
 _STOP: Any = object()
 
 _copy = unseen(stand_in_for)
 
 
 class StopRecompute(BaseException):
-    """Ends a rerun that has all it came for. Not an ``Exception``, so that no handler for those sees it (Rule 8)."""
+    """Ends a rerun with all wanted values. Not an ``Exception``, so that no handler of exceptions catches the stop (Rule 8)."""
 
 
 class Collector:
     """The values of one rerun.
 
     Attributes:
-        doubt: How many of the last values wanted are not to be trusted, and what returns the error for one of them; or None.
+        doubt: The number of last wanted values not to be trusted, and a function returning the error for these; or None.
         early_stop: Whether the rerun ends when every value is there.
-        frame: Whose values they are.
-        function: What is called again.
-        last: The number of the last tensor that is wanted.
-        leftovers: What follows tensors that forward left in objects, if it did.
-        marks: Those that regions inside left in this rerun.
-        values: One entry a tensor that the rerun saved so far: the tensor, or :data:`MISSING` where it was not wanted.
-        stopped: Whether the rerun was told to stop, which it is when every value is there.
-        versions: The version at which each tensor was saved, where a hook notes it; see :meth:`noting_versions`.
-        wanted: Which handles are to be filled; None for all that are alive.
-        without_grad: Which tensors required no gradient.
+        frame: The frame of the values.
+        function: The function of the rerun.
+        last: The number of the last tensor wanted.
+        leftovers: Follows tensors left in objects by forward, if any.
+        marks: Marks of the regions inside, in this rerun.
+        values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
+        stopped: Whether the rerun was told to stop, since every value is there.
+        versions: The version of each tensor when saved, where a hook notes versions; see :meth:`noting_versions`.
+        wanted: The handles to fill; None for all living handles.
+        without_grad: The numbers of tensors that require no grad.
     """
 
     __slots__ = (
@@ -84,9 +83,9 @@ class Collector:
         """Prepares to fill handles.
 
         Args:
-            frame: Whose handles.
-            function: What is called again, for an error to name tensors in it.
-            early_stop: Whether to end the rerun when everything wanted is there.
+            frame: The frame of the handles.
+            function: The function of the rerun, for an error to name tensors.
+            early_stop: Whether to end the rerun when every wanted value is there.
             selective: Whether a selective policy's mode will be active in the rerun.
         """
         self._detach = detach_past_modes if selective and only_quiet_modes() else torch.Tensor.detach
@@ -104,10 +103,10 @@ class Collector:
         self.versions: list[int] | None = None
 
     def distrust(self, error: Callable[[], MutationError]) -> None:
-        """Tells that the rerun is about to read what has changed since forward, which ends it: no value to come is right.
+        """Ends a rerun which is about to read a value changed since forward: all later values are wrong.
 
         Args:
-            error: Returns the error for whoever asks for one of those values.
+            error: Returns the error to raise when one of these values is unpacked.
         """
         trusted = len(self.values)
         if trusted <= self.last:
@@ -123,14 +122,14 @@ class Collector:
     ) -> Callable[[torch.Tensor], torch.Tensor]:
         """Returns the pack hook of the rerun.
 
-        What it hands to autograd for the graph of the rerun is what it keeps as the value, so that user code may run backward
-        on that graph: the tensor without its history. Parameters are taken by an alias of their own also where they need no
-        gradient, since a framework that frees one by giving it another storage would leave the value empty. (To take the
-        history off all values at once when the rerun has ended was tried: no faster, for the holders that it takes.)
+        The hook keeps the tensor without its history as the value, and hands the same tensor to autograd, so that user code may
+        run backward on the graph of the rerun. Parameters are taken by an alias even if they need no gradient: a framework
+        frees a parameter by giving it another storage, which would leave the value empty. (To take the history off all values
+        at once at the end of the rerun was tried: no faster, for the holders needed.)
 
         Args:
-            wanted: Which handles to fill; None for all that are alive.
-            exchanged: Storages whose content is that of forward during the rerun only: values are copied out of them.
+            wanted: The handles to fill; None for all living handles.
+            exchanged: Storages with the content of forward during the rerun only: values in these are copied.
         """
         values = self.values
         asked: list[Any] = self.frame.alive()
@@ -145,7 +144,7 @@ class Collector:
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self.without_grad.append
         plain, detach = torch.Tensor, self._detach
-        unfinished = -1  # sequence number of the operator that saved what it may yet write to
+        unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
 
         def fill(tensor: torch.Tensor) -> torch.Tensor:
             nonlocal unfinished
@@ -180,10 +179,10 @@ class Collector:
         return fill
 
     def noting_versions(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a pack hook that notes at which version each value was saved, to be compared with where forward's is higher.
+        """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher.
 
-        For a rerun under a dispatch mode whose forward ran without one: under any, torch does some things out of place that it
-        does in place otherwise (``torch.nn.functional.linear`` adds its bias so).
+        Needed by a rerun under a dispatch mode after a forward without one. Under a mode torch does out of place some things
+        done in place otherwise (``torch.nn.functional.linear`` adds its bias so).
         """
         versions = self.versions = []
 
@@ -194,7 +193,7 @@ class Collector:
         return note
 
     def _stop(self) -> None:
-        """Ends the rerun, unless it has to be seen what the function does to objects that it has read."""
+        """Ends the rerun, unless the function has read leftovers in objects: then the rest may change these objects."""
         self.stopped = True
         if self.leftovers is None or self.leftovers.first is None:
             raise StopRecompute
@@ -209,7 +208,7 @@ class Collector:
         return tensor.detach()
 
     def let_go(self) -> None:
-        """Ends the collection. Autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
+        """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
         if self.leftovers is not None:
             self.leftovers.let_go()

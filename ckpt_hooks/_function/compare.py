@@ -1,4 +1,4 @@
-"""Comparing what a rerun saved with what forward saved, and the errors of reruns that saved something else."""
+"""Comparison of the tensors saved in a rerun with the tensors saved in forward, and the errors of differences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .explain import mutation_error, name_of, node_of
 
 __all__ = ["TIP", "result_of"]
 
-#: Ends errors of reruns that did something else than forward.
+#: The end of errors of reruns which differ from forward.
 TIP = (
     "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
     "forward and backward; a cache that forward filled; randomness from outside of torch. Pass `debug=True` to see the "
@@ -32,15 +32,15 @@ TIP = (
 
 
 def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MARKS) -> list[torch.Tensor]:
-    """Returns the values when the rerun has ended: one entry a handle up to the last wanted, ``MISSING`` for the others.
+    """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others.
 
-    A value that the function modified in place after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well,
-    unless it is the only one wanted: by itself, it is brought back before that.
+    A value modified in place by the function after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well, unless
+    wanted alone: a rerun for one value ends before the modification.
 
     Args:
-        collector: What the rerun saved.
-        check: What values must have in common with what forward saved.
-        marks: Those that regions inside left in forward.
+        collector: The tensors saved in the rerun.
+        check: The comparison with forward.
+        marks: Marks of the regions inside, in forward.
 
     Raises:
         DeterminismError: If the rerun saved other tensors than forward.
@@ -69,7 +69,7 @@ def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MAR
         _compare_grad(collector)
     if check.fingerprint is not None and not is_without_values():
         _compare_values(collector, check.fingerprint)
-    return values + [MISSING] * num_doubtful  # each of which is asked for by itself
+    return values + [MISSING] * num_doubtful  # each doubtful value is asked for alone
 
 
 def _compare_marks(collector: Collector, marks: Sequence[Mark]) -> None:
@@ -140,7 +140,7 @@ def _first_difference(
 
 
 def _is_unfilled(collector: Collector, index: int) -> bool:
-    """Whether a tensor is memory that an operator saves and never fills, and which no result of that operator told of."""
+    """Whether a tensor is memory saved but never filled by an operator, without a sign in the operator's results."""
     return index in collector.without_grad and may_be_unfilled(node_of(collector.frame, index), collector.values[index])
 
 
@@ -184,7 +184,7 @@ def _raise_miscounted(collector: Collector) -> None:
 
 
 def _differences(collector: Collector) -> list[tuple[int, str, str]]:
-    """Returns position, saved and recomputed metadata of each value that differs; what was not wanted does not."""
+    """Returns position, saved and recomputed metadata of each different value, unwanted values left out."""
     differences = []
     for index, (value, expected) in enumerate(zip(collector.values, collector.frame.facts, strict=False)):
         if value is not MISSING and isinstance(expected, tuple):
@@ -203,9 +203,9 @@ def _error(collector: Collector, message: str, index: int, expected: str, found:
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:
-    """Returns what was noted of a tensor in forward, with a version that it was saved at in the rerun if that is a lower one.
+    """Returns the metadata of a tensor in forward, with the version of the rerun if lower.
 
-    It is a higher one where somebody wrote to a tensor from outside of the rerun since forward.
+    The version of the rerun is higher after a write from outside since forward.
     """
     if not isinstance(facts, tuple):
         return facts if facts is None else min(facts, version)

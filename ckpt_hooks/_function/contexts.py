@@ -1,7 +1,7 @@
-"""The two context managers around a region: one for its forward, one for its recomputes.
+"""The two context managers around a region: one for its forward, the other for its recomputes.
 
-The second is entered once a recompute, from whichever thread runs it, and may be entered again while it is still entered (a
-function whose rerun runs backward over the same region). So each entry has a state of its own.
+The second is entered by each recompute, from any thread, perhaps inside another recompute (a function whose rerun runs backward
+over the same region). So each entry has a state of its own.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ __all__ = [
     "without_selection",
 ]
 
-#: Wraps a forward, and each of its recomputes.
+#: The context of a forward, and the context of each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 def noop_context_fn() -> ContextPair:
-    """Returns two context managers that do nothing: the default ``context_fn`` of :func:`ckpt_hooks.checkpoint`."""
+    """Returns two context managers without effect: the default ``context_fn`` of :func:`ckpt_hooks.checkpoint`."""
     return nullcontext(), nullcontext()
 
 
 def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
-    """Returns what a ``context_fn`` returns.
+    """Calls a ``context_fn``, and returns the two context managers.
 
     Raises:
-        TypeError: If that is not two context managers, or ``context_fn`` no function.
+        TypeError: If the result is not two context managers, or ``context_fn`` no function.
     """
     try:
         contexts = context_fn()
@@ -66,7 +66,7 @@ def check_context_fn(context_fn: Any) -> None:
     """Checks a ``context_fn`` without calling it.
 
     Raises:
-        TypeError: If it is no function.
+        TypeError: If ``context_fn`` is no function.
     """
     if not callable(context_fn):
         raise TypeError(
@@ -77,27 +77,27 @@ def check_context_fn(context_fn: Any) -> None:
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager that can be entered although this one may have been entered before.
+    """Returns a context manager to enter in place of a used one.
 
-    One made by ``contextlib.contextmanager`` works once; like every ``ContextDecorator`` it knows how to make another.
+    A context manager of ``contextlib.contextmanager`` works once; like every ``ContextDecorator`` it can make another.
     """
     recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
     return context if recreate is None else recreate()
 
 
 def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
-    """Returns two pairs as one."""
+    """Joins two pairs into one pair."""
     return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair | None:
-    """Returns the contexts of a region around which dispatch modes are active.
+    """Returns the contexts of a region inside dispatch modes.
 
-    A rerun has to take the ways that operators take under a mode, which those of a selective policy see to by themselves. What
-    is made of nothing under a fake mode is a fake tensor, so that one is entered again. There is nothing that it could count.
+    A rerun has to take the paths of operators under a mode; a selective policy's modes see to this already. A tensor made from
+    nothing under a fake mode is a fake tensor, so a fake mode is entered again: it has nothing to count twice.
 
     Args:
-        contexts: Those of the region, if it has any.
+        contexts: The region's own contexts, if any.
     """
     if contexts is None or selection_of(contexts[0]) is None:
         under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
@@ -107,21 +107,21 @@ def under_modes(contexts: ContextPair | None) -> ContextPair | None:
 
 
 def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
-    """Returns the contexts of a region whose observers want to hear of operators.
+    """Returns the contexts of a region with observers of operators.
 
     Args:
-        contexts: Those of the region, if it has any.
-        parent: The frame around. If its observers hear of operators, the mode around it tells of those in this region too.
+        contexts: The region's own contexts, if any.
+        parent: The outer frame. If its observers hear of operators, the mode there reports the operators of this region too.
     """
     telling = nullcontext() if wants_operators(parent) else OperatorWatch(), OperatorWatch()
     return telling if contexts is None else both(telling, contexts)
 
 
 class _Both(AbstractContextManager[None]):
-    """Two context managers, one in the other.
+    """Two nested context managers.
 
     Attributes:
-        selection: That of the one which has one.
+        selection: The selection of the inner or the outer context manager.
     """
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
@@ -130,7 +130,7 @@ class _Both(AbstractContextManager[None]):
         self.selection = selection_of(outer) or selection_of(inner)
 
     def without_selection(self) -> _Both:
-        """Returns the two without selective policies."""
+        """Returns the two context managers without selective policies."""
         return _Both(without_selection(self._outer), without_selection(self._inner))
 
     def __enter__(self) -> None:
@@ -144,13 +144,13 @@ class _Both(AbstractContextManager[None]):
 
 @contextmanager
 def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    # An ``ExitStack`` keeps an exception that is raised on the way out in a cycle, and with it a region's inputs.
+    # An ``ExitStack`` keeps an exception raised on exit in a cycle, and with the exception a region's inputs.
     with outer, inner:
         yield
 
 
 def suppressed_error(error: BaseException) -> RuntimeError:
-    """Returns the error for a forward context that suppresses what forward raised."""
+    """Returns the error for a forward context that suppresses an exception of forward."""
     return RuntimeError(
         "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
         f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
@@ -159,41 +159,41 @@ def suppressed_error(error: BaseException) -> RuntimeError:
 
 
 def without_selection(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns what is left of a forward's context without selective policies, for a forward that keeps everything."""
+    """Returns a forward's context without selective policies, for a forward that keeps everything."""
     if isinstance(context, _Both):
         return context.without_selection()
     return context if selection_of(context) is None else nullcontext()
 
 
 class Selects(Protocol):
-    """What a region tells a selective policy's memory (:class:`ckpt_hooks._function.selective.selection.Selection`)."""
+    """The interface of a selective policy's memory (:class:`ckpt_hooks._function.selective.selection.Selection`)."""
 
     def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None:
-        """Forward is about to begin."""
+        """Prepares for forward."""
 
     def close(self, parent: Any, *, early_stop: bool) -> None:
-        """Forward has ended well."""
+        """Ends a successful forward."""
 
     def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
-        """A recompute is about to begin."""
+        """Prepares for a recompute."""
 
     def settle(self) -> None:
-        """A recompute has ended."""
+        """Ends a recompute."""
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Forward has saved a tensor, which may be an output that is kept."""
+        """Notes a tensor saved by forward, perhaps a kept output."""
 
     def fate_at(self, index: int) -> Fate:
-        """Returns what has become of that tensor."""
+        """Returns the fate of a saved tensor."""
 
     def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Reruns the region, once more if need be."""
+        """Reruns the region, twice if need be."""
 
     def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
-        """A recompute has ended, with its values up to some index about to be handed out, or by an exception."""
+        """Checks an ended or failed recompute up to an index, before its values are handed out."""
 
 
 def selection_of(context: AbstractContextManager[Any]) -> Selects | None:
-    """Returns the memory of the selective policy that a context manager carries out, None where it is something else."""
+    """Returns the selection of a selective policy's context manager; None for other context managers."""
     selection: Selects | None = getattr(context, "selection", None)
     return selection if hasattr(selection, "attach") else None

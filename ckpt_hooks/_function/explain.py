@@ -1,4 +1,4 @@
-"""Finding words for an error: which tensor it was, which operator saved it. Never on a path without an error."""
+"""Words for errors: the name of a tensor, and the operator which saved the tensor. Never on a path without an error."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "node_of", "unini
 def mutation_error(
     name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...], *, is_same: bool = True
 ) -> MutationError:
-    """Returns the error for a tensor that is not what it was in forward.
+    """Returns the error for a tensor changed since forward.
 
     Args:
-        name: Which tensor, for the start of a sentence.
+        name: The tensor in words, for the start of a sentence.
         tensor: The tensor.
-        expected: Its version when forward saw it.
+        expected: The tensor's version in forward.
         region: Names of the regions, outermost first.
-        is_same: Whether it is the very tensor that forward saw, for all that is known.
+        is_same: Whether this is the very tensor of forward, as far as known.
     """
     change = change_in_words(tensor._version, expected, " since forward", is_same=is_same)
     return MutationError(
@@ -43,7 +43,7 @@ def mutation_error(
 
 
 def name_of(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
-    """Returns what the code of a function calls a tensor, or a view of it: a variable, a parameter, a buffer."""
+    """Returns the name of a tensor, or of a view of it, in a function's code: a variable, a parameter, a buffer."""
     for name, value in _named_tensors(function):
         if value is tensor:
             return name
@@ -84,7 +84,7 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _nodes() -> Iterator[Any]:
-    """Goes through the graph below the node that runs on this thread, that node first."""
+    """Yields the nodes of the graph below this thread's running node, the running node first."""
     todo, seen = [current_node()], set()
     while todo:
         node = todo.pop()
@@ -95,7 +95,7 @@ def _nodes() -> Iterator[Any]:
 
 
 def _packed_by(node: Any) -> Iterator[Any]:
-    """Goes through what pack hooks gave to a node."""
+    """Yields the results of pack hooks saved by a node."""
     for name in dir(node):
         if name.startswith("_raw_saved_"):
             try:
@@ -110,11 +110,11 @@ def _packed_by(node: Any) -> Iterator[Any]:
 
 
 def node_of(frame: HandleFrame, index: int) -> Any:
-    """Returns the autograd node that saved a tensor; None where it is not below the node that runs on this thread.
+    """Returns the autograd node which saved a tensor; None if the node is not below this thread's running node.
 
     Args:
-        frame: The region that a recompute of runs, on the thread of the backward that asked for it.
-        index: Which of its tensors.
+        frame: The region, recomputed on the thread of the backward that asked for the recompute.
+        index: The number of the tensor.
     """
     for node in _nodes():
         for packed in _packed_by(node):
@@ -124,7 +124,7 @@ def node_of(frame: HandleFrame, index: int) -> Any:
 
 
 def grad_fn_of(frame: HandleFrame, index: int) -> str | None:
-    """Returns the name of the autograd node that saved a tensor; see :func:`node_of`."""
+    """Returns the name of the autograd node which saved a tensor; see :func:`node_of`."""
     node = node_of(frame, index)
     return None if node is None else str(node.name())
 
@@ -136,16 +136,16 @@ def changed_requires_grad(
     argument: Callable[[torch.Tensor], str | None],
     required: Collection[int],
 ) -> str:
-    """Returns sentences on leaves that required grad in the forward of a region, and do not now, or the other way round.
+    """Returns sentences on leaves whose ``requires_grad`` has changed since the forward of a region.
 
-    Only those are named that explain the error: more of them save more tensors, and fewer save fewer.
+    Only leaves that explain the error are named: more leaves that require grad save more tensors, and fewer save fewer.
 
     Args:
-        error: What was found.
+        error: The difference found.
         path: The region.
-        function: Its function.
-        argument: Returns where a tensor is among the arguments, or None.
-        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
+        function: The region's function.
+        argument: Returns the place of a tensor among the arguments, or None.
+        required: The ``id`` of each tensor known to have required grad when forward began.
     """
     has_more = error.found.endswith(" or more") or error.expected.endswith("requires_grad=False")
     has_fewer = not has_more and error.expected.endswith((" tensors", "requires_grad=True"))
@@ -185,14 +185,14 @@ def blame(
     argument: Callable[[torch.Tensor], str | None],
     required: Collection[int] = (),
 ) -> None:
-    """Lets an error say more: which operator saved the tensor, and what may be the cause.
+    """Adds to an error the operator which saved the tensor, and a possible cause.
 
     Args:
-        error: What a recompute raised.
+        error: The error of a recompute.
         frame: The region.
-        function: Its function.
-        argument: Returns where a tensor is among the arguments, or None.
-        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
+        function: The region's function.
+        argument: Returns the place of a tensor among the arguments, or None.
+        required: The ``id`` of each tensor known to have required grad when forward began.
     """
     error.grad_fn = grad_fn_of(frame, error.index)
     parts = [str(error), changed_requires_grad(error, frame.path, function, argument, required)]
@@ -202,7 +202,7 @@ def blame(
 
 
 def _compiled(grad_fn: str) -> str:
-    """Returns what there is to say of a tensor that a compiled function saved; nothing of others."""
+    """Returns a remark on tensors saved by a compiled function; an empty text for other functions."""
     if "CompiledFunction" not in grad_fn:
         return ""
     return (
@@ -213,7 +213,7 @@ def _compiled(grad_fn: str) -> str:
 
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:
-    """Returns the error for a region that reaches lazy modules which have not run yet, and that has contexts to enter."""
+    """Returns the error for a region with contexts to enter, whose lazy modules have not run yet."""
     return CheckpointError(
         f"region {'/'.join(region)!r} has a policy, a context_fn or debug=True, and reaches lazy modules whose parameters are "
         "not made yet. Run the model once before its first step, as torch advises for such modules.",

@@ -1,4 +1,4 @@
-"""Errors of a rerun, and objects that explain them since forward has changed them."""
+"""Errors of a rerun, explained by objects changed in forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .state.reached_objects import ObjectNotes
 
 __all__ = ["ExplainingFrame"]
 
-_MOST = 6  # changes that a message lists
+_MOST = 6  # the largest number of changes in a message
 
 _WAYS_OUT = (
     "Such objects are not put back for a recompute. Hand what the function reads over as a tensor, list, dict or dataclass, "
@@ -26,12 +26,12 @@ _WAYS_OUT = (
     "`with checkpoint_region():`, which runs Python once."
 )
 
-#: What operators and containers raise that are given something else than in forward. No subclasses: an error of memory, of a
-#: device or of a collective is none of these.
+#: Exceptions of operators and containers given other values than in forward. No subclasses: an error of memory, of a device
+#: or of a collective is none of these.
 _SYMPTOMS = frozenset({RuntimeError, IndexError, KeyError, TypeError, ValueError, AttributeError, AssertionError})
 
 
-#: Why a backward cannot run in a recompute, by words of what torch raises then.
+#: The reasons why a backward cannot run in a recompute, by words of torch's error.
 _REFUSED = {
     "input_grad_buffers": "which a custom backward has set off after it had read ctx.input_grad_buffers. Torch allows no "
     "backward until that one returns. Read ctx.saved_tensors first",
@@ -41,17 +41,17 @@ _REFUSED = {
 
 
 class ExplainingFrame(HandleFrame):
-    """A frame that brings tensors back by reruns, as far as it notes what explains a failure of one.
+    """A frame which notes explanations for the failure of a rerun.
 
     Attributes:
-        explain: Turns an error of a rerun into one that says more.
+        explain: Turns an error of a rerun into an error with more words.
     """
 
     __slots__ = ("_arguments", "_collector", "_marks", "_objects", "explain")
 
     explain: Callable[[DeterminismError], DeterminismError] | None
     _arguments: Arguments
-    # The rerun that goes on.
+    # The running rerun.
     _collector: Collector | None
     _marks: list[Mark]
     _objects: ObjectNotes | None
@@ -70,7 +70,7 @@ class ExplainingFrame(HandleFrame):
         return format_path(self.path)
 
     def _explain(self, found: DeterminismError) -> None:
-        """Has an error name the objects that have changed since forward began; raises one with more in it, if that is asked."""
+        """Names the objects changed since forward began in an error; raises an error with more words, if ``explain`` is set."""
         changes = [] if self._objects is None else sorted(self._objects.changes(), key=lambda change: not change.matters())
         if changes:
             lines = [f"\n  {change.describe(self._arguments.path_of)}" for change in changes[:_MOST]]
@@ -80,13 +80,13 @@ class ExplainingFrame(HandleFrame):
             raise self.explain(found) from found
 
     def _explain_failure(self, error: Exception, saved: int, *, selective: bool) -> None:
-        """Raises an exception of the function as an error of its region, unless that may be the function's own affair.
+        """Raises an exception of the function as an error of its region, unless the function alone may be the cause.
 
-        It is the region's if an object has changed that the function reaches, or if a policy hands out results of operators.
+        The region is the cause if an object reached by the function has changed, or if a policy hands out results of operators.
 
         Args:
-            error: What the function raised in a rerun, and not in forward.
-            saved: How many tensors the rerun had saved.
+            error: The exception of the function, raised in a rerun and not in forward.
+            saved: The number of tensors saved by the rerun.
             selective: Whether a policy is active.
         """
         kind = type(error)
@@ -112,10 +112,10 @@ class ExplainingFrame(HandleFrame):
             self._explain(found)
             raise found from error
         finally:
-            del found, error  # whose tracebacks have this call, which would keep them alive in turn
+            del found, error  # their tracebacks hold this call, and this call would hold them: a cycle
 
     def _refuse(self, error: Exception, reason: str) -> NoReturn:
-        """Raises the error for a recompute with a backward in it that cannot run.
+        """Raises the error for a recompute with an impossible backward inside.
 
         Raises:
             CheckpointError: In any case.
@@ -131,7 +131,7 @@ class ExplainingFrame(HandleFrame):
             del error
 
     def _explain_leftovers(self, collector: Collector) -> None:
-        """Raises if a rerun has gone on from where forward ended; see :mod:`.state.leftovers`."""
+        """Raises an error if a rerun has gone on from the end of forward; see :mod:`.state.leftovers`."""
         leftovers = collector.leftovers
         change = None if leftovers is None else leftovers.changed_again()
         if leftovers is None or leftovers.first is None or change is None:

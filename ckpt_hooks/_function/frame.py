@@ -1,7 +1,7 @@
-"""Function frames: a region that is a call of a function, brought back by calling it again.
+"""Function frames: a region which is a call of a function, brought back by another call of the function.
 
-A rerun sees what its forward saw: the captured arguments, the captured ambient state, no frame around it, gradients enabled.
-What it does with the tensors that autograd saves meanwhile, and when it ends, is :mod:`.collector`.
+A rerun sees the surroundings of its forward: the captured arguments, the captured ambient state, no outer frame, gradients
+enabled. The tensors saved meanwhile, and the end of the rerun, are the business of :mod:`.collector`.
 """
 
 from __future__ import annotations
@@ -83,14 +83,14 @@ class FunctionFrame(RerunFrame):
         """Captures a call and saves its tensors.
 
         Args:
-            function: What the region calls.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            options: How it is brought back.
+            function: The region's function.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            options: The options of recomputes.
             contexts: Entered around forward, and around each rerun.
-            settings: Those in force, if the caller has asked for them.
+            settings: The settings in force, if the caller has them already.
         """
-        # What a partial holds are arguments as well: taken out of it, they are saved as such, and not kept alive twice.
+        # The contents of a partial are arguments as well: taken out, they are saved as arguments, and not kept alive twice.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}
             function = function.func
@@ -121,7 +121,7 @@ class FunctionFrame(RerunFrame):
                 self._options, self._compared = compared(self._options)
             function, options = self._function, self._options
             generators, recurrent = _NO_GENERATORS, _NO_LAYERS
-            # In the usual case it is a module that was looked at before, or a function of tensors.
+            # Usually the function is a module looked at before, or a function of tensors.
             objects = self._arguments.objects
             plan = None if objects or type(function) is FunctionType else idle_plan(function)
             if plan is not None:
@@ -182,16 +182,16 @@ class FunctionFrame(RerunFrame):
         return self
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes which output that the policy keeps a saved tensor is; see :meth:`HandleFrame.note_saved`."""
+        """Notes the operator whose kept output a saved tensor is, if any; see :meth:`HandleFrame.note_saved`."""
         if self._selection is not None:
             self._selection.note_saved(index, tensor)
 
     def fate_at(self, index: int) -> Fate:
-        """Returns what has become of a saved tensor: whether the policy keeps it is known where observers watch."""
+        """Returns the fate of a saved tensor; the policy's part is known where observers watch."""
         return Fate.DROPPED if self._selection is None else self._selection.fate_at(index)
 
     def held(self) -> list[Holding]:
-        """Returns the tensors that this frame keeps alive; see :meth:`Frame.held`."""
+        """Returns the tensors kept alive by this frame; see :meth:`Frame.held`."""
         seen: set[int] = set()
         parts = (
             ("argument", self._arguments),

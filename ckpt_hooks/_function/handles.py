@@ -1,9 +1,9 @@
-"""Handles of function frames: what stands in the graph for a tensor that was not kept, and what one backward brings back.
+"""Handles of function frames, which stand in the graph for dropped tensors, and the values brought back by one backward.
 
-Which handles are alive is what a frame has to know before it recomputes. A handle is a tuple of its frame and a number, and the
-number is an integer object that only the handle and the frame's list of numbers hold: as long as it has a holder besides the
-list, its handle is alive. (A weak reference to each handle says the same; it costs a class of handles and a third more for each
-saved tensor.)
+Before a recompute a frame has to know the living handles. A handle is a tuple of its frame and a number. The number is an
+integer object held only by the handle and the frame's list of numbers: while the number has a holder besides the list, its
+handle is alive. (A weak reference to each handle does the same, at the cost of a class of handles and a third more time for
+each saved tensor.)
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from ckpt_hooks.errors import InternalError
 
 __all__ = ["FIRST", "Handle", "HandleFrame", "Pass"]
 
-#: The number of the first tensor that a frame saves. Up here every sum is a new object; small integers are shared by all that
-#: use them, and their holders would tell nothing.
+#: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
+#: users, and the count of their holders would tell nothing.
 FIRST = 1 << 20
 
-# Stands in autograd's graph for one saved tensor: the frame that can bring it back, and how many tensors the frame had saved
-# before, counted from FIRST.
+# Stands in autograd's graph for one saved tensor: the frame which can bring the tensor back, and the number of tensors saved
+# before by the frame, counted from FIRST.
 Handle = tuple["HandleFrame", int]
 
-# How many holders of a number in a list of numbers ``getrefcount`` tells of.
+# The result of ``getrefcount`` for a number held by a list of numbers alone.
 _UNHELD = next(map(getrefcount, [FIRST + 1]))
 
 
@@ -44,9 +44,9 @@ class Pass:
     """The values of one frame in one scope.
 
     Attributes:
-        values: One entry a handle, in the order of saving: the tensor, or :data:`MISSING`.
-        made: Where the values were made, which hands them to streams of devices; None where no device is in use.
-        taken: Indices in the order in which they were taken.
+        values: An entry for each handle, in the order of saving: the tensor, or :data:`MISSING`.
+        made: The devices and streams which made the values, to hand these to other streams; None without a device.
+        taken: Indices in the order of their taking.
     """
 
     __slots__ = ("made", "taken", "values")
@@ -58,14 +58,14 @@ class Pass:
 
 
 class HandleFrame(Frame):
-    """A function frame as far as it has handles, and values for them in one backward.
+    """A function frame with handles, and with their values in one backward.
 
     Attributes:
-        numbers: One a tensor packed, in order: held by its handle too as long as that is alive, and by nothing else. A tensor
-            that was kept has a number without a handle.
-        facts: Of each tensor packed in forward, what a recompute is compared with; those of :data:`MISSING` where it was kept.
-        fingerprints: Of each tensor packed in forward, what its values are compared by; empty where they are not compared.
-        without_grad: Which of them required no grad.
+        numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
+            number without a handle.
+        facts: Metadata of each packed tensor, compared on recompute. Kept tensors have the metadata of :data:`MISSING`.
+        fingerprints: Fingerprints of the values of each packed tensor; empty if values are not compared.
+        without_grad: The numbers of packed tensors that require no grad.
     """
 
     __slots__ = ("facts", "fingerprints", "numbers", "without_grad")
@@ -83,55 +83,55 @@ class HandleFrame(Frame):
         self.without_grad: list[int] = []
 
     def saved(self) -> list[Saved]:
-        """Returns the tensors that backward may still ask for; see :meth:`Frame.saved`."""
+        """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""
         return [self._describe(index) for index, alive in enumerate(self.alive()) if alive]
 
     def describe(self, packed: Any) -> Saved:
-        """Returns what a handle stands for; see :meth:`Frame.describe`."""
+        """Returns a description of a handle's tensor; see :meth:`Frame.describe`."""
         return self._describe(packed[1] - FIRST)
 
     def _describe(self, index: int) -> Saved:
         noted = self.facts[index]
-        if not isinstance(noted, tuple):  # of tensors whose metadata is not compared
+        if not isinstance(noted, tuple):  # metadata is not compared
             return Saved(format_path(self.path), index, self.fate_at(index), None, None, None)
         shape, dtype = noted[:2]
         return Saved(format_path(self.path), index, self.fate_at(index), shape, dtype, nbytes_of(shape, dtype))
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Is told of a tensor that was dropped for a handle, where observers watch."""
+        """Notes a tensor dropped for a handle, where observers watch."""
 
     def fate_at(self, index: int) -> Fate:
-        """Returns what has become of a tensor that was dropped for a handle."""
+        """Returns the fate of a tensor dropped for a handle."""
         return Fate.DROPPED
 
     def alive(self) -> list[bool]:
-        """Returns of each tensor packed whether its handle is alive."""
+        """Returns for each packed tensor whether its handle is alive."""
         return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
 
     @abc.abstractmethod
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Brings tensors back.
 
-        Called with the frame's lock held. Leaves the frame as it was, whether it returns or raises.
+        Called with the frame's lock held. Leaves the frame as it was, whether the recompute returns or raises.
 
         Args:
-            wanted: Indices of the handles to fill; None for all that are alive.
+            wanted: Indices of the handles to fill; None for all living handles.
 
         Returns:
-            One entry a handle, up to the last one wanted: the tensor, detached, or :data:`MISSING` where it was not wanted, or
-            where it was modified in the course of the recompute and has to be asked for by itself.
+            An entry for each handle, up to the last one wanted: the detached tensor, or :data:`MISSING` for a tensor not
+            wanted, or modified in the course of the recompute; the latter has to be asked for alone.
         """
 
     def made(self) -> Made | None:
-        """Returns what hands the values of a recompute to streams of devices; None where no device is in use."""
+        """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
         return None if self.current is None else Made(self.current)
 
     def open_pass(self, index: int) -> Pass:
-        """Returns this frame's pass in the scope that is running on this thread; recomputes if there is none yet (Rule 3).
+        """Returns this frame's pass in the scope of this thread; recomputes if there is none yet (Rule 3).
 
         Args:
-            index: The handle that is being unpacked. Outside of a backward nobody says when values may go, so that handle
-                alone is brought back, for the caller alone.
+            index: The handle being unpacked. Outside of a backward nothing tells when values may go, so that handle alone is
+                brought back, for the caller alone.
         """
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
@@ -145,11 +145,10 @@ class HandleFrame(Frame):
             return opened
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
-        """Brings back a value that a pass does not hold: one that was taken before, or packed after the recompute.
+        """Brings back a value missing in a pass: taken before, or packed after the recompute.
 
-        A node that is asked for its tensors twice asks for all of them again, in order. So everything that was taken after
-        this one is brought back with it: one recompute serves the whole node, and nothing lies around that is not about to
-        be asked for.
+        A node asked for its tensors twice asks for all of them again, in order. So all values taken after this one are brought
+        back too: one recompute serves the whole node, and no value lies around unless about to be asked for.
 
         Raises:
             OverlapError: In a group, whose backwards must not share a tensor.
@@ -168,7 +167,7 @@ class HandleFrame(Frame):
                 opened.made.renew()
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
             for position in wanted:
-                if position < len(values):  # handles that are dead by now are not brought back
+                if position < len(values):  # values of dead handles are not brought back
                     opened.values[position] = values[position]
             value = opened.values[index]
             if value is MISSING and len(wanted) > 1:

@@ -1,4 +1,4 @@
-"""What a function frame is told about its region."""
+"""Options of a function frame."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ __all__ = ["DEFAULT_OPTIONS", "RegionOptions", "name_of_function"]
 
 @dataclasses.dataclass(frozen=True)
 class RegionOptions:
-    """How a function frame is brought back.
+    """Options of a region's recomputes.
 
     Attributes:
-        preserve_rng_state: Whether a rerun draws the random numbers that forward drew.
+        preserve_rng_state: Whether a rerun draws the random numbers of forward.
         early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
-        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them as they are.
-        check: What is compared with forward.
+        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them unchanged.
+        check: The comparison with forward.
         name: The region's name in errors and reports; the function's own if None.
-        respect_hooks: Whether what a selective policy keeps goes through the saved-tensor hooks around the region.
+        respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
     """
 
     preserve_rng_state: bool = True
@@ -38,7 +38,7 @@ DEFAULT_OPTIONS = RegionOptions()
 
 
 def name_of_function(function: Callable[..., Any]) -> str:
-    """Returns what a region is called that was given no name."""
+    """Returns the name of a region which was given none."""
     # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
     if isinstance(function, Module):
         return type(function).__qualname__

@@ -1,9 +1,9 @@
-"""Arguments with a history, of which a region holds aliases without one.
+"""Arguments with a history, of which a region holds aliases without history.
 
-A tensor that an operator made holds its history. Should the caller write to such an argument later on, with what the region
-returned (``h += checkpoint(block, h)``), then that history leads to the region, which would own itself: no memory of it would
-ever be freed. So a region holds an alias from the end of forward on. A rerun gets the tensor itself as long as it is there, and
-then a stand-in: the alias as the output of an operator, neither a leaf nor a view.
+The output of an operator holds its history. If the caller later writes to such an argument with a result of the region (``h +=
+checkpoint(block, h)``), that history leads to the region, which would own itself: its memory would never be freed. So a region
+holds an alias from the end of forward on. A rerun gets the tensor itself while it lives, and then a stand-in: the alias as the
+output of an operator, neither a leaf nor a view.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["Origins", "has_history"]
 def has_history(tensor: torch.Tensor) -> bool:
     """Whether a tensor that requires grad is the output of an operator, and has stand-ins.
 
-    To ask a view of what was written to may give it another place in the graph: such a view is held as it is.
+    To ask a view of a modified tensor may change its place in the graph: such a view is held as it is.
     """
     if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
@@ -31,10 +31,10 @@ def has_history(tensor: torch.Tensor) -> bool:
 
 
 class Origins:
-    """The tensors that a region holds aliases of, by their positions among the arguments.
+    """The tensors held by aliases, by their positions among the arguments.
 
     Attributes:
-        hooked: The hooks that are registered on them, which the graph may hold longer than the tensors are there.
+        hooked: The hooks registered on these tensors, which the graph may hold longer than the tensors live.
     """
 
     __slots__ = ("_tensors", "hooked")
@@ -44,7 +44,7 @@ class Origins:
         self.hooked: list[Callable[[], dict[int, Any] | None]] = []
 
     def let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an alias to hold instead of a tensor; one for all its positions."""
+        """Returns an alias to hold instead of a tensor; the same alias for all positions of the tensor."""
         for reference, number, alias in self._tensors.values():
             if number == id(tensor):
                 self._tensors[position] = reference, number, alias
@@ -56,11 +56,11 @@ class Origins:
         return alias
 
     def present(self) -> list[torch.Tensor]:
-        """Returns the tensors that are still there."""
+        """Returns the living tensors."""
         return [tensor for reference, *_ in self._tensors.values() if (tensor := reference()) is not None]
 
     def put_into(self, held: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], dict[int, torch.Tensor]]:
-        """Returns tensors with originals or stand-ins in place of aliases, and the stand-ins by the ``id`` of the original."""
+        """Puts originals or stand-ins in place of aliases; returns also the stand-ins by the ``id`` of the original."""
         tensors = list(held)
         stand_ins: dict[int, torch.Tensor] = {}
         for position, (reference, number, alias) in self._tensors.items():
@@ -73,7 +73,7 @@ class Origins:
         return tensors, stand_ins
 
     def position_of(self, value: Any) -> int | None:
-        """Returns the position of a tensor or of a stand-in for it."""
+        """Returns the position of a tensor or its stand-in."""
         if isinstance(value, torch.Tensor):
             for position, (_, _, alias) in self._tensors.items():
                 if alias.is_set_to(value):

@@ -1,13 +1,12 @@
-"""The pack and unpack hooks of function frames, and putting them around a forward.
+"""The pack and unpack hooks of function frames, and opening a frame for a forward.
 
-Autograd keeps both hooks with each tensor that went through them, a leaf that was kept included. So the unpack hook is one
-function of the module; and the pack hook is a closure that lets go of its frame when forward ends, since a frame is not to live
-any longer than its handles (Rule 9).
+Autograd keeps both hooks with each tensor passed through them, kept leaves included. So the unpack hook is one function of this
+file. The pack hook is a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
 
-A leaf that requires grad is kept instead of dropped: that costs no memory, since the graph holds it as well, and spares it a
-handle, a comparison and a place in the recompute. It also is what plain autograd does, down to the object. A *view* of a leaf
-does not qualify: where a framework gives a parameter another storage after forward (``param.data = ...``), the view would hold
-on to the one that was to be freed.
+A leaf that requires grad is kept, not dropped. This costs no memory, since the graph holds the leaf as well, and spares a
+handle, a comparison and a place in the recompute. Plain autograd keeps the same object. A *view* of a leaf does not qualify:
+where a framework gives a parameter another storage after forward (``param.data = ...``), the view would hold the storage to be
+freed.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ __all__ = ["open_frame", "unpack", "unpack_watched"]
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
+    """Returns the tensor of a handle, and lets go of the tensor (Rule 4).
 
     Args:
-        packed: A handle, or what stands for a leaf that was kept.
+        packed: A handle, or the list which stands for a kept leaf.
     """
     if type(packed) is list:
         leaf: torch.Tensor = packed[0]
@@ -65,7 +64,7 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 def unpack_watched(packed: Any) -> torch.Tensor:
-    """Does what :func:`unpack` does, and tells observers."""
+    """Unpacks as :func:`unpack` does, and tells observers."""
     if not isinstance(packed, WatchedHandle):
         return unpack([*packed])
     tensor = unpack(packed)
@@ -77,11 +76,11 @@ UNPACKS += [unpack, unpack_watched]
 
 
 class WatchedHandle(tuple[HandleFrame, int]):
-    """A handle that tells when autograd lets go of it."""
+    """A handle which reports its release by autograd."""
 
     @property
     def watch(self) -> Watch:
-        """What tells observers of its frame."""
+        """The watch of the handle's frame, which tells observers."""
         watch = self[0].watch
         assert watch is not None
         return watch
@@ -93,12 +92,12 @@ class WatchedHandle(tuple[HandleFrame, int]):
 def _pack_watched(
     watch: Watch, pack: Callable[[torch.Tensor], Handle | Kept], positions: Sequence[int]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
-    """Returns a pack hook that tells observers.
+    """Returns a pack hook which tells observers.
 
     Args:
-        watch: What tells them.
+        watch: Tells the observers.
         pack: The pack hook.
-        positions: One a tensor that was packed.
+        positions: An entry for each packed tensor.
     """
 
     def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
@@ -133,16 +132,16 @@ def open_frame(
     fingerprint: Callable[[torch.Tensor], Any] | None = None,
     left_out: Collection[int | None] = (),
 ) -> Callable[[], None] | None:
-    """Makes a frame the innermost one of this thread.
+    """Makes a frame the innermost frame of this thread.
 
     Args:
         frame: The frame, which has packed nothing yet.
-        facts: Returns what is noted of each tensor, and of :data:`MISSING`.
-        fingerprint: Returns what the values of a tensor are compared by, or None where they are not.
-        left_out: Storages of tensors that are not compared: an operator writes to them after it has saved them.
+        facts: Returns the metadata of a tensor, or of :data:`MISSING`.
+        fingerprint: Returns the fingerprint of a tensor's values; None to compare no values.
+        left_out: Storages of tensors left out of the comparison: an operator writes to these after saving them.
 
     Returns:
-        What to call when forward has ended, if anything.
+        The function to call when forward has ended, if any.
 
     Raises:
         RuntimeError: Where saved-tensor hooks are disabled, with the message given to
@@ -166,7 +165,7 @@ def open_frame(
         except RuntimeError:  # a nested tensor has no shape
             note(missing)
             return [tensor.detach(), tensor._version, path]
-        if found != latest:  # neighbours are often alike, and one tuple serves for all of them
+        if found != latest:  # neighbours are often alike, and share one tuple
             latest = found
         note(latest)
         return frame, number

@@ -1,4 +1,4 @@
-"""Rerunning a region: its function is called again, and ends when every tensor that is wanted was saved."""
+"""Rerunning a region: its function is called again, and ends when every wanted tensor was saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = ["RerunFrame"]
 
 
 class RerunFrame(CallingFrame):
-    """A function frame as far as a rerun is prepared, watched and taken back."""
+    """A function frame which prepares, watches and undoes a rerun."""
 
     __slots__ = ("_compared", "_options")
 
@@ -48,7 +48,7 @@ class RerunFrame(CallingFrame):
         return run_on(self.current, self._recompute_here, wanted)
 
     def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function on the devices and streams that are current."""
+        """Reruns the function on the current devices and streams."""
         return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
@@ -68,9 +68,9 @@ class RerunFrame(CallingFrame):
             collector.let_go()
 
     def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        # One recompute at a time may borrow the default generators, and only where nobody else draws from them.
+        # One recompute at a time may borrow the default generators, and only if no other thread draws from them.
         borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
-        # As if no frame were active, but for this one, which is the parent of those met inside (Rule 3).
+        # As if no frame were active but this one, which is the parent of the frames inside (Rule 3).
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
@@ -98,7 +98,7 @@ class RerunFrame(CallingFrame):
         except StopRecompute:
             pass
         except (DeterminismError, MutationError) as error:
-            # One of its own was there before the stop. Others are of regions inside, whose forward the stop cut short.
+            # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
             if own and isinstance(error, DeterminismError):
                 self._explain(error)
@@ -130,7 +130,7 @@ class RerunFrame(CallingFrame):
                 self._arguments.look_at(handed_out)
         try:
             values = result_of(collector, self._options.check, self._marks)
-        except DeterminismError as found:  # not those of regions around, which restore the arguments
+        except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
             required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
             blame(found, self, self._function, self._arguments.path_of, required)
             self._explain(found)

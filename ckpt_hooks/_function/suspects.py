@@ -1,10 +1,10 @@
-"""Regions whose values are compared: on request, or since a dispatch mode of the user's is active around them.
+"""Regions whose values are compared: on request, or because a dispatch mode of the user's is active around the region.
 
-Such a mode is not entered again for a recompute, since one that counts would count twice. That one watches does no harm; that
-one changes results is to be noticed. So the values of a region that ran under any are compared, as ``"values"`` does it.
+Such a mode is not entered again for a recompute, since a counting mode would count twice. A mode which only watches does no
+harm; a mode which changes results must be noticed. So the values of a region under any mode are compared, as by ``"values"``.
 Nothing is compared while torch traces: there are no values then.
 
-What surrounded forward and not its recompute is the first suspect where the two differ, so an error names it.
+If forward and recompute differ, different surroundings of the two runs are the first suspect, so an error names these.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SOURCES = {"python": "Python's `random`", "numpy": "NumPy's global state"}
 
 
 def compared(options: RegionOptions) -> tuple[RegionOptions, Compared]:
-    """Returns the options of a region that is about to run, and what it needs besides if its values are compared.
+    """Returns the options of a region about to run, and a comparison of its values and surroundings.
 
     Args:
-        options: What the region was given.
+        options: The region's own options.
     """
     check = options.check
     modes, on_request = users_modes(), check.fingerprint is not None
@@ -42,7 +42,7 @@ def compared(options: RegionOptions) -> tuple[RegionOptions, Compared]:
 
 
 class Compared:
-    """What surrounded one forward.
+    """The surroundings of one forward.
 
     Attributes:
         modes: Names of dispatch modes of the user's.
@@ -55,15 +55,15 @@ class Compared:
         self._on_request = on_request
 
     def recompute(self, recompute: Callable[[], list[torch.Tensor]], region: tuple[str, ...]) -> list[torch.Tensor]:
-        """Returns what a recompute of the region returns; has its error name what differs around the two runs.
+        """Returns the values of a recompute; adds differences between the surroundings of the two runs to its error.
 
         Args:
             recompute: The recompute.
             region: Names of the regions, outermost first.
 
         Raises:
-            DeterminismError: If it raises one; or, where values are compared on request, if it has drawn from a stream that is
-                not tracked: values may be the same, yet the stream is not where plain autograd leaves it.
+            DeterminismError: If the recompute raises one; or, where values are compared on request, if the recompute drew from
+                an untracked stream: values may be the same, yet the stream is not where plain autograd leaves it.
         """
         before = untracked.take_images()
         try:

@@ -1,6 +1,6 @@
-"""Regions where checkpointing cannot be: under transforms of functions, and where operators are traced into a graph.
+"""Regions without checkpointing: under transforms of functions, and where operators are traced into a graph.
 
-A transform hides saved tensors from hooks. A tracer would write down what a recompute does: the values that a replay returns
+A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the values returned by a replay
 come from below the tracer, as constants, and a rerun draws random numbers anew. So a region keeps everything there.
 """
 
@@ -22,13 +22,13 @@ _warned = False
 def run_plainly(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Callable[[], ContextPair]
 ) -> Any:
-    """Calls the function of a region that keeps everything, in the user's context for forward.
+    """Calls the function of a region which keeps everything, in the user's context for forward.
 
     Args:
-        function: What the region calls.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        context_fn: Returns the context; a selective policy in it has nothing to do.
+        function: The region's function.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+        context_fn: Returns the context; a selective policy there has nothing to do.
     """
     if is_any_transform_active():
         warn_of_transform(stacklevel=5)
@@ -39,10 +39,10 @@ def run_plainly(
 
 
 def warn_of_transform(*, stacklevel: int) -> None:
-    """Warns, once, that a region runs plainly.
+    """Warns, once, of a region which runs plainly.
 
     Args:
-        stacklevel: How many calls up from here the region is.
+        stacklevel: The number of calls from here up to the region.
     """
     global _warned
     if not _warned:

@@ -1,15 +1,15 @@
-"""A recompute that runs every operator, since one before it has run others than forward.
+"""A recompute which runs every operator, because an earlier recompute has run other operators than forward.
 
-What is handed out by place would be another operator's there. So nothing is, and the values are those of a region without a
-policy. What was kept serves as evidence: an operator at whose counts forward kept an output of the same operator returns that,
-bit for bit, or is not its counterpart. When the recompute has ended its operators are laid beside those of forward
-(:mod:`.alignment`).
+To hand out outputs by place would give an operator the output of another. So nothing is handed out, and the values are those of
+a region without a policy. The kept outputs serve as evidence: an operator with the counts of a kept output of the same operator
+must return that output, bit for bit, or is no counterpart. When the recompute has ended, its operators are laid beside the
+operators of forward (:mod:`.alignment`).
 
-Two kinds of operators would not bear to be run again: those with an effect, and collectives, which other processes may not run.
-They are handed out where forward has exactly one of the same operator at the same counts.
+Two kinds of operators would not bear another run: operators with an effect, and collectives, which other processes may not run.
+Their outputs are handed out where forward has exactly one of the same operator at the same counts.
 
-A tensor may be cached that requires grad, as ``torch.nn.utils.parametrize.cached`` does. The recompute finds it with its graph,
-whose nodes forward has made. These are left out of forward's counts, as if it had found them too.
+A cached tensor may require grad, as with ``torch.nn.utils.parametrize.cached``. The recompute finds the tensor with its graph,
+whose nodes were made by forward. These nodes are left out of forward's counts, as if forward had found the tensor too.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _HANDED_OUT = (Kind.EFFECT, Kind.COLLECTIVE)
 
 
 class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators of a recompute, and compares what they return with what was kept.
+    """Notes the operators of a recompute, and compares their results with the kept outputs.
 
     Attributes:
-        error: None: whether something differs is known at the end only.
+        error: None: a difference is known at the end only.
     """
 
     error = None
@@ -52,7 +52,7 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Prepares for one recompute.
 
         Args:
-            selection: What forward kept.
+            selection: The operators and kept outputs of forward.
         """
         super().__init__()
         self._selection = selection
@@ -122,7 +122,7 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _look_for_nodes(self, arguments: Any) -> None:
-        """Notes nodes that forward made, of the graphs of tensors that the recompute found."""
+        """Notes the nodes made by forward in the graphs of tensors found by the recompute."""
         forward = self._selection.sequence
         nodes = [tensor.grad_fn for tensor in tensors_in(arguments) if tensor.requires_grad and tensor.grad_fn is not None]
         new: set[int] = set()
@@ -138,7 +138,7 @@ class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _places_of(forward: OperatorSequence, found: Sequence[int]) -> dict[Counts, list[int]]:
-    """Returns the places of forward's operators, by what was there when they ran."""
+    """Returns the places of forward's operators, by their counts."""
     places: dict[Counts, list[int]] = {}
     for place, counts in enumerate(forward.counts(found)):
         places.setdefault(counts, []).append(place)
@@ -146,7 +146,7 @@ def _places_of(forward: OperatorSequence, found: Sequence[int]) -> dict[Counts, 
 
 
 def _agree(output: Any, kept: Any) -> bool:
-    """Whether an output may be another one: by its first tensor, since what follows may be memory that is not filled."""
+    """Whether two outputs may be equal, by their first tensor alone: later tensors may be unfilled memory."""
     one, other = (value[0] if isinstance(value, (list, tuple)) and value else value for value in (output, kept))
     if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
         return type(one) is type(other) and (isinstance(one, torch.Tensor) or one == other or one != one)

@@ -1,14 +1,14 @@
-"""Laying the operators of a recompute beside those of forward, where one of the two runs has operators that the other lacks.
+"""Laying the operators of a recompute beside the operators of forward, where one of the two runs has additional operators.
 
-A table that is cached is built in one run and found in the other. The rule: *a recompute runs the operators of forward in their
-order, and those that only one of the two runs has are passed over if no gradient flows through them and they draw no random
-numbers; anything else is an error.*
+A cached table is built in one run and found in the other. The rule: *a recompute runs the operators of forward in their order.
+Operators of only one of the two runs are passed over if no gradient flows through them and they draw no random numbers;
+anything else is an error.*
 
 Two operators are counterparts if they are the same operator and run after as many saved tensors and as many nodes of autograd's
-graph. An operator through which gradients flow has a node. So a recompute that leaves such an operator out counts fewer nodes
-from there on and finds no more counterparts, while a table that is built moves no count. Between two pairs of counterparts
-only one of the two runs may have operators of its own. Where several operators of a kind run at the same counts, any pairing
-in their order will do: nothing that was kept is handed out by it.
+graph. An operator through which gradients flow has a node. So a recompute without such an operator counts fewer nodes from
+there on and finds no more counterparts, while building a table moves no count. Between two pairs of counterparts only one of
+the two runs may have operators of its own. Where several operators of a kind run at the same counts, any pairing in their order
+will do: no kept output is handed out by a pairing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .sequence import Counts, OperatorSequence
 
 __all__ = ["compare_all"]
 
-#: Places of two counterparts: in forward, in the recompute.
+#: The places of two counterparts: in forward, and in the recompute.
 _Pair = tuple[int, int]
 
 
@@ -34,14 +34,14 @@ def compare_all(
     nodes_found: Sequence[int],
     index: int,
 ) -> DeterminismError | None:
-    """Returns the error for operators of a recompute that part from those of forward; None if they do not.
+    """Returns the error for a recompute whose operators part from the operators of forward; None if they do not.
 
     Args:
         forward: The operators of forward.
-        rerun: Those of the recompute, which has ended.
-        unequal: Pairs of places of operators that returned different values.
-        nodes_found: Numbers of the nodes that forward made and the recompute found.
-        index: The last tensor that was wanted of the recompute; what ran after that does not matter.
+        rerun: The operators of the ended recompute.
+        unequal: Pairs of places of operators with different values.
+        nodes_found: Numbers of nodes made by forward and found by the recompute.
+        index: The last tensor wanted of the recompute; later operators do not matter.
     """
     end, end_found = bisect_right(forward.marks, index), bisect_right(rerun.marks, index)
     counts, counts_found = forward.counts(nodes_found)[:end], rerun.counts()[:end_found]
@@ -58,7 +58,7 @@ def compare_all(
         if _passes(forward, range(place, end), rerun, range(found, end_found)):
             last = counts[place - 1][1] if place else 0
             behind = [nodes for _, nodes in [*counts[place:], *counts_found[found:]]]
-            # Those behind the last pair have made no node, or what stopped the recompute has made the last one in both runs.
+            # Operators behind the last pair made no node, or the operator of the stop made the last node of both runs.
             ends = forward.nodes_at(end, nodes_found), rerun.nodes_at(end_found)
             if all(nodes == last for nodes in behind) or (ends[0] == ends[1] and max(behind) < ends[0]):
                 return None
@@ -74,7 +74,7 @@ def compare_all(
 def _pairs(
     counts: Sequence[Counts], counts_found: Sequence[Counts], match: Callable[[int, int], bool]
 ) -> Iterator[_Pair | None]:
-    """Goes through counterparts in order; yields None where both runs have operators at some counts that cannot be paired."""
+    """Yields counterparts in order; None where both runs have operators at the same counts without a pairing."""
     place = found = 0
     while place < len(counts) and found < len(counts_found):
         at = min(counts[place], counts_found[found])
@@ -90,14 +90,14 @@ def _pairs(
 
 
 def _embedded(few: range, many: range, match: Callable[[int, int], bool]) -> list[_Pair] | None:
-    """Returns each of a few places with the first of many that will do, in order; None if one finds none."""
+    """Pairs each of a few places with the first matching place of many, in order; returns None if a place has no match."""
     others = iter(many)
     pairs = [(one, other) for one in few if (other := next((other for other in others if match(one, other)), -1)) >= 0]
     return pairs if len(pairs) == len(few) else None
 
 
 def _passes(forward: OperatorSequence, alone: range, rerun: OperatorSequence, alone_found: range) -> bool:
-    """Whether operators between two pairs may be passed over: one run has some, and a run may lack them."""
+    """Whether operators between two pairs may be passed over: only one run has some, and a run may lack these."""
     if alone and alone_found:
         return False
     operators = [forward.operators[place] for place in alone] + [rerun.operators[place] for place in alone_found]

@@ -1,11 +1,11 @@
-"""Dispatch modes of selective regions: a policy says of each operator whether its output is kept or computed again.
+"""Dispatch modes of selective regions: a policy decides for each operator whether its output is kept or computed again.
 
-Two dispatch modes see the operators below autograd. The one of forward notes each of them and asks the policy; the one of a
-recompute hands out what was kept instead of running the operator. What is kept is :mod:`.selection`; how a recompute
-is held to the operators of forward, :mod:`.sequence`; what becomes of one that runs others,
-:mod:`.aligning`; which ones may be skipped at all, :mod:`ckpt_hooks._operators`.
+Two dispatch modes see the operators below autograd. The mode of forward notes each operator and asks the policy; the mode of a
+recompute hands out kept outputs instead of running the operator. Kept outputs are in :mod:`.selection`; the check of a
+recompute's operators is in :mod:`.sequence`; a recompute with other operators is handled by :mod:`.aligning`; the kinds of
+operators which may be skipped are in :mod:`ckpt_hooks._operators`.
 
-A policy that looks at the operator alone is asked once an operator in the program, and the answer is looked up from then on.
+A policy which looks at the operator alone is asked once an operator in the program, and the answer is looked up from then on.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .selection import Selection
 
 __all__ = ["Recompute", "Record"]
 
-# What the mode of forward does with an operator.
+# The actions of the mode of forward on an operator.
 _PASS, _RANGE, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK, _ASK_AS_TORCH = range(9)
 
-#: An operator, what to do with it, how to call it, and what is known of it.
+#: An operator, the action, the callable to run the operator, and its facts.
 _Plan = tuple[Any, int, Any, OpFacts]
 
 _IGNORED, _RANGES, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
 _RANDOM, _EFFECT = Kind.RANDOM, Kind.EFFECT
 
-# What runs again in any case, and may touch an output that was kept.
+# Kinds of operators which run again in any case, and may touch a kept output.
 _LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
 _ACTIONS = {RECOMPUTE: _REPLAY, EITHER: _REPLAY, SAVE: _SAVE, OFFLOAD: _OFFLOAD, ASK: _ASK}
@@ -70,7 +70,7 @@ def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
 
 
 class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes the operators of a forward, and keeps what the policy says."""
+    """Notes the operators of a forward, and keeps outputs by the policy's decisions."""
 
     def __init__(self, selection: Selection, policy: Policy) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._saved: Sequence[int] = ()
         self._task = graph_task_id()
         if policy.expects:
-            selection.when_closed = self._decisions.finish  # not this mode's: that would be a cycle
+            selection.when_closed = self._decisions.finish  # a method of this mode would make a cycle
 
     def __enter__(self) -> Self:
         if self.selection.sequence.path is None:
@@ -100,7 +100,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if plan is None or plan[0] is not func:
             plan = self._plan[id(func)] = _plan_for(self._decisions, func)
         _, action, call, facts = plan
-        # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
+        # A backward in the middle of forward adds to gradients, which a recompute finds added: its operators do not count.
         if action <= _RANGE or self.paused or graph_task_id() != self._task:
             output = call(*args, **kwargs) if kwargs else call(*args)
             if action == _RANGE:
@@ -158,7 +158,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _ask_as_torch(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Runs an operator of which nothing is kept. A policy that expects it, as of torch, is asked all the same."""
+        """Runs an operator without keeping its output. A policy in torch's form is asked all the same."""
         output = facts.call(*args, **kwargs)
         if self._decisions.policy.is_asked_as_torch:
             self._decisions.ask_as_torch(facts, args, kwargs, output)
@@ -167,7 +167,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return output
 
     def _look_at(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
-        """Sees to what was kept, after an operator that may have touched it."""
+        """Updates the kept outputs after an operator which may have touched them."""
         if facts.kind is _WRITES:
             count_writes(facts.operator, args)
         if self.selection.outputs.entries:
@@ -178,11 +178,11 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Hands out in one recompute what forward kept.
+    """Hands out the kept outputs of forward in one recompute.
 
     Attributes:
-        error: The first operator that should not have run.
-        marks: Of each operator that ran, how many tensors the region had saved before.
+        error: The error for the first operator that differs from forward.
+        marks: For each operator of the recompute, the number of tensors saved by the region before.
     """
 
     def __init__(self, selection: Selection) -> None:
@@ -212,7 +212,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         ):
             place = len(self.marks)
             if kind is _EFFECT:
-                if self._has_stopped():  # and the function goes on all the same
+                if self._has_stopped():  # the function has swallowed the stop
                     raise StopRecompute
                 if place not in self._entries:
                     self._selection.has_run_effects = True
@@ -226,7 +226,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
                     try:
                         raise error
                     finally:
-                        del error  # its traceback has this call, which would keep it alive in turn
+                        del error  # its traceback holds this call, and this call would hold the error: a cycle
             if place in self._entries:
                 output = self._selection.outputs.take(
                     place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes
@@ -242,7 +242,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Recompute:
-    """What wraps each recompute: a mode of its own for each, since one may run inside another."""
+    """The context of each recompute: enters a new mode each time, since one recompute may run inside another."""
 
     def __init__(self, selection: Selection) -> None:
         self.selection = selection
@@ -259,18 +259,18 @@ class Recompute:
         if isinstance(mode, Aligning):
             return
         self.selection.marks_of_rerun = mode.marks
-        found, mode.error = mode.error, None  # which what the error's traceback has would keep alive
+        found, mode.error = mode.error, None  # the error's traceback holds the mode: a cycle
         try:
             if found is not None and error is not found:
-                raise found  # which the function swallowed
+                raise found  # the function swallowed the error
         finally:
             del found, error
 
 
 def _refuse_hidden() -> None:
-    """Raises if a region is about to run under a selective context that it does not know of.
+    """Raises if a region runs under a selective context hidden inside another context.
 
-    Outside of regions it is of use too: to torch's own checkpoint, whose hooks are innermost then.
+    Outside of regions a hidden context is useful: to torch's own checkpoint, whose hooks are innermost there.
     """
     frame, hooks = stack.innermost, top_saved_tensors_hooks(False)
     if frame is not None and hooks is not None and are_of_frame(hooks):

@@ -1,13 +1,12 @@
-"""The outputs that a selective region keeps, by the place of their operators in the sequence that ran in forward.
+"""The kept outputs of a selective region, by the place of their operators in the sequence of forward.
 
-An output that is kept is a cache, no more: where it is not what the operator returned any longer, or not there, the operator
-runs again. That is so for outputs that were modified since (their version tells, and forward sees who writes to them), for
-those that an earlier recompute took because its backward did not retain the graph, and for outputs that share memory with an
-input, which are not kept at all.
+A kept output is a cache, no more: if the output is gone or changed, the operator runs again. This concerns outputs modified
+since (the version tells, and forward sees the writes), outputs taken by an earlier recompute because its backward did not
+retain the graph, and outputs which share memory with an input, which are not kept at all.
 
-What is kept goes by way of the saved-tensor hooks around the region, as everything does that a region keeps until backward. If
-those are a frame's, then what is kept is that frame's to bring back: a region inside a region that recomputes everything keeps
-nothing through it, and finds what it kept when the outer one has been rerun.
+Like everything a region holds until backward, kept outputs go through the saved-tensor hooks around the region. If these are
+the hooks of a frame, that frame brings the outputs back: a region inside a region that recomputes everything keeps nothing
+through the outer region, and finds its kept outputs when the outer region has been rerun.
 """
 
 from __future__ import annotations
@@ -42,17 +41,17 @@ _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 
 
 class _NotBroughtBack(Exception):  # noqa: N818 -- nobody sees it
-    """The frame around holds an output, and did not bring it back for this recompute."""
+    """The outer frame holds an output, and did not bring the output back for this recompute."""
 
 
 class Entry:
-    """What was kept of one operator.
+    """The kept output of one operator.
 
     Attributes:
-        value: Its output, with a held tensor in place of each tensor.
-        draw: What it drew from a random stream, if it did.
-        aliases: What tells of tensors that share memory with it and have version counters of their own, and their versions.
-        stays: Whether the operator has an effect, and must not run again. What is kept and what is handed out are copies.
+        value: The output, with a held tensor in place of each tensor.
+        draw: The operator's draw from a random stream, if any.
+        aliases: Witnesses of tensors which share memory with the output but not the version counter, and their versions.
+        stays: Whether the operator has an effect, and must not run again. Then copies are kept and handed out.
     """
 
     __slots__ = ("aliases", "draw", "stays", "value")
@@ -64,16 +63,16 @@ class Entry:
 
 
 class KeptOutputs:
-    """What was kept of the operators of one forward.
+    """The kept outputs of one forward.
 
     Attributes:
-        batch: The outputs that are on the host, if there are any.
-        entries: What was kept, by place in the sequence.
-        hooks: What is kept goes through these, if there are any.
-        is_in_frame: Whether those are a frame's.
+        batch: The outputs on the host, if there are any.
+        entries: The kept outputs, by place in the sequence.
+        hooks: The saved-tensor hooks to pass kept outputs through, if there are any.
+        is_in_frame: Whether these are the hooks of a frame.
         path: The region.
-        num_kept: How many there were, those included that are forgotten by the time that forward ends, which is left to chance.
-        places: Where in the sequence, by the storage of what was kept.
+        num_kept: The number of outputs kept, including outputs forgotten before the end of forward, which is left to chance.
+        places: Places in the sequence, by the storage of the kept output.
     """
 
     __slots__ = ("_brought", "_is_recomputed", "batch", "entries", "hooks", "is_in_frame", "num_kept", "path", "places")
@@ -86,27 +85,27 @@ class KeptOutputs:
         self.num_kept = 0
         self.path: RegionPath = ("", None)
         self.places: dict[int | None, int] = {}
-        # What the frame around has brought back for the recompute that runs, by the id of what held it.
+        # The tensors brought back by the outer frame for the running recompute, by the id of the held tensor.
         self._brought: dict[int, torch.Tensor] = {}
         self._is_recomputed = False
 
     def attach(self, path: RegionPath, hooks: Hooks | None) -> None:
-        """Is told the region, and the saved-tensor hooks that what is kept goes through, if any."""
+        """Sets the region, and the saved-tensor hooks to pass kept outputs through, if any."""
         self.path, self.hooks = path, hooks
         self.is_in_frame = hooks is not None and are_of_frame(hooks)
         self._is_recomputed = hooks is not None and recomputes(hooks[1])
 
     def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, kind: Kind, *, offload: bool) -> None:
-        """Keeps the output of an operator, unless it is not the operator's own, or in a buffer that compiled code uses again.
+        """Keeps the output of an operator, unless in an argument's memory, or in a buffer which compiled code uses again.
 
         Args:
-            place: Where the operator stands in the sequence.
-            output: What it returned.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            draw: What it drew, if it did.
-            kind: What kind the operator is of. What a collective returned is not complete yet, and kept past everybody's hooks.
-            offload: Whether to move it to the host, if that can be and is worth it.
+            place: The operator's place in the sequence.
+            output: The output.
+            args: The operator's arguments.
+            kwargs: The keyword arguments.
+            draw: The operator's draw, if any.
+            kind: The operator's kind. The output of a collective is not complete yet, and is kept past all outer hooks.
+            offload: Whether to move the output to the host, if possible and worthwhile.
         """
         if kind is Kind.EFFECT:
             self._keep_for_good(place, output, draw, offload=offload)
@@ -123,10 +122,10 @@ class KeptOutputs:
                 return
         if kwargs and any(storage_of(other) in storages for other in tensors_in(kwargs)):
             return
-        if any(tensor.is_inference() for tensor in outputs):  # whose versions nobody counts
+        if any(tensor.is_inference() for tensor in outputs):  # inference tensors count no versions
             return
         aliases: Sequence[tuple[torch.Tensor, int]] = _NO_ALIASES
-        if len(outputs) > 1:  # among them what subclasses hold, which others may write to
+        if len(outputs) > 1:  # among them inner tensors of subclasses, open to writes by others
             aliases = [(version_witness(tensor), tensor._version) for tensor in outputs]
         for storage in storages:
             self.places[storage] = place
@@ -140,7 +139,7 @@ class KeptOutputs:
         self.num_kept += 1
 
     def _keep_for_good(self, place: int, output: Any, draw: Draw | None, *, offload: bool) -> None:
-        """Keeps the output of an operator that must not run again."""
+        """Keeps the output of an operator with an effect, which must not run again."""
         entry = self.entries[place] = Entry()
         entry.value = self._kept(past_modes(copies_of, output), offload=offload)
         entry.draw, entry.aliases, entry.stays = draw, _NO_ALIASES, True
@@ -169,7 +168,7 @@ class KeptOutputs:
         return held
 
     def forget(self, args: Any) -> None:
-        """Lets go of what shares memory with an operator's arguments, which it wrote to."""
+        """Drops outputs which share memory with the arguments of a writing operator."""
         places = self.places
         for tensor in tensors_in(args):
             place = places.get(storage_of(tensor))
@@ -178,7 +177,7 @@ class KeptOutputs:
 
     @unseen
     def watch(self, args: Any, outputs: Any) -> None:
-        """Watches what an operator made out of something that was kept, without a version counter in common."""
+        """Watches the results of an operator which share memory with a kept output, but not the version counter."""
         for tensor in tensors_in(args):
             entry = self.entries.get(self.places.get(storage_of(tensor), -1))
             if entry is not None:
@@ -186,29 +185,29 @@ class KeptOutputs:
                 entry.aliases = (*entry.aliases, *more)
 
     def bring_back(self) -> None:
-        """Brings back what a frame around holds, before a recompute: that frame's cannot run from within an operator."""
+        """Brings back tensors held by the outer frame before a recompute: no frame can recompute from within an operator."""
         if self._is_recomputed:
             for entry in self.entries.values():
                 for held in instances_in(entry.value, HeldByHooks):
-                    with suppress(MutationError):  # something around the region wrote to it
+                    with suppress(MutationError):  # written to from outside of the region
                         self._brought[id(held)] = held.get()
         if self.batch is not None:
             self.batch.fetch_with_next()
 
     def let_go(self) -> None:
-        """Lets go of what was brought back and not asked for."""
+        """Drops the tensors brought back and not asked for."""
         self._brought.clear()
 
     def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
-        """Returns what an operator returned in forward, :data:`MISSING` where that is not to be had any more.
+        """Returns the kept output of an operator; :data:`MISSING` if gone.
 
         Args:
-            place: Where the operator stands in the sequence.
+            place: The operator's place in the sequence.
             operator: The operator.
-            args: Its arguments in the recompute.
-            kwargs: Its keyword arguments.
-            last: Whether to let go of it.
-            draw_modes: How many modes that watch draws were active when the recompute began.
+            args: The arguments in the recompute.
+            kwargs: The keyword arguments.
+            last: Whether to drop the output from here.
+            draw_modes: The number of modes watching draws when the recompute began.
         """
         entry = self.entries[place]
         output = self._output_of(entry, last=last)
@@ -223,7 +222,7 @@ class KeptOutputs:
         return output
 
     def peek(self, place: int) -> Any:
-        """Returns what an operator returned in forward, :data:`MISSING` where that was not kept or has gone."""
+        """Returns the kept output of an operator, and leaves the output in place; :data:`MISSING` if not kept or gone."""
         entry = self.entries.get(place)
         return MISSING if entry is None else self._output_of(entry, last=False)
 
@@ -241,7 +240,7 @@ class KeptOutputs:
             return MISSING
 
     def _tensor_of(self, held: HeldTensor, *, last: bool) -> torch.Tensor:
-        """Returns a tensor in an object that nobody else has, at the version of forward, which is compared."""
+        """Returns a tensor object with no other holder, at the version of forward, which is compared."""
         if type(held) is HeldByHooks:
             tensor = self._brought.pop(id(held), None) if self._is_recomputed else held.get()
             if tensor is None:
@@ -260,6 +259,6 @@ def _at_version(tensor: torch.Tensor, held: HeldTensor) -> torch.Tensor:
 def _has_node(args: Any, kwargs: Any) -> bool:
     """Whether gradients flow through an operator.
 
-    One without may build a table, which the rerun of a region around finds built: its output must not be counted there.
+    An operator without may build a table, which the rerun of an outer region finds built: its output must not be counted there.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))

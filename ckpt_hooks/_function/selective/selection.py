@@ -1,8 +1,8 @@
-"""What a selective region remembers of its operators: which ones ran, and which outputs of theirs are kept.
+"""The memory of a selective region: the operators of its forward, and their kept outputs.
 
-Operators are known by their place in the sequence that ran in forward (:mod:`.sequence`). A recompute runs the same
-sequence and is held to it; so an output stands in for the operator that made it, and never for another one that came to its
-place because something was left out before it.
+Operators are known by their place in the sequence of forward (:mod:`.sequence`). A recompute must run the same sequence, and is
+checked. So a kept output stands in for its own operator, and never for another operator, moved to the same place because an
+earlier operator was left out.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _NO_VALUES: Sequence[torch.Tensor] = ()
 
 
 class Selection:
-    """The operators of one forward, and what was kept of them.
+    """The operators of one forward, and their kept outputs.
 
     Attributes:
-        sequence: Those operators, in order.
-        numbers: One a tensor that the region has saved.
-        outputs: What was kept of them.
-        when_closed: What is called then, with the operators.
-        places_of_saved: Where the operator stands that returned a saved tensor, by the index of that; where observers watch.
-        values: One a tensor that the recompute has saved that is running.
-        marks_of_rerun: Of each operator of the latest recompute, how many tensors that had saved before.
-        last: Whether the recompute that begins is the last one, which may take what was kept.
+        sequence: The operators, in order.
+        numbers: An entry for each tensor saved by the region.
+        outputs: The kept outputs.
+        when_closed: Called with the operators when forward has ended.
+        places_of_saved: The place of the operator which returned a saved tensor, by the tensor's index; where observers watch.
+        values: An entry for each tensor saved by the running recompute.
+        marks_of_rerun: For each operator of the latest recompute, the number of tensors saved before.
+        last: Whether the beginning recompute is the last, and may take kept outputs.
         differs: Whether the recompute has run another operator than forward.
-        has_run_effects: Whether it has run an operator with an effect.
-        aligned: Whether a recompute has run others, and the next ones run all.
-        rerun: Of the latest recompute since then: its operators, the pairs of places of operators that returned other values
-            than in forward, and the numbers of nodes that it found made by forward.
-        has_stopped: Whether the recompute that begins has been told to stop.
+        has_run_effects: Whether the recompute has run an operator with an effect.
+        aligned: Whether a recompute has run other operators, so that the next recomputes run all operators.
+        rerun: The latest aligned recompute: its operators, the pairs of places of operators with other values than in forward,
+            and the numbers of nodes made by forward.
+        has_stopped: Returns whether the beginning recompute has been told to stop.
     """
 
     __slots__ = (
@@ -96,13 +96,13 @@ class Selection:
         """Makes this the selection of a frame.
 
         Args:
-            numbers: One a tensor that the frame has packed.
-            path: The frame's.
-            hooks: Those that are active around the frame, if any.
-            respect_hooks: Whether what is kept goes through hooks that are not a frame's.
+            numbers: An entry for each tensor packed by the frame.
+            path: The frame's path.
+            hooks: The active hooks around the frame, if any.
+            respect_hooks: Whether kept outputs go through hooks other than a frame's.
 
         Raises:
-            ValueError: If it is that of another frame already.
+            ValueError: If this is the selection of another frame already.
         """
         if self.sequence.path is not None:
             raise ValueError(
@@ -115,10 +115,10 @@ class Selection:
         self.outputs.attach(path, hooks if passed else None)
 
     def close(self, parent: Frame | None, *, early_stop: bool) -> None:
-        """Ends the forward: what was kept after the last tensor that the region saved, no recompute comes to.
+        """Ends forward. With early stop, drops outputs kept after the region's last saved tensor, which no recompute reaches.
 
         Args:
-            parent: The frame around, which is told of what is kept by way of its hooks.
+            parent: The outer frame, which counts the outputs kept through its hooks.
             early_stop: Whether recomputes stop early.
         """
         self.sequence.complete = True
@@ -132,32 +132,32 @@ class Selection:
                 del self.outputs.entries[place]
 
     def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
-        """Gets ready for a recompute, before it has begun.
+        """Prepares for a recompute.
 
         Args:
-            values: Gets one entry a tensor that the recompute saves.
-            last: Whether what is kept may go as it is used.
-            has_stopped: Says whether the recompute was told to stop; what a function does that goes on is of no interest.
+            values: Gets an entry for each tensor saved by the recompute.
+            last: Whether kept outputs may be dropped as they are used.
+            has_stopped: Returns whether the recompute was told to stop; later operators of the function are of no interest.
         """
         self.values, self.last, self.has_stopped = values, last, has_stopped
         self.differs = self.has_run_effects = False
         self.outputs.bring_back()
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes which output that is kept a saved tensor is, if any."""
+        """Notes the operator whose kept output a saved tensor is, if any."""
         place = self.outputs.places.get(storage_of(tensor))
         if place is not None:
             self.places_of_saved[index] = place
 
     def fate_at(self, index: int) -> Fate:
-        """Returns what has become of a saved tensor; see :meth:`Selects.fate_at`."""
+        """Returns the fate of a saved tensor; see :meth:`Selects.fate_at`."""
         entry = self.outputs.entries.get(self.places_of_saved.get(index, -1))
         if entry is None:
             return Fate.DROPPED
         return Fate.OFFLOADED if any(instances_in(entry.value, HeldOnHost)) else Fate.POLICY
 
     def settle(self) -> None:
-        """Forgets the recompute, which has ended and would be kept alive."""
+        """Forgets the ended recompute, which would be kept alive."""
         self._num_values = len(self.values)
         if self.last and self.aligned:
             self.outputs.entries = {place: entry for place, entry in self.outputs.entries.items() if entry.stays}
@@ -165,7 +165,7 @@ class Selection:
         self.outputs.let_go()
 
     def recompute(self, rerun: Callable[[], T]) -> T:
-        """Reruns the region; once more, with all its operators, where that has run others than forward.
+        """Reruns the region; once more with all its operators, if the rerun has run other operators than forward.
 
         Args:
             rerun: Runs the region's function once.
@@ -175,7 +175,7 @@ class Selection:
             try:
                 return rerun()
             except Exception:
-                marks = self.marks_of_rerun  # of none, where it failed before the function was called
+                marks = self.marks_of_rerun  # not run, if the rerun failed before the call of the function
                 differs = self.differs or self.sequence.compare_marks(marks, self._num_values - 1) is not None
                 differs = differs and marks is not _NOT_RUN
                 if not (differs and self.sequence.complete) or self.has_run_effects:
@@ -184,15 +184,15 @@ class Selection:
         return rerun()
 
     def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
-        """Looks whether the recompute that has ended ran the operators that forward ran before a tensor was saved.
+        """Checks that the ended recompute ran the operators of forward up to a saved tensor.
 
         Args:
-            index: The last tensor that is wanted.
-            explain: Is given the error, to raise one that says more.
-            cause: What ended the recompute: an output that was handed out in the place of another may be of the wrong shape.
+            index: The last tensor wanted.
+            explain: Gets the error, to raise an error with more words.
+            cause: The exception which ended the recompute: an output in the place of another may have the wrong shape.
 
         Raises:
-            DeterminismError: If it ran others.
+            DeterminismError: If the recompute ran other operators.
         """
         sequence = self.sequence
         if self.aligned:
@@ -204,7 +204,7 @@ class Selection:
                 explain(found)
                 raise found from cause
             finally:
-                del found, cause  # whose tracebacks have this call, which would keep them alive in turn
+                del found, cause  # their tracebacks hold this call, and this call would hold them: a cycle
 
 
 def _never() -> bool:

@@ -1,13 +1,13 @@
-"""The operators of a selective region in the order in which they ran, and comparing those of a recompute with them.
+"""The operators of a selective region in the order of their run, and their comparison with the operators of a recompute.
 
-An output that is kept is known by the place of its operator in that order, and stands in for the operator that comes to that
-place in a recompute. So a recompute must run the same operators. Two things are compared. Each operator with the one at its
-place, as it runs. And, when the recompute has ended and before anything of it is handed out, how many operators ran before
-which of the tensors that the region saves: one that is left out has those behind it move up, and where these are of its own
-kind, and nothing else runs before the recompute stops, then the operators alone do not tell.
+A kept output is known by the place of its operator in that order, and stands in for the operator at the same place in a
+recompute. So a recompute must run the same operators. Two things are compared. First, each operator with the operator of
+forward at its place, as it runs. Second, at the end of the recompute, before any value is handed out, the number of operators
+before each saved tensor of the region. For if an operator is left out, the operators behind move up; where these are of the
+same kind, and nothing else runs before the recompute stops, the operators alone do not tell.
 
-A recompute that runs others ends, and another one lays its operators beside those of forward
-(:mod:`.alignment`), by the nodes of autograd's graph that were made before each.
+A recompute with other operators ends, and another recompute lays its operators beside the operators of forward
+(:mod:`.alignment`), by the nodes of autograd's graph made before each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt_hooks.errors import DeterminismError
 
 __all__ = ["Counts", "OperatorSequence"]
 
-#: What was there when an operator ran: tensors that the region had saved, nodes of autograd's graph that it had made.
+#: Counts when an operator ran: tensors saved by the region, nodes of autograd's graph made by the region.
 Counts = tuple[int, int]
 
 
@@ -33,11 +33,11 @@ class OperatorSequence:
     """The operators of one run of a region.
 
     Attributes:
-        operators: Those that ran, in order.
-        marks: Of each of them, how many tensors the region had saved before it ran.
-        nodes: Of each of them, autograd's number of the next node when it ran.
-        casts: Before which places parameters were cast that autocast then keeps: one run may find the cast of the other.
-        path: That of the region, once it is known.
+        operators: The operators, in order.
+        marks: For each operator, the number of tensors saved by the region before.
+        nodes: For each operator, autograd's number of the next node.
+        casts: Places with a parameter cast before them, which autocast keeps: one run may find the cast of the other.
+        path: The region's path, once known.
         complete: Whether forward has ended.
     """
 
@@ -61,42 +61,42 @@ class OperatorSequence:
         self._end = sequence_number()
 
     def note_cast(self) -> None:
-        """Notes that a parameter is cast, which makes a node that the other run may find made."""
+        """Notes the cast of a parameter, which makes a node in one of the two runs only, perhaps."""
         if torch.is_grad_enabled():
             self.casts.append(len(self.operators))
 
     def nodes_at(self, place: int, found: Sequence[int] = ()) -> int:
-        """Returns how many nodes the run had made when it came to a place, but for casts of parameters.
+        """Returns the number of nodes made by the run before a place, without casts of parameters.
 
         Args:
-            place: The place; that behind the last one for the end of the run.
-            found: Numbers of nodes that do not count, in order.
+            place: The place; the place behind the last for the end of the run.
+            found: Numbers of nodes to leave out, in order.
         """
         end = self._end if place >= len(self.nodes) else self.nodes[place]
         return end - self._start - bisect_right(self.casts, place) - bisect_left(found, end)
 
     def counts(self, found: Sequence[int] = ()) -> list[Counts]:
-        """Returns of each operator what was there when it ran; nodes that were found do not count."""
+        """Returns the counts of each operator, without the nodes in ``found``."""
         return [(saved, self.nodes_at(place, found)) for place, saved in enumerate(self.marks)]
 
     def made(self, number: int) -> bool:
-        """Whether the run made the node of a number."""
+        """Whether the run made the node with a number."""
         return self._start <= number < self._end
 
     def is_apart_from(self, other: OperatorSequence) -> bool:
-        """Whether no node of another run, which goes on, has the number of one of this: threads count by themselves."""
+        """Whether the nodes of this run and of a running one share no number: each thread counts by itself."""
         return self._end <= other._start or sequence_number() <= self._start
 
     def place_after(self, saved: int) -> int:
-        """Returns the place of the first operator that ran when the region had saved that many tensors."""
+        """Returns the place of the first operator run when the region had saved this number of tensors."""
         return bisect_left(self.marks, saved)
 
     def compare(self, place: int, operator: Any) -> DeterminismError | None:
-        """Looks at an operator that is not the very one that forward ran; returns an error if it should have been.
+        """Compares an operator with forward's at the same place; returns an error if they differ.
 
         Args:
-            place: Where it stands in the sequence of the recompute.
-            operator: What runs there.
+            place: The place in the sequence of the recompute.
+            operator: The operator of the recompute.
         """
         if place >= len(self.operators):
             if not self.complete:  # a recompute in the middle of forward
@@ -106,11 +106,11 @@ class OperatorSequence:
         return self.error(place, self.name_at(place), str(operator))
 
     def compare_marks(self, found: Sequence[int], index: int) -> DeterminismError | None:
-        """Compares when operators ran in a recompute that has ended; returns an error if it was not as in forward.
+        """Compares an ended recompute with forward by the tensors saved before each operator; returns an error if they differ.
 
         Args:
-            found: Of each operator that the recompute ran, how many tensors it had saved before.
-            index: The last tensor that was wanted of it; what ran after that does not matter.
+            found: For each operator of the recompute, the number of tensors saved before.
+            index: The last tensor wanted of the recompute; later operators do not matter.
         """
         expected = self.marks
         total, total_found = bisect_right(expected, index), bisect_right(found, index)
@@ -127,12 +127,12 @@ class OperatorSequence:
         return str(self.operators[place]) if place < len(self.operators) else missing
 
     def error(self, place: int, expected: str, found: str) -> DeterminismError:
-        """Returns the error for a recompute that is not as forward.
+        """Returns the error for a recompute with other operators than forward.
 
         Args:
-            place: Where the recompute parts from forward.
-            expected: What forward ran there.
-            found: What the recompute ran there.
+            place: The place where the recompute parts from forward.
+            expected: The operator of forward, in words.
+            found: The operator of the recompute, in words.
         """
         region = format_path(self.path)
         name = f"region {'/'.join(region)!r}: " if region else ""

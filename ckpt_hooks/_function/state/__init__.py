@@ -1,1 +1,1 @@
-"""State that a function reaches besides its arguments: noted in forward, put back for a rerun, restored after it."""
+"""State reached by a function besides its arguments: noted in forward, put back for a rerun, restored after the rerun."""

@@ -1,16 +1,16 @@
-"""Attributes of modules: noted when a forward begins, put back for each rerun of it, and restored after that.
+"""Attributes of modules: noted when a forward begins, put back for each rerun, and restored after the rerun.
 
-One rule: in a rerun a module has the attributes that forward found; afterwards it has those that it had before the rerun. So
-``self.step += 1``, a hidden state that is bound anew, a list that grows, and ``model.eval()`` before backward are right.
+One rule: in a rerun a module has the attributes found by forward; afterwards it has the attributes from before the rerun. So
+``self.step += 1``, a hidden state bound anew, a growing list, and ``model.eval()`` before backward are right.
 
-The rule is about ``training``, buffers, and every other entry of ``vars(module)`` that is a number, a string, None, a tensor,
-or a plain container of these (:mod:`.noted_values`). It is not about parameters, hooks and objects of other classes.
+The rule covers ``training``, buffers, and every other entry of ``vars(module)`` which is a number, a string, None, a tensor, or
+a plain container of these (:mod:`.noted_values`). It does not cover parameters, hooks and objects of other classes.
 
-Submodules and parameters that forward has added are taken out for the rerun. So the function makes them again, out of the same
-random numbers, and those of forward are there in the end.
+Submodules and parameters added by forward are taken out for the rerun. So the function makes them again, out of the same random
+numbers, and in the end the submodules and parameters of forward are there.
 
-Modules of torch's own frameworks are left alone: DDP and its like note in attributes where they are in a step, which a rerun
-must not undo. What one rerun does to attributes is :mod:`.lent_attributes`.
+Modules of torch's own frameworks are left alone: DDP and its like note the progress of a step in attributes, which a rerun must
+not undo. The attributes of one rerun are in :mod:`.lent_attributes`.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ from .noted_values import (
 
 __all__ = ["MACHINERY", "PARTS", "AttributeNotes", "ModuleNote", "containers_of", "note_module"]
 
-#: What a module consists of; ``training`` is an attribute like others.
+#: The parts of every module; ``training`` is an attribute like others.
 MACHINERY = frozenset(vars(Module())) - {"training"}
 
-#: Attributes of every module that are dicts of what it consists of.
+#: Attributes of every module which are dicts of its parts.
 PARTS = ("_buffers", "_modules", "_parameters")
 
-#: Where torch's own wrappers of modules are defined.
+#: Packages with torch's own wrappers of modules.
 _FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
-#: Where classes are that FSDP makes out of a user's.
+#: The package of classes made by FSDP from a user's class.
 _MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
 
 
 class ModuleNote:
-    """The attributes of one module as they were.
+    """The noted attributes of one module.
 
     Attributes:
-        get: Returns those that are numbers and the like, out of ``vars(module)``.
-        has_history: Whether a tensor with a history is among them.
-        flat: Refers to each that is a tensor or a buffer weakly; empty if not flat.
-        get_tensors: Returns those that are tensors and no buffers, as ``get`` does; None if there are none.
-        is_flat: Whether all are numbers and the like, or tensors that require no grad; so are buffers.
-        is_simple: Whether all are numbers and the like.
+        get: Returns the values of numbers and the like, out of ``vars(module)``.
+        has_history: Whether a tensor with a history is among the attributes.
+        flat: Weak references to tensors and buffers; empty if not flat.
+        get_tensors: Returns tensors other than buffers, as ``get`` does; None if there are none.
+        is_flat: Whether all attributes and buffers are numbers and the like, or tensors that require no grad.
+        is_simple: Whether all attributes are numbers and the like.
         module: Refers to the module weakly.
-        others: Names of objects of which there is no note, and of containers that hold some.
-        size: How many entries ``vars(module)`` has.
-        tensors: Those among the attributes, and in containers there.
-        values: What ``get`` returned.
+        others: Names of objects without a note, and of containers with such objects.
+        size: The number of entries of ``vars(module)``.
+        tensors: Notes of tensors among the attributes, and in containers there.
+        values: The result of ``get``.
     """
 
     __slots__ = (
@@ -118,7 +118,7 @@ class ModuleNote:
         buffers = self._noted.get("_buffers")
         others = [name for name in self._noted if name != "_buffers"]
         self.get_tensors = _getter(others) if others else None
-        #: Twice the first of the tensors that are no buffers, as what gets them does.
+        #: Tensors and buffers. The first tensor stands twice, as in the result of ``get_tensors``.
         flat: list[Any] = [
             *(self._noted[name] for name in (*others, *others[:1])),
             *(buffers.entries if type(buffers) is ContainerNote else ()),
@@ -129,7 +129,7 @@ class ModuleNote:
         self._parts = [frozenset(own[name]) for name in PARTS]
 
     def holds(self, own: dict[str, Any]) -> bool:
-        """Whether a module has the attributes that it had.
+        """Whether a module still has the noted attributes.
 
         Args:
             own: ``vars`` of the module.
@@ -150,7 +150,7 @@ class ModuleNote:
         return tuple(map(type, self._get_others(own))) == self._kinds
 
     def has_tensors(self, expected: tuple[Any, ...]) -> bool:
-        """Whether tensors, as ``flat`` has them, are what the module has; raises ``AttributeError`` if the module is gone."""
+        """Whether the module has these tensors, in the order of ``flat``; raises ``AttributeError`` if the module is gone."""
         own = self.module().__dict__
         found = tuple(own["_buffers"].values())
         if self.get_tensors is not None:
@@ -158,11 +158,11 @@ class ModuleNote:
         return len(found) == len(expected) and all(map(is_, found, expected))
 
     def has_parts_of(self, own: dict[str, Any]) -> bool:
-        """Whether a module has the submodules, parameters and buffers that it had, by their names."""
+        """Whether a module still has the submodules, parameters and buffers, by name."""
         return all(own[name].keys() == names for name, names in zip(PARTS, self._parts, strict=True))
 
     def with_values(self, own: dict[str, Any]) -> ModuleNote | None:
-        """Returns a note that differs in numbers and the like alone; None where more has changed."""
+        """Returns a note which differs in numbers and the like alone; None if more has changed."""
         try:
             values = self.get(own)
             if len(own) != self.size or not self._rest_holds(own) or not all(map(is_atom, values)):
@@ -176,24 +176,24 @@ class ModuleNote:
         return other
 
     def differs_in_numbers(self, other: ModuleNote) -> bool:
-        """Whether this differs from an earlier note of the module in numbers alone, which are no flags."""
+        """Whether this differs from an earlier note of the module in numbers alone, flags excluded."""
         return self._noted is other._noted and all(
             new is old or (type(new) in (int, float) and type(old) in (int, float))
             for new, old in zip(self.values, other.values, strict=True)
         )
 
     def objects_in(self, own: dict[str, Any]) -> Any:
-        """Returns what there is to hold on to for :meth:`restore`: objects that the note refers to weakly, or not at all."""
+        """Returns the objects to hold for :meth:`restore`, of which the note has weak references or nothing."""
         if self.is_simple:
             return None
         return self._get_others(own), [own[name] for name in self._noted], [note.reference() for note in self.tensors]
 
     def restore(self, own: dict[str, Any], objects: Any, complain: Complain, *, with_buffers: bool) -> None:
-        """Undoes what a rerun did to a module that had the attributes that were noted.
+        """Undoes the changes of a rerun to a module which had the noted attributes before.
 
         Args:
             own: ``vars`` of the module.
-            objects: What :meth:`objects_in` returned before the rerun.
+            objects: The result of :meth:`objects_in` before the rerun.
             complain: As for :meth:`put_back`.
             with_buffers: Whether buffers are among the attributes.
         """
@@ -207,15 +207,15 @@ class ModuleNote:
             del own[name]
 
     def put_back(self, own: dict[str, Any], complain: Complain, *, with_buffers: bool) -> bool:
-        """Gives a module the attributes that it had, and its containers what they held.
+        """Binds the noted attributes of a module, and fills its containers with the noted entries.
 
         Args:
             own: ``vars`` of the module.
-            complain: Returns an error for a tensor with a history that was written to since.
+            complain: Returns an error for a tensor with a history, written to since.
             with_buffers: Whether buffers are among the attributes.
 
         Returns:
-            Whether a flag changed, a name was None or not there, or a part is taken out: the function may initialise something.
+            Whether a flag changed, a name was None or missing, or a part was taken out: the function may initialise something.
         """
         guards = False
         for name, value in zip(self._names, self.values, strict=False):
@@ -226,7 +226,7 @@ class ModuleNote:
         back = PutBack(complain, {id(one): one for one in (own["_buffers"], *containers_of(own))})
         for name, noted in self._noted.items():
             if name in own["_parameters"] or (name == "_buffers" and not with_buffers):
-                continue  # the former where a framework gathers parameters: a tensor is one or the other
+                continue  # the former where a framework gathers parameters: a tensor or a parameter has the name
             with contextlib.suppress(GoneError):
                 own[name] = noted.present(back)
         for name_of_parts, names in zip(PARTS[1:], self._parts[1:], strict=True):
@@ -253,7 +253,7 @@ _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
 
 
 def _is_flat(noted: Any) -> bool:
-    """Whether a note is that of a tensor that requires no grad."""
+    """Whether a note is of a tensor that requires no grad."""
     return type(noted) is TensorNote and not noted.requires_grad
 
 
@@ -262,12 +262,12 @@ def _no_values(own: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
-    """Returns a function that gets the values of names; that of the first one twice, since of one alone it is no tuple."""
+    """Returns a function which gets the values of names, the first twice: ``itemgetter`` returns no tuple for a single name."""
     return itemgetter(*names, names[0]) if names else _no_values
 
 
 def containers_of(own: dict[str, Any]) -> Iterator[Any]:
-    """Goes through containers among the attributes of a module, and those in them."""
+    """Yields the containers among the attributes of a module, and the containers inside."""
     for name, value in list(own.items()):
         if name not in MACHINERY:
             yield from containers_in(value)
@@ -278,17 +278,17 @@ def _has_others(noted: Any) -> bool:
 
 
 def note_module(module: Module) -> ModuleNote | None:
-    """Returns a note of a module; None for one that is left alone."""
+    """Returns a note of a module; None for a module of torch's frameworks, which is left alone."""
     frameworks = [base for base in type(module).__mro__ if f"{base.__module__}.".startswith(_FRAMEWORKS)]
     is_left_alone = any(not base.__module__.startswith(_MADE_FROM_USERS) for base in frameworks)
     return None if is_left_alone else ModuleNote(module)
 
 
 class AttributeNotes:
-    """Notes of several modules.
+    """The notes of several modules.
 
     Attributes:
-        notes: Those notes.
+        notes: The notes.
     """
 
     __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_tensors", "_values", "notes")
@@ -297,9 +297,9 @@ class AttributeNotes:
         """Takes notes.
 
         Args:
-            notes: Those of the modules.
-            holds_tensors: Whether to hold tensors that are attributes or buffers, which are compared faster then. Nothing must
-                write to them: one that becomes part of a graph would own the holder.
+            notes: The notes of the modules.
+            holds_tensors: Whether to hold the tensors of attributes and buffers, for a faster comparison. Nothing must write to
+                such tensors: in a graph, a tensor would own the holder.
         """
         self.notes = notes
         self._size = sum(note.size for note in notes)
@@ -312,7 +312,7 @@ class AttributeNotes:
             self._tensors = [tuple([reference() for reference in note.flat]) for note in self._flat]
 
     def simply_hold(self) -> bool:
-        """Whether attributes can be compared by identity, and are what was noted: a third of a microsecond for each module."""
+        """Whether attributes can be compared by identity, and are as noted: a third of a microsecond for each module."""
         if not self._are_flat:
             return False
         found: list[Any] = []
@@ -332,11 +332,11 @@ class AttributeNotes:
             return all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
                 map(_requires_grad, itertools.chain.from_iterable(expected))
             )
-        except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
+        except (AttributeError, KeyError):  # a module or an attribute is gone
             return False
 
     def hold(self) -> bool:
-        """Whether all modules have the attributes that were noted."""
+        """Whether all modules have the noted attributes."""
         if self._are_flat:
             return self.simply_hold()
         return all((module := note.module()) is not None and note.holds(module.__dict__) for note in self.notes)

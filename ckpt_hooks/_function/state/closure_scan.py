@@ -1,9 +1,9 @@
-"""What a function reaches besides its arguments: modules, tensors, random generators, functions, in closures and the like.
+"""The closure scan: modules, tensors, random generators and functions which a function reaches besides its arguments.
 
-A rerun has to find the state of these as forward found it. Nothing says in advance what a function will touch, so this looks
-where user code keeps such things: the module that is the function or that the method is bound to, closure cells, defaults, the
-globals that the function names, what a partial holds, and containers and attributes of plain objects found there, a few levels
-deep. It is done once a region, so it looks at no value twice and stops at what cannot hold any.
+A rerun has to find the state of these as forward found it. Nothing tells in advance which objects a function will touch, so the
+scan looks at the places where user code keeps such objects: the module which is the function or has the method, closure cells,
+defaults, globals named by the function, arguments of a partial, and containers and attributes of plain objects there, a few
+levels deep. The scan runs once a region, so it looks at no value twice, and stops at types which hold nothing of interest.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.nn import Module
 
 __all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "has_variables", "reach"]
 
-#: How many levels of closures, containers and objects are opened.
+#: The number of levels of closures, containers and objects to open.
 _DEPTH = 4
-#: How many values one search looks at.
+#: The largest number of values in one search.
 _MOST_LOOKS = 2000
 #: Containers with more entries than this are data, not structure.
 _MOST = 1000
 
-# Types whose values hold nothing of interest.
+# Types of values with nothing of interest inside.
 _DULL = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type, type(Ellipsis), types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType, torch.dtype, torch.device, torch.Size}
@@ -40,13 +40,13 @@ _DICTS = frozenset({dict, OrderedDict, defaultdict})
 
 
 class Reached:
-    """What was found.
+    """The finds of a closure scan.
 
     Attributes:
-        modules: Roots; what is inside of them was not looked at.
-        tensors: Those outside of modules.
-        generators: Those outside of modules.
-        functions: Those outside of modules, the function itself among them.
+        modules: Root modules, whose insides were not searched.
+        tensors: Tensors outside of modules.
+        generators: Random generators outside of modules.
+        functions: Functions outside of modules, the scanned function included.
     """
 
     __slots__ = ("functions", "generators", "modules", "tensors")
@@ -65,7 +65,7 @@ class Reached:
 
 
 class Search:
-    """One search; has what it found, and what it has looked at."""
+    """A search with its finds, and the values seen."""
 
     __slots__ = ("_seen", "functions", "generators", "modules", "tensors")
 
@@ -77,7 +77,7 @@ class Search:
         self._seen: set[int] = set()
 
     def look(self, value: Any, depth: int) -> None:
-        """Looks at a value, and into it for as many levels as ``depth`` says."""
+        """Looks at a value, and ``depth`` levels into the value."""
         kind = type(value)
         if kind in _DULL or id(value) in self._seen or len(self._seen) > _MOST_LOOKS:
             return
@@ -129,14 +129,14 @@ class Search:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:  # a variable that is not assigned yet
+            except ValueError:  # an unassigned variable
                 continue
             self.look(value, depth)
         if function.__defaults__:
             self._look_at_all(function.__defaults__, depth)
         if function.__kwdefaults__:
             self._look_at_all(function.__kwdefaults__.values(), depth)
-        # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
+        # Called functions are not followed: their names are nearly all the names defined in a file.
         variables = function.__globals__
         for name in facts_of(function)[0]:
             value = variables.get(name)
@@ -144,29 +144,29 @@ class Search:
                 self.look(value, 1)
 
 
-#: What most functions reach.
+#: The finds of most functions: none.
 NOTHING = Reached((), (), ())
 
 _MOST_CODE = 10_000
 _BINDING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 _NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 
-#: Names of global variables; whether the code binds these, or variables that it closes over; whether it is code of torch or
-#: of this package. Code of functions that the function defines counts.
+#: Names of global variables; whether the code binds these, or closed-over variables; whether the code belongs to torch or
+#: to this package. Code of inner functions counts.
 _Facts = tuple[tuple[str, ...], bool, bool]
 _known: dict[int, tuple[types.CodeType, _Facts]] = {}
 
 
 def facts_of(function: types.FunctionType) -> _Facts:
-    """Returns what is known of the code of a function.
+    """Returns facts about the code of a function.
 
-    Names of attributes are not among its names, which code objects list along with those of variables. Names of Python's own
-    functions are where the module has a variable of that name.
+    Names of attributes are left out, though code objects list these along with names of variables. Names of Python's built-in
+    functions are left out unless the file has a variable of that name.
     """
     code = function.__code__
     known = _known.get(id(code))
     if known is None or known[0] is not code:
-        if len(_known) > _MOST_CODE:  # code that is made anew all the time
+        if len(_known) > _MOST_CODE:  # code made anew all the time
             _known.clear()
             _bare.clear()
         variables, outer = function.__globals__, code.co_freevars
@@ -179,7 +179,7 @@ def facts_of(function: types.FunctionType) -> _Facts:
 
 
 def has_variables(function: types.FunctionType) -> bool:
-    """Whether a function closes over variables or names global ones, unless it is one of torch or of this package."""
+    """Whether a user's function has closed-over or global variables; False for functions of torch and of this package."""
     names, _, is_library = facts_of(function)
     return not is_library and bool(names or function.__closure__)
 
@@ -191,12 +191,12 @@ def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _steps_in(constant)
 
 
-#: Code that names no global variable.
+#: Code without names of global variables.
 _bare: dict[int, types.CodeType] = {}
 
 
 def _is_dull(function: types.FunctionType) -> bool:
-    """Whether nothing that a function has at hand is of any interest, in the cheapest way to see that."""
+    """Whether a function has nothing of interest at hand: a cheap check."""
     code = function.__code__
     for cell in function.__closure__ or ():
         try:
@@ -220,13 +220,13 @@ def _is_dull(function: types.FunctionType) -> bool:
 
 
 def has_names(function: types.FunctionType) -> bool:
-    """Whether the code of a function names global variables, as far as that is known already."""
+    """Whether the code of a function may name global variables, as far as known already."""
     code = function.__code__
     return _bare.get(id(code)) is not code
 
 
 def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
-    """Returns what a function reaches, :data:`NOTHING` itself where that is nothing.
+    """Scans a function for state; returns :data:`NOTHING` itself if there is none.
 
     Args:
         function: The function, or module, method, partial, or other callable.

@@ -1,13 +1,12 @@
-"""Tensors that forward left in objects, and whether a rerun computes anything from them.
+"""Tensors left in objects by forward, and whether a rerun computes anything from these leftovers.
 
-A rerun that sums up a list which forward has added to, or that goes on from a state which forward has replaced, computes other
-values of the same shapes. That is noticed by following tensors: those that were put into the objects since forward began, what
-operators of the rerun make of them, and whether that is saved. By itself this proves nothing: a table that forward made and
-that the rerun finds is the right one. But a rerun that changes the very place again that it has read is another step, not the
-same.
+A rerun may sum up a list to which forward has added, or go on from a state replaced by forward. Then it computes other values
+of the same shapes. To notice this, a rerun follows tensors: the tensors put into the objects since forward began, the results
+of operators on these, and whether such results are saved. By itself this proves nothing: a table made by forward and found by
+the rerun is right. But a rerun that reads a place and then changes the same place again is another step, not the same.
 
-So where a saved value comes from such a tensor, the rerun goes on to the end of the function, and it is an error if the place
-has changed by then. Objects that are only written to, such as a list of losses, are read by nothing that is saved.
+So if a saved value comes from a leftover, the rerun goes on to the end of the function, and a change of the place by then is an
+error. Objects only written to, such as a list of losses, have no part in saved values.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ _NO_IDS: _Ids = frozenset()
 
 
 class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Follows the tensors that forward left in objects through one rerun.
+    """Follows the tensors left in objects by forward through one rerun.
 
     Attributes:
-        first: The number of the first value saved in the rerun that comes from one of them; None as long as there is none.
+        first: The number of the first saved value in the rerun that comes from a leftover; None until then.
     """
 
     def __init__(self, notes: ObjectNotes, before: list[Any], left: list[torch.Tensor]) -> None:
         """Prepares to follow.
 
         Args:
-            notes: Of the objects.
-            before: What is in them when the rerun begins.
-            left: The tensors that have been put there since forward began.
+            notes: The notes of the objects.
+            before: The content of the objects when the rerun begins.
+            left: The tensors put there since forward began.
         """
         super().__init__()
         self.first: int | None = None
@@ -77,7 +76,7 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
     def noting(
         self, hook: Callable[[torch.Tensor], torch.Tensor], values: list[torch.Tensor], last: int
     ) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Returns a pack hook that notes what the values saved up to the last one wanted come from."""
+        """Returns a pack hook which notes the sources of saved values, up to the last value wanted."""
         sources_of, reached = self._sources_of, self._reached
 
         def note(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,12 +90,12 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return note
 
     def let_go(self) -> None:
-        """Ends the following: autograd keeps the hook as long as the graph of the rerun, which the objects may hold."""
+        """Drops all references: autograd keeps the hook as long as the graph of the rerun, which the objects may hold."""
         self._sources.clear()
         del self._notes, self._before
 
     def changed_again(self) -> Change | None:
-        """Returns the first place that saved values have come from and that the rerun has changed."""
+        """Returns the first source of saved values changed by the rerun."""
         if self.first is None:
             return None
         found = changes_between(self._notes.roots, self._before, self._notes.now()[0])
@@ -104,7 +103,7 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def leftovers_of(notes: ObjectNotes | None) -> Leftovers | None:
-    """Returns what follows the tensors that have been put into objects since forward began; None if there are none."""
+    """Returns a mode following the tensors put into objects since forward began; None if there are none."""
     if notes is None:
         return None
     now, left = notes.since()

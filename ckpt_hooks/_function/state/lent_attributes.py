@@ -1,4 +1,4 @@
-"""Attributes of modules, put back for one rerun as forward found them, and restored after it."""
+"""Attributes of modules, put back for one rerun as forward found them, and restored after the rerun."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["AttributesUndo"]
 
 
 class _Before:
-    """What a module was before a rerun."""
+    """The attributes of a module before a rerun."""
 
     __slots__ = ("_contents", "_names", "_own")
 
@@ -33,7 +33,7 @@ class _Before:
 
 
 class AttributesUndo:
-    """What one rerun does to attributes of modules.
+    """Attributes of modules lent to one rerun.
 
     Attributes:
         may_initialise: Whether the function may initialise something once more, since a flag or the like was put back.
@@ -55,10 +55,10 @@ class AttributesUndo:
         self.may_initialise = False
 
     def put_back(self, notes: AttributeNotes, *, has_new_parts: bool) -> None:
-        """Gives modules the attributes that they had.
+        """Binds the noted attributes of modules.
 
         Args:
-            notes: Of the modules.
+            notes: The notes of the modules.
             has_new_parts: Whether submodules or parameters may have been added since.
         """
         if not has_new_parts and notes.simply_hold():
@@ -77,7 +77,7 @@ class AttributesUndo:
                 self.may_initialise = True
 
     def restore(self) -> None:
-        """Gives modules the attributes that they had before the rerun."""
+        """Restores the attributes from before the rerun."""
         if self._notes is not None:
             if self._notes.simply_hold():
                 return

@@ -1,7 +1,7 @@
-"""Where the state of a module is: its attributes and those of its submodules, and objects there that hold tensors.
+"""Where the state of a module is: its attributes, the attributes of its submodules, and objects there that hold tensors.
 
-That is found once for a module and its submodules, and used as long as it has the same ones. Plans are kept in a table by the
-``id`` of their modules, whose classes may define equality as they like. A plan refers to modules weakly, and goes with its own.
+A plan is made once for a module, and used while the submodules stay the same. Plans are kept in a table by the ``id`` of their
+modules, whose classes may define equality as they like. A plan refers to modules weakly, and goes with its own module.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from .unwritten import Learning
 
 __all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
-#: In how many forwards, and one more, a module is looked at in any case: they may build caches, and add attributes.
+#: A module is looked at in this many forwards and one more: early forwards may build caches, and add attributes.
 _LOOKS = 3
-#: Levels of containers and objects that are opened below an attribute.
+#: Levels of containers and objects opened below an attribute.
 _DEPTH = 2
 
 _NUMBERS = frozenset({int, float, complex, bool})
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
-#: A name in a module, as the dict that holds it and the key.
+#: A name in a module, as the dict with the name and the key.
 Slot = tuple[dict[str, Any], str]
 
 #: A pack of small tensors, notes of others, tensors elsewhere, and generators.
@@ -49,7 +49,7 @@ Contents = tuple["Pack | None", Sequence[TensorNote], Sequence[torch.Tensor], Se
 
 
 class _Epoch:
-    """Counts what is registered in modules, of any kind, by a hook of torch for each kind."""
+    """Counts registrations of submodules, buffers and parameters in all modules, by a hook of torch for each kind."""
 
     number = 0
     watching = False
@@ -68,17 +68,17 @@ class _Epoch:
 
 
 class ModulePlan:
-    """What there is to capture of one module.
+    """The state to capture of one module.
 
     Attributes:
-        epoch: What had been registered in modules, of any kind, when the module was last looked at.
-        functions: Those among attributes, and in objects that are attributes, that close over variables or name globals.
-        is_lazy: Whether there are modules in it that make their parameters in their first forward.
-        learning: Which of the tensors have to be copied.
+        epoch: The count of registrations in all modules at the latest look at this module.
+        functions: Functions with closed-over variables or global names, among attributes and in objects there.
+        is_lazy: Whether a module inside makes its parameters in its first forward.
+        learning: Tells which tensors have to be copied.
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
-        parameters: The module and its submodules as far as they have parameters of their own; see :mod:`.parameters`.
-        recurrent: The recurrent layers in it; see :mod:`ckpt_hooks._ambient.recurrent`.
+        parameters: The modules with parameters of their own; see :mod:`.parameters`.
+        recurrent: The recurrent layers inside; see :mod:`ckpt_hooks._ambient.recurrent`.
         root: Refers to the module weakly.
     """
 
@@ -109,12 +109,12 @@ class ModulePlan:
         modules = [module for module in everything if type(module._modules) is dict]
         self._modules = [weakref.ref(module) for module in modules]
         self._children = list(map(_reference_to, _children_of(modules)))
-        # What TorchScript made has its tensors elsewhere; they are taken as they are.
+        # Scripted modules have their tensors elsewhere; these are taken as they are.
         self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
         self.epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
-        #: Parameters without gradients that forward was seen to write to: number of the module, and name.
+        #: Parameters without gradients to which forward has written: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
-        #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
+        #: The number of forwards with copies of parameters without gradients; not counted anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
         self.recurrent = recurrent_layers(modules)
@@ -124,14 +124,14 @@ class ModulePlan:
         self._look()
 
     def _look(self) -> None:
-        """Finds out where to look for tensors and generators in each forward, and which functions have variables."""
+        """Finds the places of tensors and generators, and the functions with variables."""
         searches = [
             (note.module, name, _search_in(vars(module).get(name)))
             for note in self.notes.notes
             if (module := note.module()) is not None
             for name in note.others
         ]
-        #: Attributes that are objects, or hold some, with tensors or generators in them.
+        #: Attributes with tensors or generators in objects.
         self._searched = [(module, name) for module, name, search in searches if search.tensors or search.generators]
         functions = [function for *_, search in searches for function in search.functions]
         self.functions = [weakref.ref(function) for function in functions if has_variables(function)]
@@ -141,9 +141,9 @@ class ModulePlan:
         self._has_tensors = any(note.tensors for note in self.notes.notes)
 
     def holds(self, root: Module) -> bool:
-        """Whether this is the plan of a module that has the submodules that it had.
+        """Whether this is the plan of ``root``, and the submodules are the same as before.
 
-        They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
+        Submodules are compared in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
         """
         if self.root() is not root:
             return False
@@ -172,7 +172,7 @@ class ModulePlan:
         )
 
     def is_idle(self, root: Module) -> bool:
-        """Whether attributes, which are noted, and a pack of small tensors are all that a forward might change."""
+        """Whether a forward can change nothing but noted attributes and a pack of small tensors."""
         return (
             self._is_settled()
             and self.epoch == _Epoch.number
@@ -184,7 +184,7 @@ class ModulePlan:
         )
 
     def note(self) -> bool:
-        """Notes the attributes as they are; returns whether the plan is good for them, or a new one is needed."""
+        """Notes the present attributes; returns False if a new plan is needed."""
         before = self.notes
         if before.hold():
             return True
@@ -203,11 +203,11 @@ class ModulePlan:
         return [module for reference in self._modules if (module := reference()) is not None]
 
     def has_run(self, written: Sequence[torch.Tensor], *, failed: bool) -> None:
-        """Tells that a forward has ended. Regions in regions begin several before that, which count as one.
+        """Ends a forward. Nested regions begin several forwards before an end, and these count as one forward.
 
         Args:
-            written: Tensors that it has written to, if the plan is learning.
-            failed: Whether it has ended by an exception, and may not have come to what it changes.
+            written: Tensors written by forward, if the plan is learning.
+            failed: Whether forward ended by an exception, perhaps before its writes.
         """
         if self.learning.is_learning():
             self.learning.has_run(self.notes.notes, written, failed=failed)
@@ -219,11 +219,11 @@ class ModulePlan:
             self._looks_at_frozen += 1
 
     def note_written(self, number: int, name: str) -> None:
-        """Tells of a parameter without gradients that forward has written to: number of the module, and name."""
+        """Notes a parameter without gradients written by forward: number of the module, and name."""
         self._written.add((number, name))
 
     def contents(self) -> Contents:
-        """Returns the tensors that have to be copied, and generators."""
+        """Returns the tensors to copy, and generators."""
         if not (self._has_tensors or self._searched or self._scripted):
             return None, [], [], []
         search = Search()
@@ -242,15 +242,15 @@ class ModulePlan:
         return pack, loose, tensors, search.generators
 
     def written(self) -> list[Slot]:
-        """Returns names of parameters without gradients that forward was seen to write to."""
+        """Returns names of parameters without gradients to which forward has written."""
         modules = self._alive() if self._written else []
         slots = [(modules[number]._parameters, name) for number, name in self._written if number < len(modules)]
         return [slot for slot in slots if slot[0].get(slot[1]) is not None]
 
     def frozen(self) -> list[tuple[Callable[[], None], Slot]]:
-        """Returns parameters without gradients, as long as the module is new, and what to call if forward writes to one.
+        """Returns parameters without gradients of a new module, each with the function to call if forward writes to it.
 
-        Most never change, and some modules keep their state in such: the codes of a quantiser, the averages of a teacher.
+        Most never change, but some modules keep state in such parameters: the codes of a quantiser, the averages of a teacher.
         """
         if self._looks_at_frozen > _LOOKS:
             return []
@@ -263,7 +263,7 @@ class ModulePlan:
 
 
 def _reference_to(module: Module) -> Callable[[], Module | None]:
-    """Returns a weak reference to a module; to a proxy of one, which is registered like a module, a strong one."""
+    """Returns a weak reference to a module; for a proxy of a module, registered like a module, a strong reference."""
     return (lambda: module) if type(module) in weakref.ProxyTypes else weakref.ref(module)
 
 
@@ -276,10 +276,10 @@ def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tu
 
 
 def _all_modules(root: Module) -> list[Module]:
-    """Returns a module, those in it, and those in containers and objects among its attributes, such as an untrained teacher.
+    """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher.
 
-    Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Neither is a module taken
-    that has this one in it, as a trainer has the whole model, nor one from among which this one is, as of all layers.
+    Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Left out are modules
+    around ``root`` (a trainer has the whole model), and lists with ``root`` among others (a list of all layers).
     """
     found = dict.fromkeys(Module.modules(root))
     todo, seen = list(found), set[int]()
@@ -324,10 +324,10 @@ def _search_in(value: Any) -> Search:
 
 
 def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
-    """Returns a note of the same module as it is now.
+    """Returns a present note of the same module.
 
     Args:
-        note: A note that may hold still.
+        note: A note which may still hold.
         is_new: Whether submodules and parameters may have been added.
     """
     module = note.module()
@@ -344,19 +344,19 @@ _plans: dict[int, ModulePlan] = {}
 
 
 def _forget(plans: dict[int, ModulePlan], key: int, root: weakref.ref[Module]) -> None:
-    """Drops the plan of a module that is gone."""
+    """Drops the plan of a dead module."""
     plan = plans.get(key)
     if plan is not None and plan.root is root:  # not a newer one
         del plans[key]
 
 
 def plan_of(module: Module) -> ModulePlan:
-    """Returns the plan of a module with its attributes noted, a new one where it has changed."""
+    """Returns the plan of a module with its attributes noted; a new plan if the module has changed."""
     plan = _plans.get(id(module))
     if plan is not None and plan.holds(module) and plan.note():
         return plan
     _Epoch.watch()
-    with _making:  # of threads that meet at a module, one makes the plan, since a plan has a lock
+    with _making:  # of several threads at a module, one makes the plan, since a plan has a lock
         if _plans.get(id(module)) is not plan:
             return plan_of(module)
         new = _plans[id(module)] = ModulePlan(module, plan)
@@ -367,16 +367,16 @@ _making = threading.RLock()
 
 
 def idle_plan(function: Any) -> ModulePlan | None:
-    """Returns the plan of a function that is a module known well, with its attributes noted, if it need not be looked at."""
+    """Returns the plan of a module known well, with its attributes noted; None if the module needs another look."""
     plan = _plans.get(id(function))
     return plan if plan is not None and plan.is_idle(function) else None
 
 
 def epoch() -> int:
-    """Returns how many modules, buffers and parameters have been registered anywhere."""
+    """Returns the number of modules, buffers and parameters registered anywhere."""
     return _Epoch.number
 
 
 def has_new_parts(since: int) -> bool:
-    """Whether modules, buffers or parameters have been registered anywhere since an epoch."""
+    """Whether modules, buffers or parameters were registered anywhere since an epoch."""
     return since != _Epoch.number

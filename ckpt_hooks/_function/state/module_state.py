@@ -1,18 +1,18 @@
-"""State that forward changes besides its outputs: running statistics, power iterations, histories of maxima.
+"""State changed by forward besides its outputs: running statistics, power iterations, histories of maxima.
 
-A rerun must find such state as forward found it, or it computes something else, and must not change it again. What forward
-changes is known only afterwards, so before forward a copy is taken of each tensor that may change. Copies are shared: a tensor
-that nobody wrote to since it was copied for another region is not copied again.
+A rerun must find such state as forward found it, or computes something else, and must not change the state again. The changes
+of forward are known only afterwards, so before forward each tensor which may change is copied. Copies are shared: a tensor not
+written to since the copy for another region is not copied again.
 
-For a rerun, tensors that were written to get their content back, in place, so that every view and alias of them sees it. That
-is undone when the rerun ends, versions included. What the rerun itself writes is undone as well. (What names are bound to is
-the business of :mod:`.attributes`.)
+For a rerun, written tensors get their content back in place, so that every view and alias sees the content. The end of the
+rerun undoes this, versions included. Writes of the rerun are undone as well. (Bindings of names are the business of
+:mod:`.attributes`.)
 
-Tensors that were copied are not held, since any of them may become part of a graph later on (``self.aux += loss``), which holds
-this. An attribute that is gone by the time of a rerun has an alias.
+Copied tensors are not held: any of them may later become part of a graph (``self.aux += loss``) which holds this state. An
+attribute which is gone by the time of a rerun has an alias.
 
-Nothing is done here about tensors that require grad. Those of other classes than torch's own, sparse ones and quantised ones
-are only known by their versions. Closed-over tensors are copied up to a size; larger ones are only known by their versions.
+Tensors that require grad are left alone. Tensors of classes other than torch's own, sparse tensors and quantised tensors are
+known by their versions only. Closed-over tensors are copied up to a size; larger tensors are known by their versions only.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ from .shared_copies import has_storage, is_same, known_copy, take_copy
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
-#: Up to this size tensors that are not a module's are copied.
+#: Bytes up to which tensors outside of modules are copied.
 _MOST_BYTES = 1 << 20
-#: Parameters without gradients are copied up to this size, all of a region together, in the first few forwards of a module.
+#: Bytes up to which parameters without gradients are copied, all of a region together, in the first few forwards of a module.
 _MOST_FROZEN_BYTES = 1 << 24
 
 _NO_PARAMETERS: frozenset[int] = frozenset()
 
 
 def _is_copied(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's content can be taken, compared and put back."""
+    """Whether a tensor's content can be copied, compared and put back."""
     return is_dense(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
 
 
 def _is_versioned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of another class or kind, and tells whether it was written to."""
+    """Whether a tensor is of another class or kind, with a version counter only."""
     return not (is_dense(tensor) or tensor.requires_grad or tensor.is_meta or tensor.is_inference())
 
 
 class _Entry:
-    """The content of one tensor: its version before forward and after it, and its copy.
+    """The content of one tensor: its versions before and after forward, and its copy.
 
     Attributes:
-        tensor: Returns the tensor, an alias where it is gone, or None where there is none either.
+        tensor: Returns the tensor, or an alias of a dead tensor, or None if there is no alias either.
     """
 
     __slots__ = ("after", "before", "copy", "tensor")
@@ -68,13 +68,13 @@ class _Entry:
         self.copy = copy
 
     def settle(self) -> None:
-        """Ends forward."""
+        """Notes the version at the end of forward."""
         tensor = self.tensor()
         if tensor is not None:
             self.after = tensor._version
 
     def is_stale(self) -> bool:
-        """Whether the content is not what it was before forward; if it is gone, nobody can tell."""
+        """Whether the content differs from the content before forward; False for a dead tensor."""
         tensor = self.tensor()
         if tensor is None:
             return False
@@ -84,7 +84,7 @@ class _Entry:
 
 
 class _Parameter(_Entry):
-    """A parameter without gradients, and its name: forward may write to it, or bind the name to another one."""
+    """A parameter without gradients, and its name: forward may write to the parameter, or bind the name to another."""
 
     __slots__ = ("_note", "_noted", "_storage", "slot")
 
@@ -96,12 +96,12 @@ class _Parameter(_Entry):
         self._note = note
 
     def is_in_place(self) -> bool:
-        """Whether it is where it was; otherwise it is in the hands of a framework, which frees parameters and gathers them."""
+        """Whether the parameter is still at its place in memory; if not, a framework frees and gathers parameters."""
         tensor, copy = self.tensor(), self.copy
         return tensor is not None and copy is not None and storage_of(tensor) == self._storage and same_layout(tensor, copy)
 
     def was_written(self) -> bool:
-        """Whether forward has written to it, or bound its name to another one; tells of it if so."""
+        """Whether forward has written to the parameter or bound its name anew; reports such a change to the plan."""
         tensor, copy = self._noted.reference(), self.copy
         written = tensor is None or self.slot[0].get(self.slot[1]) is not tensor
         if tensor is not None and copy is not None and not written and self.is_in_place():
@@ -111,7 +111,7 @@ class _Parameter(_Entry):
         return written
 
     def bind(self, complain: Complain) -> None:
-        """Binds the name to the parameter, or to what stands for it."""
+        """Binds the name to the parameter, or to its stand-in."""
         with contextlib.suppress(GoneError):
             self.slot[0][self.slot[1]] = self._noted.present(PutBack(complain))
 
@@ -121,7 +121,7 @@ class _Parameter(_Entry):
 
 
 def _frozen_of(plans: Sequence[ModulePlan]) -> list[_Parameter]:
-    """Returns parameters without gradients to watch, the smallest first and as many as may be copied."""
+    """Returns parameters without gradients to watch, the smallest first, as many as may be copied."""
     found = [(slot[0][slot[1]], slot, note) for plan in plans for note, slot in plan.frozen()]
     if not found:
         return []
@@ -135,15 +135,15 @@ def _frozen_of(plans: Sequence[ModulePlan]) -> list[_Parameter]:
 
 
 class StateUndo:
-    """What a rerun found, to be put back.
+    """The state before a rerun, to be put back.
 
     Attributes:
         slots: Names of parameters without gradients, and the parameters.
-        exchanged: Tensors, versions and contents of those that get another content for the rerun, and how they are laid out.
-        others: Tensors, versions and contents of those that do not.
-        packed: Packs, versions and contents, and whether they get another content.
-        trained: Parameters, versions and contents, where the rerun may initialise some again, which nothing can bring back.
-        complain: Returns an error for one of those.
+        exchanged: Tensors with another content in the rerun: tensor, version, content, and layout.
+        others: Tensors with the same content in the rerun: tensor, version, and content.
+        packed: Packs, versions and contents, and whether the pack gets another content.
+        trained: Parameters, versions and contents, where the rerun may initialise some again, which cannot be put back.
+        complain: Returns an error for such a parameter.
     """
 
     __slots__ = ("complain", "exchanged", "others", "packed", "slots", "trained")
@@ -158,7 +158,7 @@ class StateUndo:
         self.trained: list[tuple[torch.Tensor, int, torch.Tensor]] = []
 
     def watch_trained(self, plans: Sequence[ModulePlan], complain: Complain) -> None:
-        """Takes copies of the parameters that a rerun may initialise once more."""
+        """Copies the parameters which a rerun may initialise once more."""
         modules = {id(module): module for plan in plans for reference in plan.parameters[0] if (module := reference())}
         found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
         trained = [
@@ -170,21 +170,21 @@ class StateUndo:
         self.complain = complain
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes copies of tensors to which forward has not written, but the rerun may."""
+        """Copies tensors that forward has not written to, but the rerun may."""
         self.others += [(tensor, tensor._version, copy_of(tensor)) for tensor in tensors if _is_copied(tensor)]
 
     def storages(self) -> frozenset[int | None]:
-        """Returns which storages get another content for the rerun."""
+        """Returns the storages with another content in the rerun."""
         packed = [pack.storages for pack, _, _, is_exchanged in self.packed if is_exchanged]
         if len(packed) == 1 and not self.exchanged:
             return packed[0]
         return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged).union(*packed)
 
     def restore(self) -> None:
-        """Puts back what the rerun found, and what it changed beyond what forward did.
+        """Restores the state from before the rerun, including tensors written by the rerun alone.
 
         Raises:
-            MutationError: If the rerun initialised parameters once more. They are as they were before it.
+            MutationError: If the rerun initialised parameters once more. The parameters are restored.
         """
         for (owner, name), value in reversed(self.slots):
             owner[name] = value
@@ -206,12 +206,12 @@ class StateUndo:
 
 
 class State:
-    """Contents of tensors as forward found them, for a rerun to find them again.
+    """Contents of tensors before forward, to be put back for a rerun.
 
     Attributes:
         entries: Tensors.
         packed: Small tensors of modules.
-        parameters: Those among the tensors that are parameters, by their ``id``.
+        parameters: The ``id`` of each parameter among the tensors.
     """
 
     __slots__ = ("_frozen", "_names", "_settled", "entries", "packed", "parameters")
@@ -219,12 +219,12 @@ class State:
     def __init__(
         self, plans: Sequence[ModulePlan], packs: Sequence[Pack], tensors: Sequence[tuple[torch.Tensor, _Refer, bool]]
     ) -> None:
-        """Takes copies.
+        """Copies the tensors.
 
         Args:
-            plans: Those of modules.
-            packs: Their small tensors.
-            tensors: Tensors, what refers to each, and whether a module owns it.
+            plans: The plans of modules.
+            packs: Packs of small tensors.
+            tensors: Other tensors, each with a function returning it, and whether a module owns it.
         """
         self._settled = False
         self.parameters = _NO_PARAMETERS
@@ -248,11 +248,11 @@ class State:
                     self.entries.append(entry)
 
     def is_empty(self) -> bool:
-        """Whether there is nothing that forward might change."""
+        """Whether there is nothing for forward to change."""
         return not (self.entries or self.packed or self._names or self._frozen)
 
     def settle(self) -> bool:
-        """Looks how far versions have moved when forward has ended; returns whether there is anything to rewind."""
+        """Notes all versions at the end of forward; returns whether there is anything to rewind."""
         written = [frozen for frozen in self._frozen if frozen.was_written()]
         self.entries += written
         self._names += written
@@ -265,22 +265,22 @@ class State:
         return bool(self.entries or self.packed)
 
     def written(self) -> list[torch.Tensor]:
-        """Returns the tensors that forward has written to, when it has ended."""
+        """Returns the tensors written by forward, once forward has ended."""
         found = [tensor for entry in self.entries if entry.is_stale() and (tensor := entry.tensor()) is not None]
         return [*found, *(tensor for copy in self.packed for tensor in copy.written())]
 
     def storages(self) -> frozenset[int | None]:
-        """Returns which storages hold what may be rewound."""
+        """Returns the storages of tensors which may be rewound."""
         tensors = (entry.tensor() for entry in self.entries)
         packed = (storage for copy in self.packed for storage in copy.pack.storages)
         return frozenset((*packed, *(storage_of(tensor) for tensor in tensors if tensor is not None)))
 
     def rewind(self, undo: StateUndo, complain: Complain) -> None:
-        """Puts back what forward found.
+        """Puts back the contents from before forward.
 
         Args:
-            undo: Gets what its ``restore`` needs, whatever happens.
-            complain: Returns an error for a tensor that has changed and the version that it had, where no copy was taken.
+            undo: Gets the data for its ``restore``, whatever happens.
+            complain: Returns an error for a changed tensor without a copy, and its version before forward.
         """
         stale, entries = [], self.entries
         if not self._settled:  # a backward in the middle of forward
@@ -303,8 +303,8 @@ class State:
             if entry.is_stale():
                 if copy is None:
                     raise complain(tensor, entry.before)
-                # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
-                # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
+                # The version is the one before forward, plus the moves since the end of forward: a rerun which saves a tensor
+                # modified outside of the region finds the tensor modified, as in plain autograd.
                 after = entry.after if self._settled else tensor._version  # the latter for a backward inside of forward
                 stale.append((tensor, entry.before + tensor._version - after, copy))
             elif copy is not None:
@@ -323,7 +323,7 @@ class State:
 
 
 def _entries_of(packed: PackedCopy) -> list[_Entry]:
-    """Returns an entry for each tensor of a pack, of which one has other memory by now, or another shape."""
+    """Returns an entry for each tensor of a broken pack: some tensor has another memory or shape by now."""
     entries = []
     for (noted, copy), before, after in zip(packed.pack.pieces(packed.copy), packed.before, packed.after, strict=True):
         tensor = noted.tensor()
@@ -334,15 +334,15 @@ def _entries_of(packed: PackedCopy) -> list[_Entry]:
     return entries
 
 
-#: Returns a tensor, an alias where it is gone, or None.
+#: Returns a tensor, or an alias of a dead tensor, or None.
 _Refer = Callable[[], "torch.Tensor | None"]
 
 
 def _entry_of(tensor: torch.Tensor, refer: _Refer, *, is_owned: bool) -> _Entry | None:
-    """Returns an entry for a tensor, None if nothing can be done about it."""
+    """Returns an entry for a tensor; None if changes of the tensor cannot be noticed."""
     copy = known_copy(tensor)
     if copy is None:
-        if not _is_copied(tensor):  # all that there may be to say of it is that it was modified
+        if not _is_copied(tensor):  # at most a modification can be noticed
             return _Entry(tensor, refer, None) if _is_versioned(tensor) else None
         if is_owned or tensor.nbytes <= _MOST_BYTES:
             copy = take_copy(tensor)
@@ -350,14 +350,14 @@ def _entry_of(tensor: torch.Tensor, refer: _Refer, *, is_owned: bool) -> _Entry 
 
 
 def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> tuple[State | None, list[torch.Generator]]:
-    """Takes copies of what a forward may change; None where there is nothing of the kind.
+    """Copies the tensors which a forward may change; None if there are no such tensors.
 
     Args:
-        plans: Those of modules, of which it is buffers, attributes that are tensors, and tensors in containers and objects.
-        tensors: Others, of which those that require no grad are looked at.
+        plans: The plans of modules. Copied are buffers, tensors among attributes, and tensors in containers and objects.
+        tensors: Other tensors. Tensors that require grad are left out.
 
     Returns:
-        The state, and random generators that the modules hold.
+        The state, and random generators held by the modules.
     """
     if torch.is_inference_mode_enabled():  # no backward will come
         return None, []

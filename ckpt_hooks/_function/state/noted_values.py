@@ -1,11 +1,11 @@
-"""Notes of values: what a name was bound to, and what was in it, for a rerun to find it again.
+"""Notes of values: the content of a name when forward began, for a rerun to find the same content again.
 
-Numbers, strings and the like are their own notes. Tensors and plain containers have a note of their own kind here. All other
-objects have none: their content is their own business.
+Numbers, strings and the like are their own notes. Tensors and plain containers have a kind of note each. All other objects have
+none: their content is their own business.
 
-A note must not keep a graph alive, since the graph may own the frame that owns the note (Rule 9). Therefore a tensor is noted
-by a weak reference and a detached alias, which shares its memory and its version counter. And a container that can change is
-noted by its identity and its entries: to hold the container itself would hold whatever is put in it later.
+A note must not keep a graph alive, since the graph may own the frame with the note (Rule 9). Therefore a tensor is noted by a
+weak reference and a detached alias, which shares memory and version counter. A mutable container is noted by its identity and
+its entries: to hold the container itself would hold all its later entries.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ __all__ = [
     "note_of",
 ]
 
-#: Returns an error for a tensor whose content is not what it was, and the version that it had.
+#: Returns an error for a tensor with a changed content, and its version before.
 Complain = Callable[[torch.Tensor, int], BaseException]
 
-#: Stands for the value of a name that is not bound.
+#: Stands for the value of an unbound name.
 ABSENT: Any = object()
 
-#: Types of values that have no content to change.
+#: Types of values without a content to change.
 ATOMS = frozenset(
     {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice}
     | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -54,19 +54,19 @@ _MUTABLE = frozenset({list, dict, OrderedDict, defaultdict, set, deque})
 _DICTS = frozenset({dict, OrderedDict, defaultdict})
 _IMMUTABLE = frozenset({tuple, frozenset})
 
-#: How many levels of containers in containers are noted.
+#: The number of noted levels of containers in containers.
 _LEVELS = 6
-#: Bytes up to which a tensor with a history is copied: a sum that forward adds to in place.
+#: Bytes up to which a tensor with a history is copied: a running sum, say, to which forward adds in place.
 _MOST_BYTES = 1 << 16
 
 
 class PutBack:
-    """What to put values back with.
+    """The context of putting values back.
 
     Attributes:
-        current: Containers that there are now, by identity.
-        made: Containers that were put back or made, by the identity that they had.
-        complain: Returns an error for a tensor with a history that was written to since, and the version that it had.
+        current: The present containers, by identity.
+        made: Containers put back or made, by the identity of the noted container.
+        complain: Returns an error for a tensor with a history that was written to since, and its noted version.
     """
 
     __slots__ = ("complain", "current", "made")
@@ -78,16 +78,16 @@ class PutBack:
 
 
 class GoneError(Exception):
-    """Something that was noted cannot be had any more; what is there now stays."""
+    """A noted value is gone for good; the present value stays."""
 
 
 def _has_history(tensor: torch.Tensor) -> bool:
-    """Whether an operator that autograd has recorded made a tensor; views that require grad are not asked."""
+    """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
     return tensor.requires_grad and not is_kept_anyway(tensor)
 
 
 def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Returns a detached alias, a leaf that requires grad itself, and None where there can be no alias."""
+    """Returns a detached alias, or a leaf that requires grad itself; None if an alias is impossible."""
     if is_kept_anyway(tensor):
         return tensor
     try:
@@ -100,14 +100,14 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class TensorNote:
-    """A tensor as it was.
+    """A noted tensor.
 
     Attributes:
-        alias: A detached alias, or the tensor itself if it is a leaf that requires grad; None where an alias cannot be made.
-        has_history: Whether the tensor has a history. Once it is gone, or written to, a rerun gets a copy.
-        kind: Its class.
+        alias: A detached alias, or a leaf that requires grad itself; None if an alias is impossible.
+        has_history: Whether the tensor has a history. Once the tensor is gone, or written to, a rerun gets a copy.
+        kind: The tensor's class.
         reference: Refers to the tensor weakly.
-        requires_grad: Whether it required grad.
+        requires_grad: Whether the tensor required grad.
     """
 
     __slots__ = ("_copy", "_version", "alias", "has_history", "kind", "reference", "requires_grad")
@@ -128,7 +128,7 @@ class TensorNote:
                 self._copy = copy_of(self.alias)
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is the tensor, with gradients, or a history, where it had them."""
+        """Whether a value is the tensor, with unchanged ``requires_grad``, and with unchanged version in case of a history."""
         tensor = self.reference()
         return (
             tensor is not None
@@ -138,15 +138,15 @@ class TensorNote:
         )
 
     def tensor(self) -> torch.Tensor | None:
-        """Returns the tensor, or the alias where it is gone: what to read or write its memory by."""
+        """Returns the tensor, or the alias of a dead tensor, to read or write its memory."""
         found: torch.Tensor | None = self.reference()
         return self.alias if found is None else found
 
     def present(self, back: PutBack) -> torch.Tensor:
-        """Returns what to bind in a rerun.
+        """Returns the tensor to bind in a rerun.
 
         Raises:
-            GoneError: If there is nothing to be had of it.
+            GoneError: If neither tensor nor alias is left.
         """
         tensor, alias = self.reference(), self.alias
         if tensor is not None and self.holds(tensor):
@@ -166,14 +166,14 @@ class TensorNote:
 
 
 class ContainerNote:
-    """A plain container as it was.
+    """A noted plain container.
 
     Attributes:
-        has_history: Whether a tensor with a history is in it.
-        identity: Which container it is.
-        kind: Its type.
-        entries: Notes of its entries; those of a dict are of its values.
-        others: Weak references to its entries of which there is no note.
+        has_history: Whether a tensor with a history is inside.
+        identity: The ``id`` of the container.
+        kind: The container's type.
+        entries: Notes of the entries; for a dict, of the values.
+        others: Weak references to entries without a note.
     """
 
     __slots__ = ("_extra", "_keys", "_only_atoms", "entries", "has_history", "identity", "is_whole", "kind", "others")
@@ -181,7 +181,7 @@ class ContainerNote:
     def __init__(self, value: Any, levels: int) -> None:
         self.kind = type(value)
         self.identity = id(value)
-        self._keys = tuple(value) if self.kind in _DICTS else None  # which are their own notes
+        self._keys = tuple(value) if self.kind in _DICTS else None  # keys are their own notes
         self._extra: Any = None
         if self.kind is defaultdict:
             self._extra = value.default_factory
@@ -206,7 +206,7 @@ class ContainerNote:
         self._only_atoms = not inner and not self.others and self.is_whole
 
     def holds(self, value: Any) -> bool:
-        """Whether a value is the container, and all is in it that was."""
+        """Whether a value is the container, with the same entries."""
         if id(value) != self.identity or type(value) is not self.kind or len(value) != len(self.entries):
             return False
         if self._keys is not None:
@@ -218,10 +218,10 @@ class ContainerNote:
         return all(map(_holds, self.entries, value))
 
     def present(self, back: PutBack) -> Any:
-        """Returns what to bind in a rerun: the container itself where it is there, with what was in it, or a new one.
+        """Returns the container to bind in a rerun, with its noted entries; a new container if the noted one is gone.
 
         Raises:
-            GoneError: If something that was in it is not to be had any more.
+            GoneError: If a noted entry is gone.
         """
         made = back.made
         if self.identity in made:
@@ -274,7 +274,7 @@ def _present(noted: Any, back: PutBack) -> Any:
 
 
 def note_of(value: Any, levels: int = _LEVELS) -> Any:
-    """Returns a note of a value: the value if it cannot change, and :data:`ABSENT` for an object of another kind."""
+    """Returns a note of a value: an immutable value itself, and :data:`ABSENT` for objects of other kinds."""
     if is_atom(value):
         return value
     if isinstance(value, torch.Tensor):
@@ -286,12 +286,12 @@ def note_of(value: Any, levels: int = _LEVELS) -> Any:
 
 
 def has_note(value: Any) -> bool:
-    """Whether there is a note of a value of this kind."""
+    """Whether values of this kind have a note."""
     return is_atom(value) or isinstance(value, torch.Tensor) or _is_container(type(value))
 
 
 def is_atom(value: Any) -> bool:
-    """Whether a value is its own note: it cannot change, and holds nothing that can."""
+    """Whether a value is its own note: an immutable value with nothing mutable inside."""
     kind = type(value)
     return kind in ATOMS or isinstance(value, enum.Enum) or (kind in _IMMUTABLE and all(map(is_atom, value)))
 
@@ -301,7 +301,7 @@ def _is_container(kind: type) -> bool:
 
 
 def containers_in(value: Any, levels: int = _LEVELS) -> Iterator[Any]:
-    """Goes through a container and those in it, as deep as they are noted."""
+    """Yields a container and the containers inside, as deep as notes go."""
     kind = type(value)
     if levels and _is_container(kind):
         yield value
@@ -311,7 +311,7 @@ def containers_in(value: Any, levels: int = _LEVELS) -> Iterator[Any]:
 
 
 def contents_of(container: Any) -> Any:
-    """Returns a copy of what is in a container that can change, None for one that cannot."""
+    """Returns a copy of the entries of a mutable container; None for an immutable container."""
     kind = type(container)
     if kind not in _MUTABLE:
         return None
@@ -319,7 +319,7 @@ def contents_of(container: Any) -> Any:
 
 
 def fill(container: Any, contents: Any) -> None:
-    """Puts back what was in a container that can change."""
+    """Puts the entries of a mutable container back."""
     kind = type(container)
     if kind in _DICTS:
         if not (

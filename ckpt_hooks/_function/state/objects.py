@@ -1,4 +1,4 @@
-"""What is in an object of a user's class, such as a cache, noted without holding a tensor; and what has changed in it."""
+"""Contents of objects of users' classes, such as a cache, noted without holding a tensor; and the changes between two notes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.nn import Module
 
 __all__ = ["Change", "Note", "Root", "Tag", "Walk", "changes_between", "tag_of", "tensors_in"]
 
-#: How many levels of objects and containers are opened: a cache, its parts, their list, one of that, its attributes.
+#: The number of opened levels of objects and containers: a cache, its parts, a list of parts, an entry, its attributes.
 _DEPTH = 5
-#: How many values are noted of one object.
+#: The largest number of values in the note of one object.
 _MOST = 600
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
@@ -27,7 +27,7 @@ _LIBRARIES = frozenset({"torch", "numpy", "threading", "logging", "functools", "
 
 
 class Tag(enum.IntEnum):
-    """What kind of thing a value is, for a note of it."""
+    """The kind of a noted value."""
 
     ATOM, TENSOR, SEQUENCE, DICT, SET, OBJECT, OTHER = range(7)
 
@@ -35,17 +35,17 @@ class Tag(enum.IntEnum):
 _ATOM, _TENSOR, _SEQUENCE, _DICT, _SET, _OBJECT, _OTHER = Tag
 _BRANCHES = (_SEQUENCE, _DICT, _SET, _OBJECT)
 
-#: What was noted of a value: a simple value itself, or its tag, its id, what tells it from others, its parts.
+#: The note of a value: a simple value itself, or a tag, an id, the class and size (or shape and dtype), and the parts.
 Note = Any
 
 _tags: dict[type, Tag] = {}
 
 
 def tag_of(kind: type) -> Tag:
-    """Returns the tag of instances of a class. Objects are those of users' classes, in which a function may keep things."""
+    """Returns the tag of instances of a class. Objects are instances of users' classes, in which a function may keep things."""
     tag = _tags.get(kind)
     if tag is None:
-        if len(_tags) > 10_000:  # classes that are made anew all the time
+        if len(_tags) > 10_000:  # classes made anew all the time
             _tags.clear()
         tag = _tags[kind] = _look_at(kind)
     return tag
@@ -75,8 +75,8 @@ class Walk:
     """One look at some objects.
 
     Attributes:
-        left: How many values it may yet note of the present one; 0 if there were more.
-        tensors: Those that it met.
+        left: The number of values left to note of the present object; 0 after too many values.
+        tensors: The tensors met.
     """
 
     __slots__ = ("_seen", "left", "tensors")
@@ -87,7 +87,7 @@ class Walk:
         self._seen: set[int] = set()
 
     def note(self, value: Any) -> Note:
-        """Returns what is in an object."""
+        """Returns the content of an object."""
         self.left = _MOST
         return self._note(value, _DEPTH)
 
@@ -126,7 +126,7 @@ class Walk:
 
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
-    """Returns what is in a dict, by names where keys are objects, which are not to be held."""
+    """Returns the items of a dict; names stand for keys which are objects, since notes must not hold objects."""
     try:
         items = list(dict.items(value))
     except RuntimeError:  # another thread writes to it
@@ -143,7 +143,7 @@ def _kind_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-#: Where an object is, by a text with a place for its name, and the name, or neither for one among the arguments; the object.
+#: The place of an object: a text with a gap for the name, and the name, both empty for an argument; and the object.
 Root = tuple[str, str, Any]
 
 
@@ -151,10 +151,10 @@ class Change:
     """One difference between two notes.
 
     Attributes:
-        path: Where, after the name of the object.
-        before: What was noted.
-        now: What is there now.
-        in_object: Whether it is in an object of a user's class, and not in a mere container.
+        path: The place inside the object.
+        before: The earlier note.
+        now: The present note.
+        in_object: Whether the place is in an object of a user's class, and not in a mere container.
         root: The object.
     """
 
@@ -166,10 +166,10 @@ class Change:
         self.path, self.before, self.now, self.in_object = path, before, now, in_object
 
     def place(self, argument: Callable[[Any], str | None]) -> str:
-        """Returns where it is, in words.
+        """Returns the place of the change in words.
 
         Args:
-            argument: Returns where an object is among the arguments.
+            argument: Returns the place of an object among the arguments.
         """
         text, name, value = self.root
         if text:
@@ -184,11 +184,11 @@ class Change:
         return f"{self.place(argument)}: {before} when forward began, {now} now"
 
     def tensors_before(self) -> set[int]:
-        """Returns the ids of the tensors that were there."""
+        """Returns the ids of the tensors at the place before."""
         return set(tensors_in((self.before,)))
 
     def matters(self) -> bool:
-        """Whether an exception of a rerun is put down to it: in an object, and not a counter."""
+        """Whether an exception of a rerun is put down to this change: in an object, and no counter."""
         return self.in_object and any(type(note) is tuple and note[0] != _OTHER for note in (self.before, self.now))
 
 
@@ -211,7 +211,7 @@ def _changes(before: Note, now: Note, path: str, *, in_object: bool) -> Iterator
 
 
 def tensors_in(notes: Sequence[Note]) -> Iterator[int]:
-    """Goes through the ids of the tensors in notes."""
+    """Yields the ids of the tensors in notes."""
     for note in notes:
         if type(note) is tuple:
             if note[0] == _TENSOR:
@@ -233,7 +233,7 @@ def _in_words(note: Note) -> str:
 
 
 def changes_between(roots: Sequence[Root], before: list[Note], now: list[Note]) -> Iterator[Change]:
-    """Goes through what has changed between two looks at the same objects."""
+    """Yields the changes between two looks at the same objects."""
     for root, one, other in zip(roots, before, now, strict=True):
         for change in _changes(one, other, "", in_object=False):
             change.root = root

@@ -1,8 +1,7 @@
 """Contents of a module's small buffers, copied, compared and put back all at once.
 
-The state of a batch norm is three small tensors. An operator on each costs more than the bytes do. So the small tensors of a
-module, where they are on the CPU, are seen as rows of bytes: one operator copies them all, one compares them, and one puts them
-back.
+The state of a batch norm is three small tensors. An operator on each costs more than the bytes do. So the small CPU tensors of
+a module are seen as rows of bytes: one operator copies all rows, one compares them, and one puts them back.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .shared_copies import has_storage, is_compared
 
 __all__ = ["Pack", "PackedCopy", "pack_up"]
 
-#: How large a pack may be before it takes another tensor.
+#: The largest size of a pack before another tensor is added.
 _MOST_BYTES = 1 << 20
 
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -41,7 +40,7 @@ def _is_small(noted: TensorNote) -> bool:
         and is_compared(tensor)
         and tensor.is_contiguous()
         and has_storage(tensor)
-        and (alias.shape, alias.data_ptr()) == (tensor.shape, tensor.data_ptr())  # not so where it was resized in place
+        and (alias.shape, alias.data_ptr()) == (tensor.shape, tensor.data_ptr())  # not so after a resize in place
     )
 
 
@@ -50,7 +49,7 @@ _PLAIN = torch.empty(0)
 
 
 def _apart(function: Callable[..., R]) -> Callable[..., R]:
-    """Has a function run past all dispatch modes: its copies are not theirs to see, and hold values under a fake mode too."""
+    """Makes a function run past all dispatch modes: modes must not see its copies, which hold values under a fake mode too."""
 
     @functools.wraps(function)
     def run(*args: Any) -> R:
@@ -63,24 +62,25 @@ def _apart(function: Callable[..., R]) -> Callable[..., R]:
 class Pack:
     """Small tensors, as rows of bytes.
 
-    The rows are aliases, which share memory and version counters with the tensors, and have no history if these come by one.
+    The rows are aliases: they share memory and version counters with the tensors, and stay without history if a tensor gets
+    some.
     """
 
     __slots__ = ("_latest", "_layouts", "_rows", "_sizes", "notes", "storages")
 
     @_apart
     def __init__(self, notes: Sequence[TensorNote]) -> None:
-        """Takes notes of tensors, each of which is small."""
+        """Takes the notes of small tensors."""
         self.notes = notes
         self._rows = [noted.alias.reshape(-1).view(torch.uint8) for noted in notes if noted.alias is not None]
         self._sizes = [row.numel() for row in self._rows]
         self._layouts = [(noted.alias.data_ptr(), noted.alias.shape) for noted in notes if noted.alias is not None]
-        #: Which storages the tensors are in: rows hold theirs.
+        #: The storages of the tensors, held by the rows.
         self.storages = frozenset(map(storage_of, self._rows))
         self._latest: Callable[[], torch.Tensor | None] = _nothing
 
     def is_intact(self) -> bool:
-        """Whether each tensor that is still there has the memory and the shape that it had."""
+        """Whether each living tensor still has the same memory and shape."""
         for noted, layout in zip(self.notes, self._layouts, strict=True):
             tensor = noted.reference()
             if tensor is None:
@@ -100,7 +100,7 @@ class Pack:
 
     @_apart
     def copy(self) -> torch.Tensor:
-        """Returns a copy of all bytes: the latest one, where that is still there and nothing has changed."""
+        """Returns a copy of all bytes: the latest copy, if alive and equal."""
         copy, latest = torch.cat(self._rows), self._latest()
         if latest is not None and torch.equal(latest, copy):
             return latest
@@ -109,7 +109,7 @@ class Pack:
 
     @_apart
     def write(self, content: torch.Tensor, versions: Sequence[int]) -> None:
-        """Gives the tensors a content and versions.
+        """Writes contents and versions of the tensors.
 
         Args:
             content: The bytes.
@@ -120,7 +120,7 @@ class Pack:
 
     @_apart
     def pieces(self, content: torch.Tensor) -> list[tuple[TensorNote, torch.Tensor]]:
-        """Returns the tensors' notes, and a tensor for each with its part of a copy."""
+        """Returns each tensor's note with the tensor's part of a copy."""
         return [
             (noted, piece.clone().view(alias.dtype).reshape(alias.shape))
             for noted, piece in zip(self.notes, torch.split_with_sizes(content, self._sizes), strict=True)
@@ -129,7 +129,7 @@ class Pack:
 
     @_apart
     def differences(self, content: torch.Tensor) -> list[bool]:
-        """Returns of each tensor whether its bytes differ from those in a copy."""
+        """Returns for each tensor whether its bytes differ from a copy."""
         pieces = torch.split_with_sizes(content, self._sizes)
         return [not torch.equal(row, piece) for row, piece in zip(self._rows, pieces, strict=True)]
 
@@ -139,11 +139,11 @@ def _nothing() -> None:
 
 
 class PackedCopy:
-    """The content of a pack of tensors as one forward found it.
+    """The content of a pack when forward began.
 
     Attributes:
-        after: Versions when forward has ended.
-        before: Versions when it began.
+        after: Versions at the end of forward.
+        before: Versions at the beginning of forward.
         copy: The content.
         pack: The tensors.
     """
@@ -156,11 +156,11 @@ class PackedCopy:
         self.before = self.after = pack.versions()
 
     def settle(self) -> None:
-        """Ends forward."""
+        """Notes the versions at the end of forward."""
         self.after = self.pack.versions()
 
     def written(self) -> list[torch.Tensor]:
-        """Returns the tensors that forward has written to."""
+        """Returns the tensors written by forward."""
         notes, count = self.pack.notes, len(self.before)
         differ = self.pack.differences(self.copy) if self.pack.is_intact() else [True] * count
         rows = zip(notes, self.before, self.after, differ, strict=True)
@@ -168,12 +168,12 @@ class PackedCopy:
         return [tensor for tensor in written if tensor is not None]
 
     def is_stale(self, versions: Sequence[int], content: torch.Tensor) -> bool:
-        """Whether what the tensors have now is not what they had before forward."""
+        """Whether the present versions or contents differ from before forward."""
         return versions != self.before or not past_all_modes(content, torch.equal, content, self.copy)
 
 
 def pack_up(notes: Iterable[TensorNote]) -> tuple[Pack | None, list[TensorNote]]:
-    """Returns the pack of those tensors that are small, if there are any, and the notes of others."""
+    """Returns a pack of the small tensors, None if there are none, and the notes of others."""
     packed: list[TensorNote] = []
     loose: list[TensorNote] = []
     total = 0

@@ -1,20 +1,20 @@
-"""Parameters that a rerun reads again, though autograd has not saved them.
+"""Parameters which a rerun reads again, though autograd has not saved them.
 
-A parameter whose value backward needs is saved, and its version is compared when it comes back. Others are only read: a bias,
-an embedding, and under autocast every weight, of which a cast is saved that a rerun makes anew. Should one of these be modified
-between forward and backward, then the rerun computes something else without a word, where plain autograd has no need of it any
-more and gives the right gradients. So the versions of the parameters that a region reaches are noted when its forward
-begins, and compared when it is rerun; and with them those of other tensors that require grad and that the function closes over.
-(Those that require none are put back for a rerun, see :mod:`.module_state`.)
+If backward needs a parameter's value, the parameter is saved, and its version is compared on unpacking. Other parameters are
+only read: a bias, an embedding, and under autocast every weight, of which only the cast is saved, and a rerun makes the cast
+anew. If such a parameter is modified between forward and backward, the rerun silently computes other values, while plain
+autograd needs the parameter no more and gives the right gradients. So the versions of all parameters reached by a region are
+noted when its forward begins, and compared when the region is rerun. The same goes for closed-over tensors that require grad.
+(Closed-over tensors that require none are put back for a rerun, see :mod:`.module_state`.)
 
-A region may reach parameters that it does not read, and those may well change in between: an optimizer that steps in the course
-of a backward has changed the layers behind. So a rerun that finds some changed is watched. As soon as an operator is about to
-read one of them, the rerun ends: no value to come would be right, and whoever asks for one gets an error. (To go on may also
-never end, if the function has a backward in it that comes to the very node which waits for this rerun.)
+A region may reach parameters without reading them, and these may well change in between: an optimizer that steps in the course
+of a backward has changed the layers behind. So a rerun with changed parameters is watched. As soon as an operator is about to
+read a changed parameter, the rerun ends: no later value would be right, and unpacking one raises an error. (To go on may also
+never end, if the function has a backward inside that comes to the very node waiting for this rerun.)
 
-Functions that write to a parameter themselves write again in a rerun. One that is clamped, say, or filled before it is read is
-read as forward read it. What the rerun wrote is undone when it ends, the version included: another rerun, and whoever saved the
-parameter, finds it as forward left it.
+Functions that write to a parameter themselves write again in a rerun. A parameter clamped or filled before its first read is
+read as forward read it. The end of a rerun undoes its writes, the version included: another rerun, and every operator that
+saved the parameter, finds the parameter as forward left it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ __all__ = [
     "references_of",
 ]
 
-#: Where parameters are: modules whose own ones are meant, and other tensors.
+#: The places of parameters: modules (their own parameters alone), and other tensors.
 References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor]]
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -56,7 +56,7 @@ _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 
 
 def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) -> References:
-    """Returns where the parameters of modules are, and those among other tensors that require grad."""
+    """Returns the places of the parameters of modules, and of other tensors that require grad."""
     if len(plans) == 1 and not tensors:
         return plans[0].parameters
     own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in PLAIN and not tensor.is_inference()]
@@ -64,7 +64,7 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
 
 
 def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]:
-    """Returns the parameters as they are now: a framework may have its modules hold others by the time of a rerun."""
+    """Returns the present parameters: a framework may have exchanged the parameters of its modules by the time of a rerun."""
     try:
         return [
             parameter
@@ -72,22 +72,22 @@ def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]
             for parameter in reference()._parameters.values()  # type: ignore[union-attr]
             if parameter is not None
         ]
-    except AttributeError:  # a module that is gone
+    except AttributeError:  # a dead module
         alive = [reference for reference in modules if reference() is not None]
         return _parameters_of(alive) if len(alive) < len(modules) else []
 
 
 class Noted:
-    """Parameters and other tensors that a region reaches, and their versions when its forward began.
+    """Parameters and other tensors reached by a region, and their versions when forward began.
 
-    Parameters that require grad are held, as the graph holds them too; all else weakly. Other tensors may have a history, which
-    may be that of a region before, and so on.
+    Parameters that require grad are held, as the graph holds them too; all other tensors are held weakly. Other tensors may
+    have a history: of the region before, and so on.
     """
 
     __slots__ = ("_held", "_steps", "_versions", "_weak")
 
     def __init__(self, references: References) -> None:
-        """Notes the versions that they have now."""
+        """Notes the present versions."""
         self._steps = num_fused_steps()
         modules, others = references
         self._held: Sequence[torch.Tensor] = _parameters_of(modules)
@@ -99,34 +99,34 @@ class Noted:
         self._versions = self._read()
 
     def _read(self) -> list[int]:
-        """Returns the version of each, those that are held before the others; -1 where it has none."""
+        """Returns the version of each tensor, held tensors first; -1 for a tensor without version."""
         try:
             versions = list(map(_version, self._held))
             return versions + [reference()._version for reference in self._weak] if self._weak else versions  # type: ignore[union-attr]
-        except (AttributeError, RuntimeError, ValueError):  # gone, without versions, or not made yet
+        except (AttributeError, RuntimeError, ValueError):  # dead, without versions, or not made yet
             return list(map(_version_or_none, self._tensors()))
 
     def _tensors(self) -> list[torch.Tensor | None]:
         return [*self._held, *(reference() for reference in self._weak)]
 
     def required_grad(self, plans: Sequence[ModulePlan]) -> set[int]:
-        """Returns which of them required grad when they were noted, by the ``id`` of each.
+        """Returns the ``id`` of each noted tensor which required grad when noted.
 
         Args:
-            plans: Those of the modules that they were noted of, whose frozen parameters did not.
+            plans: The plans of the noted modules, whose frozen parameters required no grad.
         """
         others = {id(tensor) for reference in self._weak if (tensor := reference()) is not None}
         of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
         return {*map(id, self._held), *(others - of_modules)}
 
     def have_changed(self) -> bool:
-        """Whether any was written to since."""
+        """Whether any tensor was written to since."""
         if self._read() == self._versions and self._steps == num_fused_steps():
             return False
-        return bool(self.changed())  # one that is gone has no version, and steps may be those of others
+        return bool(self.changed())  # a dead tensor has no version, and steps may be of other parameters
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
-        """Returns those that were written to since, and the versions that they should have."""
+        """Returns the tensors written to since, with their noted versions."""
         return [
             (tensor, version)
             for tensor, version in zip(self._tensors(), self._versions, strict=True)
@@ -136,7 +136,7 @@ class Noted:
         ]
 
     def leave_out(self, parameters: frozenset[int]) -> None:
-        """Takes some out, which are given by the ``id`` of each."""
+        """Takes parameters out, given by the ``id`` of each."""
         left = [id(tensor) not in parameters for tensor in self._tensors()]
         self._versions = list(itertools.compress(self._versions, left))
         self._weak = list(itertools.compress(self._weak, left[len(self._held) :]))
@@ -147,7 +147,7 @@ def _version_or_none(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
-#: A storage, None if there is none, and from where to where in it, in bytes.
+#: A storage or None, and the start and the end of a tensor there, in bytes.
 _Place = tuple["int | None", int, int]
 
 
@@ -169,19 +169,19 @@ def _overlap(one: _Place, other: _Place) -> bool:
     return one[0] is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
-#: Hand out memory without looking at it, or look at nothing but its shape.
+#: Kinds of operators that hand out memory without reading it, or read nothing but shapes.
 _HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
 
 
 class Doubting(Protocol):
-    """What collects the values of a rerun (:class:`ckpt_hooks._function.collector.Collector`)."""
+    """The collector of a rerun's values (:class:`ckpt_hooks._function.collector.Collector`)."""
 
     def distrust(self, error: Callable[[], MutationError]) -> None:
-        """Is told that no value to come is to be trusted; may end the rerun."""
+        """Marks all later values as wrong; may end the rerun."""
 
 
 class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes when an operator first reads from the memory of a parameter that has changed, and undoes writes to those."""
+    """Notes an operator's first read from the memory of a changed parameter, and undoes writes to changed parameters."""
 
     def __init__(
         self,
@@ -192,9 +192,9 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
         """Prepares to watch.
 
         Args:
-            changed: The parameters, and the versions that they should have.
-            collector: Gets the values of the rerun, and is told when those to come are not to be trusted.
-            error: Returns the error for a parameter and the version that it should have.
+            changed: The parameters, and their versions in forward.
+            collector: Gets the values of the rerun, and is told when later values are wrong.
+            error: Returns the error for a parameter and its version in forward.
         """
         super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]

@@ -1,9 +1,9 @@
-"""Modules that may write to their buffers without a word: whose buffers are copied in each forward, written to so far or not.
+"""Modules which may write to their buffers silently: each forward copies their buffers, whether written so far or not.
 
-Some kernels move no version counter, as that of batch norm; nor do writes by way of ``tensor.data``, NumPy, collectives, or
-operators of a user's own. Such a module may do nothing of the kind in its first forwards, as one that is frozen, and begin with
-it later on. Of torch's modules it is known which do. The code of others is asked for the names that such writes take; so are
-functions that it names, and hooks.
+Some kernels move no version counter, as the kernel of batch norm; nor do writes by way of ``tensor.data``, NumPy, collectives,
+or users' own operators. Such a module may write nothing in its first forwards, as a frozen module, and begin later. Of torch's
+modules the writers are known. The code of other modules is searched for the names which such writes need, and so are hooks, and
+functions named by the code.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt_hooks._operators.unsaid import QUIET_FUNCTIONS
 
 __all__ = ["may_write_unseen"]
 
-#: Where torch's modules are that write to buffers, or that make others do so.
+#: The packages of torch's modules which write to buffers, or make other modules do so.
 _WRITERS = (
     "torch.ao.",
     "torch.distributed.",
@@ -33,15 +33,15 @@ _WRITERS = (
     "torch.nn.utils.",
     "torch.quantization.",
 )
-#: Buffers of a batch norm, whoever has written it.
+#: Buffers of a batch norm, torch's or a user's.
 _STATISTICS = frozenset({"num_batches_tracked", "running_mean", "running_var"})
 _NAMES = QUIET_FUNCTIONS | {
     *("_unsafe_preserve_version_counter", "_unsafe_set_version_counter", "ctypes", "cuda_kernel", "data", "data_ptr", "dist"),
     *("distributed", "from_dlpack", "numpy", "set_", "storage", "swap_tensors", "to_dlpack", "triton", "untyped_storage"),
 }
-#: Parts of torch that run operators of a user's own.
+#: Parts of torch which run users' own operators.
 _NAMES_OF_TORCH = frozenset({"library", "ops"})
-#: How many levels of functions are asked that functions name.
+#: The number of levels of functions, named by functions, to search.
 _LEVELS = 2
 
 
@@ -96,7 +96,7 @@ def _callable_may(value: Any) -> bool:
 
 
 def may_write_unseen(module: Module) -> bool:
-    """Whether a module may come to write to its buffers in a way that no version counter tells."""
+    """Whether a module may write to its buffers without moving version counters."""
     own = vars(module)
     hooks = [*own.get("_forward_hooks", {}).values(), *own.get("_forward_pre_hooks", {}).values()]
     functions = [value for value in own.values() if type(value) in (types.FunctionType, types.MethodType, functools.partial)]

@@ -1,10 +1,10 @@
-"""Objects of users' classes that a region reaches, such as caches: noted when forward begins, for errors to name what changed.
+"""Objects of users' classes reached by a region, such as caches: noted when forward begins, for errors to name changed objects.
 
-Such objects are not put back for a rerun, which finds them as forward left them. That is as it should be for a counter or a
-log. Of a cache the rerun reads more than forward did. Where that shows, by tensors of other shapes, another number of them,
-another sequence of operators, an exception, the error says which object it was. So a forward notes what is in the objects among
-its arguments, in the closure of its function, in the object that its method is bound to, and in attributes of modules. Those
-that reruns have found unchanged several times are not looked at again.
+Such objects are not put back: a rerun finds them as forward left them. For a counter or a log this is right. From a cache the
+rerun reads more than forward did. Where this shows, by tensors of other shapes, another number of tensors, another sequence of
+operators, or an exception, the error names the object. So a forward notes the content of objects among its arguments, in the
+closure of its function, of the object to which a method is bound, and in attributes of modules. Objects found unchanged by
+several reruns are not looked at again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .objects import Change, Note, Root, Tag, Walk, changes_between, tag_of, ten
 
 __all__ = ["ObjectNotes", "notes_of"]
 
-#: How many entries a container has that a function closes over, for it to be looked at.
+#: The largest number of entries of a noted container in a closure.
 _MOST_ENTRIES = 64
-#: How many reruns have to find an object unchanged for it not to be looked at any more.
+#: An object found unchanged by this many reruns is not looked at any more.
 _LOOKS = 3
-#: In how many forwards a module is searched for objects: it may get them in its first one.
+#: The number of forwards which search a module for objects: the first forward may make objects.
 _SEARCHES = 3
 
-#: How many levels of functions are looked at that functions close over.
+#: The number of levels of closed-over functions to look at.
 _DEPTH = 3
 
 _CALLABLES = frozenset({types.FunctionType, types.MethodType, functools.partial})
@@ -39,7 +39,7 @@ _NOTED = (_OBJECT, *_CONTAINERS)
 
 
 class ObjectNotes:
-    """Objects that a region reaches, and what was in them when its forward began."""
+    """Objects reached by a region, and their content when forward began."""
 
     __slots__ = ("before", "roots")
 
@@ -56,16 +56,16 @@ class ObjectNotes:
                 _quiet.silence(root[2])
 
     def now(self) -> tuple[list[Note], list[torch.Tensor]]:
-        """Returns what is in them now, and the tensors among that."""
+        """Returns the present content of the objects, and the tensors inside."""
         walk = Walk()
         return [walk.note(value) for _, _, value in self.roots], walk.tensors
 
     def changes(self) -> list[Change]:
-        """Returns what has changed since forward began."""
+        """Returns the changes since forward began."""
         return list(changes_between(self.roots, self.before, self.now()[0]))
 
     def since(self) -> tuple[list[Note], list[torch.Tensor]]:
-        """Returns what is in the objects when a rerun begins, and the tensors that were not there when forward began."""
+        """Returns the content of the objects when a rerun begins, and the tensors added since forward began."""
         now, tensors = self.now()
         for (_, _, value), one, other in zip(self.roots, self.before, now, strict=True):
             _quiet.note(value, changed=one != other)
@@ -76,7 +76,7 @@ class ObjectNotes:
 
 
 class _Quiet:
-    """Objects that reruns have found unchanged, by id; an entry goes with its object."""
+    """Objects found unchanged by reruns, by id; an entry goes with its object."""
 
     def __init__(self) -> None:
         self._looks: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -106,7 +106,7 @@ class _Quiet:
 
 _quiet = _Quiet()
 
-#: Of each module that was searched, by id: the module, where there are objects in it, and how often it was searched.
+#: Each searched module, by id: the module, the places of objects inside, and the number of searches.
 _searched: dict[int, tuple[weakref.ref[Module], list[tuple[weakref.ref[Module], str]], int]] = {}
 
 
@@ -141,7 +141,7 @@ def _held_by(module: Module) -> list[Root]:
 
 
 def notes_of(function: Any, objects: Sequence[Any]) -> ObjectNotes | None:
-    """Notes what is in the objects that a region reaches; None if it reaches none.
+    """Notes the content of objects reached by a region; None if there are no objects.
 
     Args:
         function: The region's function.
@@ -193,7 +193,7 @@ def _look_into_closure(function: types.FunctionType, roots: list[Root], depth: i
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
         try:
             value = cell.cell_contents
-        except ValueError:  # a variable that is not assigned yet
+        except ValueError:  # an unassigned variable
             continue
         tag = tag_of(type(value))
         if tag is _OBJECT:

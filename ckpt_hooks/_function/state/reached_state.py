@@ -1,7 +1,7 @@
-"""State that one region reaches besides its arguments, as its forward found it: attributes and contents, together.
+"""State reached by one region besides its arguments, as its forward found it: attributes and contents, together.
 
-Attributes of modules are :mod:`.attributes`, contents of tensors :mod:`.module_state`, parameters that
-must stay as they are :mod:`.parameters`. Attributes go back first, since tensors are written to where they are bound.
+Attributes of modules are in :mod:`.attributes`, contents of tensors in :mod:`.module_state`, parameters, which must not change,
+in :mod:`.parameters`. Attributes go back first, since contents are written to the bound tensors.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
 
 
 class ReachedState:
-    """What one forward found.
+    """The state found by one forward.
 
     Attributes:
         generators: Random generators.
         parameters: Parameters, with their versions.
-        plans: Those of the modules.
+        plans: The plans of the modules.
     """
 
     __slots__ = ("_attributes", "_contents", "_epoch", "_unwritten", "_with_buffers", "generators", "parameters", "plans")
@@ -43,11 +43,11 @@ class ReachedState:
     _with_buffers: bool
 
     def storages(self) -> frozenset[int | None]:
-        """Returns which storages hold what may be rewound."""
+        """Returns the storages of tensors which may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
 
     def close_idle(self) -> None:
-        """Ends forward of a module that need not be looked at."""
+        """Ends forward of an idle module."""
         if self._contents is not None:
             self._contents.settle()
 
@@ -55,13 +55,13 @@ class ReachedState:
         """Ends forward.
 
         Args:
-            failed: Whether it has ended by an exception, and may not have come to what it changes.
+            failed: Whether forward ended by an exception, perhaps before its writes.
         """
         contents, written = self._contents, _NO_TENSORS
         if contents is not None:
             if not contents.settle():
                 self._contents = None
-            elif contents.parameters:  # which a rerun finds as they were
+            elif contents.parameters:  # a rerun finds these unchanged
                 self.parameters.leave_out(contents.parameters)
             if any(plan.learning.is_learning() for plan in self.plans):
                 written = contents.written()
@@ -70,7 +70,7 @@ class ReachedState:
 
 
 class Rewound:
-    """State put back for one rerun, and what undoes that."""
+    """State put back for one rerun, with the means to undo this."""
 
     __slots__ = ("_attributes", "_complain", "_contents", "_state")
 
@@ -78,15 +78,15 @@ class Rewound:
         """Prepares for a rerun.
 
         Args:
-            state: What forward found.
-            complain: Returns an error for a tensor that has changed and the version that it had, which cannot be put back.
+            state: The state found by forward.
+            complain: Returns an error for a changed tensor that cannot be put back, and its version in forward.
         """
         self._state, self._complain = state, complain
         self._attributes = AttributesUndo(complain, with_buffers=state._with_buffers)
         self._contents: StateUndo | None = None
 
     def put_back(self) -> frozenset[int | None]:
-        """Puts back what forward found; returns which storages get another content for the rerun."""
+        """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
         kept = [one for one in state._unwritten if self._may_be_written(one)] if state._unwritten else ()
@@ -102,20 +102,20 @@ class Rewound:
         return undo.storages()
 
     def _may_be_written(self, unwritten: Unwritten) -> bool:
-        """Whether the rerun may write to tensors that forward has not written to, since hooks or flags are other ones.
+        """Whether the rerun may write to tensors that forward has not written to, because hooks or flags have changed.
 
         Raises:
-            MutationError: If one was written to since forward began.
+            MutationError: If such a tensor was written to since forward began.
         """
         unwritten.check(self._complain)
         return self._attributes.may_initialise or not unwritten.hooks.hold()
 
     def restore(self) -> None:
-        """Puts back what :meth:`put_back` found.
+        """Restores the state from before :meth:`put_back`.
 
         Raises:
-            MutationError: If the rerun initialised parameters once more. They are as they were before it. Or if it wrote to a
-                tensor that forward has not written to.
+            MutationError: If the rerun initialised parameters once more, which are restored; or if the rerun wrote to a tensor
+                that forward has not written to.
         """
         try:
             if self._contents is not None:
@@ -133,7 +133,7 @@ _NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
 def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
-    """Returns the state of a module that need not be looked at (:func:`.module_plan.idle_plan`)."""
+    """Returns the state of an idle module (:func:`.module_plan.idle_plan`)."""
     unwritten, pack = plan.learning.unwritten, plan.learning.pack
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
@@ -148,9 +148,9 @@ def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
 
 
 def state_of(reached: Reached, *, preserve_buffers: bool) -> ReachedState | None:
-    """Returns the state of what a function reaches; None where a lazy module has not made its parameters yet.
+    """Returns the state reached by a function; None if a lazy module has not made its parameters yet.
 
-    What a lazy module's first forward does to itself cannot be done twice.
+    The first forward of a lazy module changes the module for good, and cannot be done twice.
 
     Args:
         reached: Modules, tensors and generators.

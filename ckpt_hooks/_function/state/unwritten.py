@@ -1,15 +1,15 @@
 """Tensors of modules that forward does not write to: masks, tables of frequencies, and the like.
 
 To copy these in each forward would cost the memory of each once more, and time. So the first forwards of a module tell which of
-its tensors it writes to. The others are not copied any more, and their versions are watched instead: those of all at once, by a
-node of autograd that has saved them.
+its tensors they write to. The others are not copied any more; instead their versions are watched, all at once, by a node of
+autograd which has saved these tensors.
 
-Learning starts anew whenever an attribute or a hook of the module or of one in it changes: one that is frozen may be trained
-later on. For large tensors, a number that changes in each step is no such change. Tensors of modules that may write without a
-word (:mod:`.quiet_writes`) are always copied, and so is one that was ever written to by a forward.
+Learning starts anew whenever an attribute or a hook of the module or a submodule changes: a frozen module may be trained later.
+For large tensors, a number that changes in each step is no such change. Always copied are tensors of modules with silent writes
+(:mod:`.quiet_writes`), and tensors ever written by a forward.
 
-What forward writes to for the first time when it is not copied any more cannot be put back: a rerun that needs it is an error.
-To bind a buffer anew (``self.scale = new``) is right at any time: attributes are noted in each forward.
+A first write to a tensor that is not copied any more cannot be undone: a rerun that needs the content is an error. To bind a
+buffer anew (``self.scale = new``) is right at any time: attributes are noted in each forward.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .quiet_writes import may_write_unseen
 
 __all__ = ["Learning", "Unwritten"]
 
-#: In how many forwards and one more every tensor is copied.
+#: Every tensor is copied in this many forwards and one more.
 _LOOKS = 3
-#: From this size on a tensor is large.
+#: Tensors with more bytes than this are large.
 _LARGE = 1 << 20
 
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
 
 
-#: Tensors that a forward has written to, by ``id``.
+#: Tensors written by a forward, by ``id``.
 _Written = dict[int, "weakref.ref[torch.Tensor]"]
 
 
@@ -53,7 +53,7 @@ def _note_written(table: _Written, tensor: torch.Tensor) -> None:
 
 
 class _Hooks:
-    """The hooks of modules, which may write to buffers; those that were registered since can be told at next to no cost."""
+    """The hooks of modules, which may write to buffers; later registrations are noticed at next to no cost."""
 
     __slots__ = ("_latest", "_modules", "_registered")
 
@@ -66,7 +66,7 @@ class _Hooks:
         return [(*module._forward_hooks, *module._forward_pre_hooks) for module in modules]
 
     def hold(self) -> bool:
-        """Whether the modules have the hooks that they had."""
+        """Whether the modules still have the same hooks."""
         latest = RemovableHandle.next_id
         if latest == self._latest:
             return True
@@ -77,10 +77,10 @@ class _Hooks:
 
 
 class Unwritten:
-    """Tensors that nothing was written to since they were looked at.
+    """Tensors not written to since the latest look.
 
     Attributes:
-        hooks: Those of the modules.
+        hooks: The hooks of the modules.
         tensors: The tensors.
     """
 
@@ -94,7 +94,7 @@ class Unwritten:
         self._node: Any = self._owner.grad_fn
 
     def hold(self) -> bool:
-        """Whether none was written to since."""
+        """Whether no tensor was written to since."""
         try:
             self._node.saved_tensors  # noqa: B018 (of which autograd compares the versions)
         except RuntimeError:
@@ -105,7 +105,7 @@ class Unwritten:
         """Raises an error if a tensor was written to since.
 
         Raises:
-            MutationError: What ``complain`` returns for the first such tensor.
+            MutationError: The result of ``complain`` for the first such tensor.
         """
         if self.hold():
             return
@@ -117,7 +117,7 @@ class Unwritten:
                 raise error
 
 
-#: What to do about a tensor that is written to for the first time after many forwards.
+#: The remedy for a first write to a tensor after many forwards.
 _FIX = (
     "Forwards of the module had not written to it so far, so there is no copy of it; from the next forward on there is. Bind "
     "the name to a new tensor instead of writing to the old one, or write to it in one of the first forwards."
@@ -125,13 +125,13 @@ _FIX = (
 
 
 class Learning:
-    """What the forwards of one module tell about its tensors.
+    """Knowledge of one module's tensors, learnt from its forwards.
 
     Attributes:
-        is_settled: Whether nothing more is to be learnt, and the tensors to be copied are small.
-        pack: The small tensors that are copied; None if there are none.
-        unwritten: Those that are not copied any more; None while there are none.
-        unwritten_are_all: Whether these are all that there are.
+        is_settled: Whether learning has ended, and the tensors to be copied are small.
+        pack: The copied small tensors; None if there are none.
+        unwritten: Tensors not copied any more; None while there are none.
+        unwritten_are_all: Whether all tensors are in ``unwritten``.
     """
 
     __slots__ = (
@@ -154,8 +154,8 @@ class Learning:
         """Begins to learn.
 
         Args:
-            modules: The module and those in it.
-            before: What was known when the module had other ones in it.
+            modules: The module and its submodules.
+            before: The knowledge from before a change of submodules.
         """
         self._modules = modules
         self._hooks = _Hooks(modules)
@@ -169,7 +169,7 @@ class Learning:
         """Has all tensors copied in the next few forwards.
 
         Args:
-            keeps_large: Whether that leaves large tensors out.
+            keeps_large: Whether large tensors are left out.
         """
         self._looks = 0
         self.is_settled = self._is_looking = False
@@ -179,12 +179,12 @@ class Learning:
             self._looks_at_large = 0
         if not keeps_large or self.unwritten is None or min(map(_nbytes, self.unwritten.tensors)) <= _LARGE:
             self._key: Any = None
-            self.pack: Pack | None = None  # which would keep memory of tensors that are gone
+            self.pack: Pack | None = None  # a pack would keep the memory of dead tensors
             self._loose: list[TensorNote] = []
             self.unwritten, self.unwritten_are_all = None, False
 
     def hold(self) -> bool:
-        """Whether nothing has happened for which learning starts anew; starts anew if it has."""
+        """Whether nothing has changed since learning began; otherwise starts learning anew."""
         if self._hooks.hold() and (self.unwritten is None or self.unwritten.hold()):
             return True
         self._hooks = _Hooks(self._modules)
@@ -192,11 +192,11 @@ class Learning:
         return False
 
     def is_good(self) -> bool:
-        """Whether all that is known of the module's tensors is good for another forward."""
+        """Whether the knowledge of the module's tensors is good for another forward."""
         return self.is_settled and self.hold() and (self.pack is None or self.pack.is_intact())
 
     def to_copy(self, notes: Sequence[ModuleNote]) -> tuple[Pack | None, list[TensorNote]]:
-        """Returns the tensors to copy before a forward: small ones, which make a pack, and others."""
+        """Returns the tensors to copy before a forward: a pack of small tensors, and others."""
         if not self.hold() or (self._last and any(self._was_written(noted) for note in notes for noted in note.tensors)):
             self.restart()
         self._is_looking, self._last = True, {}
@@ -213,13 +213,13 @@ class Learning:
         return self.pack, self._loose
 
     def _was_written(self, noted: TensorNote) -> bool:
-        """Whether somebody has written to a tensor since the latest forward ended."""
+        """Whether a tensor was written to since the latest forward ended."""
         tensor = noted.reference()
         version = None if tensor is None else self._last.get(id(tensor))
         return version is not None and tensor is not None and tensor._version != version
 
     def _known(self, notes: Sequence[ModuleNote]) -> list[tuple[TensorNote, torch.Tensor]]:
-        """Returns the tensors that need no copies any more."""
+        """Returns the tensors which need no copies any more."""
         found = []
         for note in notes:
             module = note.module()
@@ -234,16 +234,16 @@ class Learning:
         return is_watched and looks > _LOOKS and id(tensor) not in self._written
 
     def is_learning(self) -> bool:
-        """Whether it is of interest what this forward writes to."""
+        """Whether the writes of this forward are to be noted."""
         return self._is_looking and min(self._looks, self._looks_at_large) <= _LOOKS
 
     def has_run(self, notes: Sequence[ModuleNote], written: Sequence[torch.Tensor], *, failed: bool) -> None:
-        """Ends a forward. Regions in regions begin several before that, which count as one.
+        """Ends a forward. Nested regions begin several forwards before an end, and these count as one forward.
 
         Args:
-            notes: Of the modules.
-            written: Tensors that it has written to.
-            failed: Whether it has ended by an exception.
+            notes: The notes of the modules.
+            written: Tensors written by forward.
+            failed: Whether forward ended by an exception.
         """
         for one in written:
             _note_written(self._written, one)

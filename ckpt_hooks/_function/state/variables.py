@@ -1,15 +1,14 @@
 """Variables of functions, closed over or global: noted when forward begins, and lent to a rerun as forward found them.
 
 ``for l in layers: h = checkpoint(lambda y: l(y), h)`` binds ``l`` anew for each layer, and each of the functions reads the one
-variable ``l``. So a rerun gets the content that its forward found, for as long as it runs, and afterwards the variable is what
-it was: bound again by the caller, by the function itself (``nonlocal count``), or by a stopped rerun.
+variable ``l``. So while a rerun runs, the variable has the content found by forward. Afterwards the variable has its content
+from before the rerun, whether bound by the caller, by the function itself (``nonlocal count``), or by a stopped rerun.
 
-The variable itself is lent. A copy of the function with variables of its own would be out of step with everything else that
-shares them: a hook of a module that binds a closed-over variable, a helper that reads the same global, a function that an
-object holds.
+The variable itself is lent. A copy of the function with its own variables would be out of step with other users of the
+variable: a hook that binds a closed-over variable, a helper that reads the same global, a function held by an object.
 
-A tensor with a history is held without it. With it, ``last = checkpoint(lambda y: f(y, last.detach()), x)`` would keep the
-graph of every forward before.
+A tensor with a history is held without the history. With it, ``last = checkpoint(lambda y: f(y, last.detach()), x)`` would keep
+the graphs of all earlier forwards.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from .module_plan import ModulePlan
 
 __all__ = ["Loan", "StandIns", "lend", "take_back", "variables_in", "variables_of"]
 
-#: The content of a variable that is not assigned.
+#: The content of an unassigned variable.
 _ABSENT = object()
 _ALWAYS_ABSENT = repeat(_ABSENT)
 
@@ -48,15 +47,15 @@ def _alias_of(tensor: torch.Tensor) -> torch.Tensor:
 _with_history = unseen(alias_with_history)
 
 
-#: Arguments of a rerun that are other tensors than those of forward, by the ``id`` that these had.
+#: Arguments of a rerun which differ from the tensors of forward, by the ``id`` of the latter.
 StandIns = Mapping[int, torch.Tensor]
 _NO_STAND_INS: StandIns = {}
 
 
 class _Upstream:
-    """Stands for a tensor with a history: the tensor itself as long as it is there, then another one on the same memory.
+    """The stand-in for a tensor with a history: the tensor itself while it lives, then another tensor on the same memory.
 
-    Where the tensor was an argument too, and a rerun gets another one for it, the two are one in the rerun as well.
+    If the tensor was an argument too, and a rerun gets another tensor for the argument, the rerun finds the same tensor here.
     """
 
     __slots__ = ("_alias", "_id", "_reference", "_version")
@@ -69,22 +68,22 @@ class _Upstream:
         return stand_ins[self._id] if self._id in stand_ins else self._reference()
 
     def is_content(self, value: Any, stand_ins: StandIns) -> bool:
-        """Whether a variable with this value has the content that was noted."""
+        """Whether a variable with this value has the noted content."""
         return value is not None and value is self._tensor(stand_ins)
 
     def content(self, stand_ins: StandIns) -> Any:
-        """Returns a content that is as good as the one noted."""
+        """Returns an equivalent of the noted content."""
         tensor = self._tensor(stand_ins)
         return _with_history(self._alias, self._version) if tensor is None else tensor
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
-        """Returns an alias of a tensor that is gone, and whose memory was written to since, and the version that it had."""
+        """Returns the alias and noted version of a dead tensor whose memory was written to since."""
         is_changed = self._reference() is None and self._version >= 0 and self._alias._version != self._version
         return [(self._alias, self._version)] if is_changed else []
 
 
 class _Tuple:
-    """Stands for a tuple with such tensors."""
+    """The stand-in for a tuple with such tensors."""
 
     __slots__ = ("_entries",)
 
@@ -92,25 +91,25 @@ class _Tuple:
         self._entries = entries
 
     def is_content(self, value: Any, stand_ins: StandIns) -> bool:
-        """Whether a variable with this value has the content that was noted."""
+        """Whether a variable with this value has the noted content."""
         is_alike = type(value) is tuple and len(value) == len(self._entries)
         return is_alike and all(map(_is_content, self._entries, value, repeat(stand_ins)))
 
     def content(self, stand_ins: StandIns) -> Any:
-        """Returns a content that is as good as the one noted."""
+        """Returns an equivalent of the noted content."""
         return tuple(map(_content, self._entries, repeat(stand_ins)))
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
-        """Returns those of tensors in it; see :meth:`_Upstream.changed`."""
+        """Returns the changed aliases of tensors in the tuple; see :meth:`_Upstream.changed`."""
         return _changed(self._entries)
 
 
 def _noted(value: Any) -> Any:
-    """Returns what stands for a content: itself, but for tensors with a history and tuples of these."""
+    """Returns the stand-in for a content: the content itself, except for tensors with a history and tuples of these."""
     if isinstance(value, torch.Tensor):
         try:
             return _Upstream(value) if value.requires_grad and not is_kept_anyway(value) else value
-        except RuntimeError:  # a view of many whose base was modified, which has lost its graph
+        except RuntimeError:  # a multi-output view of a modified base, which has lost its graph
             return value
     if type(value) is tuple:
         entries = tuple(map(_noted, value))
@@ -132,24 +131,24 @@ def _changed(contents: Sequence[Any]) -> list[tuple[torch.Tensor, int]]:
 
 _STANDING = (_Upstream, _Tuple)
 
-#: The variables of one function: cells; a namespace and names in it; what stands for the contents when forward began; and
+#: The variables of one function: cells; a namespace and names in it; stand-ins for the contents when forward began; and
 #: whether the function binds any.
 _Entry = tuple[tuple[CellType, ...], dict[str, Any], tuple[str, ...], tuple[Any, ...], bool]
 _NO_CELLS: tuple[CellType, ...] = ()
 
-#: Types of contents that stand for themselves.
+#: Types of contents without a stand-in.
 _PLAIN = frozenset({type(None), bool, int, float, str, type, ModuleType, FunctionType, BuiltinFunctionType, object})
 
 
 def variables_of(function: Any, reached: Reached, plans: Sequence[ModulePlan] = ()) -> Sequence[_Entry] | None:
-    """Notes the variables of functions, None if there are none.
+    """Notes the variables of functions; None if there are none.
 
-    Functions of torch and of this package are left out: what they keep in variables (of a compiler, say) is theirs.
+    Functions of torch and of this package are left out: their variables (of a compiler, say) are their own business.
 
     Args:
-        function: What a region calls.
-        reached: What that reaches.
-        plans: Those of modules that it reaches.
+        function: The region's function.
+        reached: The result of the closure scan of ``function``.
+        plans: The plans of the modules found.
     """
     if reached is not NOTHING:
         entries = [entry for one in reached.functions if (entry := _entry_of(one)) is not None]
@@ -163,7 +162,7 @@ def variables_of(function: Any, reached: Reached, plans: Sequence[ModulePlan] = 
 
 
 def variables_in(plan: ModulePlan) -> Sequence[_Entry]:
-    """Notes the variables of the functions that a module and its submodules hold."""
+    """Notes the variables of the functions held by a module and its submodules."""
     return [entry for one in plan.functions if (function := one()) is not None and (entry := _entry_of(function))]
 
 
@@ -199,7 +198,7 @@ def _content_or_absent(cell: CellType) -> Any:
 
 
 def _write(entry: _Entry, contents: Sequence[Any], now: Sequence[Any]) -> None:
-    """Changes the contents of those variables whose content now is another one."""
+    """Writes the contents of variables that differ from ``now``."""
     cells, namespace, names, *_ = entry
     for cell, content, old in zip(cells, contents, now, strict=False):
         if content is _ABSENT and old is not _ABSENT:
@@ -215,21 +214,21 @@ def _write(entry: _Entry, contents: Sequence[Any], now: Sequence[Any]) -> None:
 
 
 def _places(entry: _Entry) -> list[Any]:
-    """Returns something for each variable that is equal where the variable is the same."""
+    """Returns a key for each variable, equal where the variable is the same."""
     cells, namespace, names, *_ = entry
     return [*map(id, cells), *((id(namespace), name) for name in names)]
 
 
-#: What a rerun that is under way uses: its thread, its variables, and the places of those that are lent to it.
+#: The use of variables by a running rerun: its thread, its variables, and the places of variables lent to it.
 _Use = tuple[int, Sequence[_Entry], "frozenset[Any]"]
 _NO_PLACES: frozenset[Any] = frozenset()
 _NO_USE: _Use = (0, (), _NO_PLACES)
 
 
 class Loan:
-    """Variables of which a rerun finds some bound to something else than they are now, or that it may bind itself.
+    """Variables lent to a rerun, some bound to another content at present, or bound by the rerun itself.
 
-    Of two reruns on different threads that share a variable, and want different contents of it, one waits for the other.
+    Of two reruns on different threads with different contents for a shared variable, one waits for the other.
     """
 
     __slots__ = ("_before", "_entries", "_stand_ins", "_use")
@@ -269,7 +268,7 @@ class Loan:
                     _write(entry, contents, now)
 
     def _look(self) -> _Use:
-        """Finds out which variables have another content than in forward."""
+        """Finds the variables with another content than in forward."""
         found = [zip(_places(entry), entry[3], _read(*entry[:3]), strict=True) for entry in self._entries]
         lent = [place for place, noted, value in chain(*found) if not _is_content(noted, value, self._stand_ins)]
         return get_ident(), self._entries, frozenset(lent)
@@ -281,11 +280,11 @@ class Loan:
         return not (lent.isdisjoint(_all_places(other[1])) and other[2].isdisjoint(_all_places(entries)))
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
-        """Returns aliases of tensors that are gone, and whose memory was written to since, and the versions that they had."""
+        """Returns the aliases and noted versions of dead tensors whose memory was written to since."""
         return [found for entry in self._entries for found in _changed(entry[3])]
 
     def end(self) -> None:
-        """Has the variables be what they were before."""
+        """Restores the contents from before the loan."""
         with _lock:
             for entry, before in reversed(list(zip(self._entries, self._before, strict=False))):  # some, where __init__ failed
                 _write(entry, before, _read(*entry[:3]))
@@ -298,14 +297,14 @@ class Loan:
 
 
 def lend(entries: Sequence[_Entry], stand_ins: StandIns = _NO_STAND_INS) -> Loan | _Use:
-    """Has a rerun find variables as its forward found them, until :func:`take_back` is called with what this returns.
+    """Lends a rerun its variables with the contents found by forward, until :func:`take_back` is called with the result.
 
-    A rerun whose variables are as they were, and that binds none, takes no lock. It says that it uses them, and only then
-    looks whether there are loans; a loan is counted first, and looks for such uses then. So at least one sees the other.
+    A rerun with unchanged variables, which binds none, takes no lock: it registers its use, then looks for loans. A loan is
+    counted first, and then looks for uses. So of a use and a loan at the same time, at least one sees the other.
 
     Args:
         entries: The variables.
-        stand_ins: Arguments of the rerun that are other tensors than those of forward.
+        stand_ins: Arguments of the rerun which differ from the tensors of forward.
     """
     use = get_ident(), entries, _NO_PLACES
     _uses[id(use)] = use
@@ -316,7 +315,7 @@ def lend(entries: Sequence[_Entry], stand_ins: StandIns = _NO_STAND_INS) -> Loan
 
 
 def take_back(lent: Loan | _Use) -> None:
-    """Ends what :func:`lend` began."""
+    """Ends a loan or use begun by :func:`lend`."""
     if type(lent) is Loan:
         lent.end()
         return
@@ -327,7 +326,7 @@ def take_back(lent: Loan | _Use) -> None:
 
 
 def _are_as_noted(entries: Sequence[_Entry], stand_ins: StandIns) -> bool:
-    """Whether variables have the contents that were noted, and the functions do not bind any."""
+    """Whether variables have the noted contents, and the functions bind none of the variables."""
     for cells, namespace, names, noted, binds in entries:
         if binds:
             return False
