@@ -3,7 +3,7 @@
 Torch's default generators belong to the process. A recompute which sets one back for a while hides it from every other thread,
 and a forward whose draws interleave with another thread's cannot be repeated from the start. So where threads besides the main
 thread run regions, and where two recomputes overlap, a dispatch mode notes the state at each draw of a forward. In a recompute,
-which touches no default generator, each draw gets its state. The mode costs microseconds an operator, so a program of one
+which touches no default generator, each draw gets the noted state. The mode costs microseconds an operator, so a program of one
 thread goes by :mod:`.rng` instead.
 
 An operator without a generator argument runs on the default generator, set for the call alone. Drawing operators are known by
@@ -53,7 +53,7 @@ class Draw(NamedTuple):
 
 
 class _Handlers(threading.local):
-    """The modes of one thread, outermost first, and the latest draw of any of the modes."""
+    """The modes of a thread, outermost first, and the latest draw of any of the modes."""
 
     def __init__(self) -> None:
         self.active: list[_Draws] = []
@@ -89,7 +89,7 @@ def form_of(operator: Any) -> _Form:
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Returns the device on which an operator draws, given its arguments."""
+    """Returns the device on which a call of an operator draws."""
     device = kwargs.get("device")
     if device is None:
         device = next((value.device for value in args if isinstance(value, torch.Tensor)), "cpu")
@@ -146,7 +146,7 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
 
         Args:
             func: The operator.
-            operator: Its overload with a generator argument, if any.
+            operator: The overload with a generator argument, if any.
             args: Positional arguments, without the generator.
             kwargs: Keyword arguments.
             takes_generator: Whether ``operator`` takes a generator.
@@ -166,8 +166,8 @@ def call_with(
 
     Args:
         call: The operator.
-        args: Its arguments, without a generator.
-        kwargs: Its keyword arguments.
+        args: Positional arguments, without a generator.
+        kwargs: Keyword arguments.
         generator: The generator.
         takes_generator: Whether the operator takes a generator; if not, the default generator is set for the call.
         is_draw: Whether the operator is known to draw. If not, it may run beside other operators, for which it may wait.
@@ -292,7 +292,7 @@ _dropout_at: dict[int, int] = {}
 
 
 def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator, such as attention, draws for dropout alone and its probability is 0."""
+    """Whether an operator, such as attention, draws for dropout alone and the probability is 0."""
     position = _dropout_at.get(id(operator))
     if position is None:
         schema = getattr(operator, "_schema", None)  # operators of operators have none
@@ -309,8 +309,8 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
     Args:
         operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
 
     Returns:
         A function to call afterwards, which returns the draw, if any. None for an operator which will not draw.
@@ -344,8 +344,8 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
 
     Args:
         operator: The operator.
-        args: Its arguments in this recompute, whose generator may be another object than in forward.
-        kwargs: Its keyword arguments.
+        args: Positional arguments in this recompute, whose generator may be another object than in forward.
+        kwargs: Keyword arguments.
         drawn: The operator's draw in forward.
         modes: The number of this module's modes (:func:`num_draw_modes`) still to be told.
     """

@@ -67,7 +67,7 @@ class Stream:
         return state
 
     def is_readable(self) -> bool:
-        """Whether the state can be read now, as no generator's can while a CUDA graph is being captured on its device."""
+        """Whether the state can be read now: not while a CUDA graph is being captured on the generator's device."""
         return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)
 
     def holds(self, state: Any) -> bool:

@@ -1,7 +1,7 @@
-"""The facts known of an operator before it runs: the places of its tensors, its writes, and its outputs.
+"""The facts known of an operator before it runs: the places of tensors, the writes, and the outputs.
 
 Most facts come from schemas. Facts missing or wrong in schemas are in :mod:`.unsaid`. Function frames, recorders, policies and
-the modes which watch parameters all read this one record, made once for each operator.
+the modes which watch parameters all read this record, made once for each operator.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Written(NamedTuple):
     """An argument written to by an operator.
 
     Attributes:
-        position: Its place among positional arguments.
-        name: Its name.
-        counted: Whether its version counts the write.
+        position: The place among positional arguments.
+        name: The argument's name.
+        counted: Whether the version counts the write.
         overwritten: Whether nothing is left of the old content.
     """
 
@@ -41,7 +41,7 @@ class Written(NamedTuple):
     overwritten: bool
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the argument of a call; None where it was left out."""
+        """Returns the argument of a call; None where left out."""
         return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
 
@@ -63,7 +63,7 @@ class OpFacts:
         has_fresh: Whether a result is neither an argument nor a view of an argument.
         is_fast: Whether the operator only takes tensors by position and returns tensors.
         is_view: Whether the output is a view of the input, with the same version counter.
-        is_detach: Whether the operator is ``detach``. ``tensor.data`` runs it too, and has a version of its own.
+        is_detach: Whether the operator is ``detach``. ``tensor.data`` runs ``detach`` too, and has a version of its own.
         is_random: Whether the operator draws random numbers, or may.
         may_drop_out: Whether the operator draws only with a dropout probability.
         is_repeatable: Whether a second run writes the same again.
@@ -191,7 +191,7 @@ class OpFacts:
         return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
 
     def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call advances a buffer of dropout masks: run again, it would drop other elements."""
+        """Whether a call advances a buffer of dropout masks: a second call would drop other elements."""
         if not self.has_buffered_masks:
             return False
         names = [argument.name for argument in self.operator._schema.arguments]

@@ -41,8 +41,8 @@ def draw_noting(
 
     Args:
         operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         shared: Whether other threads may draw from the default generators meanwhile.
 
     Returns:
@@ -82,8 +82,8 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
 
     Args:
         operator: The operator.
-        args: Its arguments, of which a generator is ignored.
-        kwargs: Its keyword arguments.
+        args: Positional arguments, of which a generator is ignored.
+        kwargs: Keyword arguments.
         state: The state returned by :func:`draw_noting`.
     """
     form, position = form_of(operator)
@@ -103,8 +103,8 @@ def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: O
 
     Args:
         operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         streams: The replay's generators so far; gets more.
     """
     given = given_generator(operator, tuple(args), kwargs)

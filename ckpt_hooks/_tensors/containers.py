@@ -43,7 +43,7 @@ class Container:
         slots: Captured attributes in slots, by their descriptors.
         variables: Captured attributes in ``__dict__``, by name.
         is_namespace: Whether the object is a dict and its own ``__dict__``.
-        shared: The captured object, if without tensors: a rerun gets the object itself as long as it has not changed.
+        shared: The captured object, if without tensors: a rerun gets the object itself while unchanged.
     """
 
     __slots__ = ("entries", "is_namespace", "kind", "original", "shared", "slots", "variables")
@@ -139,7 +139,7 @@ def _stands_for_something(captured: Any) -> bool:
 
 
 class Capture:
-    """One walk over the arguments of one call.
+    """A walk over the arguments of one call.
 
     Attributes:
         tensors: The tensors met, in order.
@@ -164,7 +164,7 @@ class Capture:
 
         Args:
             value: The value.
-            path: Its place, as a user would write it.
+            path: The place, in the notation of users.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -236,7 +236,7 @@ class Capture:
         return container
 
     def _unless_empty(self, container: Container) -> Any:
-        """Returns the original if nothing in it is captured; a container sharing the original if that may change."""
+        """Returns the original if immutable and without captured parts; else the container, shared if without such parts."""
         parts = (*container.entries, *(captured for _, captured in container.attributes()))
         if any(map(_stands_for_something, parts)):
             return container

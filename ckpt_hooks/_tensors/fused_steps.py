@@ -19,7 +19,7 @@ __all__ = ["num_fused_steps", "stepped_since", "watch_fused_steps"]
 
 _count = 0
 # The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
-# address of a dead parameter is younger than that step, so the step is not asked for.
+# address of a dead parameter is younger than that step, which does not count for it.
 _latest: dict[int | None, int] = {}
 
 

@@ -97,7 +97,7 @@ class _Droppable(Protocol):
 
 
 class _Backward:
-    """The tensors which one backward has fetched ahead of use. Dies when that backward ends or fails, as its callback does.
+    """The tensors fetched ahead of use by a backward. Dies when that backward ends or fails, as its callback does.
 
     Attributes:
         task: The graph task.
@@ -246,7 +246,7 @@ def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
 
 
 def _with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Makes a tensor the conjugate, or the negative, of its memory, if ``tensor`` is such a view.
+    """Makes ``other`` the conjugate, or the negative, of its memory, if ``tensor`` is.
 
     A copy between the two then copies memory. Otherwise torch would conjugate the host's tensor at once, before the copy lands.
     """
