@@ -1,13 +1,12 @@
-"""What a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
+"""The state a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
 
-Each module knows one kind of state. All of them follow one scheme: ``capture`` answers a value that is cheap to hold (None
-where there is nothing out of the ordinary), ``enter`` makes the present equal to such a value and answers what is needed to
-undo that (None where nothing had to be touched), ``leave`` undoes it. Whether there is anything out of the ordinary is asked
-here, in the cheapest way there is, before any of them is called.
+Each module knows one kind of state, and all follow one scheme. ``capture`` returns a value which is cheap to hold (None in the
+ordinary case). ``enter`` restores such a value and returns the state before (None where nothing had to change). ``leave``
+undoes ``enter``. The checks for the ordinary case are here, in their cheapest form, ahead of any of these calls.
 
-Most regions see what the one before them saw, and most recomputes find what they need: no autocast, no modes, no streams but
-torch's default ones, no switch moved. To find that out is all that :func:`capture` and :func:`enter` do for them, in one
-function each; whatever is not as simple goes the long way.
+Most regions see the state of the region before, and most recomputes find the state they need: no autocast, no modes, torch's
+default streams only, no switch moved. For these, :func:`capture` and :func:`enter` check this in one function each; other cases
+go the long way.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ _NO_MODES: function_modes.Snapshot = ()
 
 
 class Ambient:
-    """What a forward saw.
+    """The state seen by a forward.
 
     Attributes:
         streams: Random streams.
         flags: Switches of the process.
         casts: Autocast, None where it is off.
         modes: Function modes.
-        has_streams: Whether a recompute will set random streams back that are not torch's default ones.
-        is_simple: Whether there is nothing but flags and states of torch's default generators.
-        image: How the CPU's generator looked in its state, if that is known.
+        has_streams: Whether a recompute will restore random streams other than torch's default streams.
+        is_simple: Whether the state is only flags and states of torch's default generators.
+        image: The image of the CPU's generator in its state, if known.
     """
 
     __slots__ = ("casts", "flags", "has_streams", "image", "is_simple", "modes", "streams")
@@ -60,12 +59,12 @@ class Ambient:
         self.has_streams = bool(others)
 
 
-#: The state of the CPU's generator, how it looked if that is also where the recompute began, and the switches.
+#: The state of the CPU's generator, its image if the recompute also began there, and the switches.
 _SimpleUndo = tuple[torch.Tensor, Image | None, flags.Snapshot]
-#: Of a simple one, that, and the states of devices where there are some; else what each module's ``enter`` answered.
+#: The undo of a simple state, with the states of devices if any; else the results of each module's ``enter``.
 Undo = _SimpleUndo | tuple[_SimpleUndo, rng.States] | list[Any]
 
-#: The latest simple one whose image is known.
+#: The latest simple state with a known image.
 _latest: Ambient | None = None
 
 
@@ -73,9 +72,9 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
     """Returns the state of this thread.
 
     Args:
-        preserve_rng_state: Whether random streams are part of it. If not, a recompute draws what comes next, but still
+        preserve_rng_state: Whether random streams are part of the state. If not, a recompute draws the next numbers, but still
             leaves the streams outside where it found them.
-        generators: Random generators that the function reaches, besides the default ones.
+        generators: Random generators reachable by the function, besides the default generators.
     """
     global _latest
     latest = _latest
@@ -92,9 +91,7 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
                 found = _with_devices(latest)
                 if found is not None:
                     return found
-        except (
-            RuntimeError
-        ):  # from a switch, which says that it cannot be read this way; from a device, which will say it again
+        except RuntimeError:  # from a switch which cannot be read this way, or from a device, which will raise again
             pass
     image = take_image()
     ambient = Ambient(
@@ -103,14 +100,14 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if ambient.is_simple and image is not None and image == take_image():  # so it was when the state was read
+    if ambient.is_simple and image is not None and image == take_image():  # unchanged since before the read of the state
         ambient.image = image
         _latest = ambient
     return ambient
 
 
 def _with_devices(latest: Ambient) -> Ambient | None:
-    """Returns the latest one, or the same with the states that devices have now; None where their switches have moved."""
+    """Returns the latest state, with the present states of devices; None if switches of devices have moved."""
     global _latest
     if latest.flags.devices != flags.read_devices():
         return None
@@ -124,11 +121,11 @@ def _with_devices(latest: Ambient) -> Ambient | None:
 
 
 def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
-    """Makes this thread's state equal to a captured one; the answer goes to :func:`leave`. Gradients are enabled already.
+    """Restores a captured state on this thread; returns the undo for :func:`leave`. Gradients are enabled already.
 
     Args:
-        ambient: What was captured.
-        default_generators: Whether the default generators are set back; if not, they are not touched at all.
+        ambient: The captured state.
+        default_generators: Whether to restore the default generators; if not, these are not touched at all.
     """
     if ambient.is_simple and default_generators and not TRACKED:
         try:
@@ -137,8 +134,8 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
                 switches.guard.check()
                 and read_fast() == switches.unguarded
                 and not num_function_modes()
-                # Which torch's backward may hide from the stack. Of this thread, by its dict: an attribute that is not there is
-                # an exception, if only for a moment.
+                # The default device, which torch's backward may hide from the stack. Read by this thread's dict, since a
+                # missing attribute costs an exception.
                 and GLOBAL_DEVICE.__dict__.get("device_context") is None
             ):
                 if len(TORCH_NAMES) != streams.names_without_devices:
@@ -178,7 +175,7 @@ def _enter_cpu(captured: torch.Tensor, switches: flags.Snapshot) -> _SimpleUndo:
 
 
 def _enter_devices(ambient: Ambient) -> Undo | None:
-    """Sets torch's default generators to states; None, with nothing set, where there is more to set."""
+    """Sets torch's default generators to captured states; None, with nothing set, where more has to be restored."""
     captured, image = ambient.streams[0], ambient.image
     assert captured is not None
     if ambient.flags.devices != flags.read_devices():
@@ -196,7 +193,7 @@ def _enter_devices(ambient: Ambient) -> Undo | None:
 
 
 def leave(undo: Undo) -> None:
-    """Makes this thread's state what it was before :func:`enter`, whatever happened since."""
+    """Restores the state of this thread before :func:`enter`, whatever happened since."""
     if len(undo) == 3:
         state, image, switches = undo
         if image != (HEAD.raw, TAIL.raw):
@@ -210,7 +207,7 @@ def leave(undo: Undo) -> None:
         leave(simple)
         return
     for position, leave_one in zip((3, 2, 1, 0), _LEAVE, strict=True):
-        value, undo[position] = undo[position], None  # each is undone once, though an exception may have this called again
+        value, undo[position] = undo[position], None  # undone once, though an exception may repeat the call
         if value is not None:
             leave_one(value)
 
@@ -219,11 +216,11 @@ _LEAVE: list[Callable[[Any], None]] = [function_modes.leave, autocast.leave, fla
 
 
 def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayDraws:
-    """Returns the dispatch mode for a recompute that touches no default generator.
+    """Returns the dispatch mode for a recompute which touches no default generator.
 
     Args:
-        ambient: What was captured; draws start from its states where forward noted none.
-        states: What forward noted at each draw.
+        ambient: The captured state, where draws start if forward noted no states.
+        states: The states noted by forward, one a draw.
     """
     replay = ReplayDraws(states)
     for generator, state in rng.default_states(ambient.streams):

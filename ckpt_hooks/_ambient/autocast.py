@@ -15,8 +15,8 @@ _DEVICE_TYPES = tuple(
     if torch.amp.is_autocast_available(device_type)
 )
 
-# What each type's dtype is where nobody set it, which is what a function of a region outside of autocast meets that enters
-# autocast without a dtype, in a backward that runs under autocast.
+# The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this one, in a
+# backward under autocast too.
 _OFF = tuple((False, torch.get_autocast_dtype(device_type)) for device_type in _DEVICE_TYPES)
 
 
@@ -36,16 +36,16 @@ def capture() -> Snapshot:
 
 
 def enter(captured: Snapshot | None) -> Snapshot:
-    """Makes autocast what it was at :func:`capture`, off for every type if None; returns what it was before."""
+    """Restores autocast as of :func:`capture`, off for every type if None; returns the settings before."""
     before = capture()
-    # A level of nesting, as ``torch.autocast`` opens one: casts are cached within it and dropped with the last level.
+    # A level of nesting, as of ``torch.autocast``: casts are cached within, and dropped with the last level.
     torch.autocast_increment_nesting()
     _write((before[0], _OFF) if captured is None else captured)
     return before
 
 
 def leave(before: Snapshot) -> None:
-    """Makes autocast what it was before :func:`enter`."""
+    """Restores autocast as of before :func:`enter`."""
     if torch.autocast_decrement_nesting() == 0:
         torch.clear_autocast_cache()
     _write(before)

@@ -1,11 +1,11 @@
 """The current device and the current stream of each device: noted in forward, made current again for a recompute.
 
-A thread of autograd's engine has a current device of its own, and on each device the stream of the node that it runs. Forward
-may have had others: ``device="cuda"`` then means another device, and what one stream makes another one reads too early. So a
-recompute runs on forward's devices and streams. These wait for the streams that ask for it, and those wait for these when it is
-done. A value that is handed to yet another stream is waited for there (:class:`Made`).
+A thread of autograd's engine has a current device of its own, and on each device the stream of its present node. Forward may
+have had others: then ``device="cuda"`` means another device, and a stream may read values before another has made them. So a
+recompute runs on forward's devices and streams. Forward's streams wait for the caller's streams, and the caller's for forward's
+when the recompute is done. Yet another stream waits before it reads a value (:class:`Made`).
 
-No accelerator is initialised by asking, and where none is there is nothing to note.
+Reading the state initialises no accelerator. Without accelerators there is nothing to note.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 
 def mark_used(tensor: torch.Tensor, stream: Any) -> None:
-    """Keeps the memory of a tensor from being used again before a stream is through with what it was told so far."""
+    """Keeps a tensor's memory from reuse until a stream has done its work so far."""
     past_modes(_mark_used, tensor, stream)
 
 
@@ -42,12 +42,12 @@ def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 class _Accelerator:
-    """How to ask one kind of accelerator for what is current, and to tell it.
+    """One kind of accelerator, with functions to read and set its current device and streams.
 
     Attributes:
         index: Returns the current device; None where there is one device.
         module: The module of torch.
-        stream: Returns what tells a device's current stream; None where the module knows of none.
+        stream: Returns the handle of a device's current stream; None for a module without streams.
     """
 
     __slots__ = ("_indices", "index", "module", "stream")
@@ -64,18 +64,18 @@ class _Accelerator:
         )
 
     def read(self) -> _Place:
-        """Returns what is current."""
+        """Returns the current device and streams."""
         index, stream = self.index, self.stream
         return self, None if index is None else index(), () if stream is None else tuple(map(stream, self._indices))
 
     def stream_of(self, told: Any) -> Any:
-        """Returns the stream that :attr:`stream` told of."""
+        """Returns the stream of a handle returned by :attr:`stream`."""
         if type(told) is tuple:
             return torch.cuda.Stream(stream_id=told[0], device_index=told[1], device_type=told[2])  # type: ignore[no-untyped-call]
         return told
 
     def move(self, index: int | None, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-        """Makes a device and streams current, which wait for others if they are not the same.
+        """Makes a device and streams current; streams other than before wait for the previous streams.
 
         Args:
             index: The device.
@@ -86,12 +86,12 @@ class _Accelerator:
             if old != new:
                 stream = self.stream_of(new)
                 stream.wait_stream(self.stream_of(old))
-                self.module.set_stream(stream)  # which makes its device current
+                self.module.set_stream(stream)  # makes its device current too
         if index is not None and self.index is not None and self.index() != index:
             self.module.set_device(index)
 
 
-#: An accelerator, its current device and what tells the current stream of each of its devices.
+#: An accelerator, its current device and the handle of the current stream of each device.
 _Place = tuple[_Accelerator, "int | None", tuple[Any, ...]]
 
 _known: dict[int, tuple[Any, int, _Accelerator]] = {}
@@ -112,7 +112,7 @@ def _read() -> list[_Place]:
 
 
 class Current:
-    """What is current on each accelerator in use; equal where that is the same."""
+    """The current device and streams of each accelerator in use; equal for equal devices and streams."""
 
     __slots__ = ("_by_device", "_places")
 
@@ -126,7 +126,7 @@ class Current:
     __hash__ = None  # type: ignore[assignment]
 
     def enter(self) -> Current | None:
-        """Makes this current on this thread, after what is current now; returns that, for :meth:`leave`."""
+        """Makes this current on this thread, after the present streams' work; returns the present state, for :meth:`leave`."""
         before = capture()
         if before is not None and before != self:
             try:
@@ -137,21 +137,21 @@ class Current:
         return before
 
     def leave(self, before: Current | None) -> None:
-        """Makes what :meth:`enter` found current again, after this and after what is current now."""
+        """Makes the state returned by :meth:`enter` current again, after the work of this state's and the present streams."""
         if before is None:
             return
         if before != self:
             self.move(before)
         now = capture()
-        if now is not None and now != before:  # the function has left it so, or was stopped before it had set it back
+        if now is not None and now != before:  # the function left it so, or was stopped before it set it back
             now.move(before)
 
     def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Makes another one current, whose streams wait for the ones of this where they are not the same.
+        """Makes another state current, whose streams wait for this state's streams where the two differ.
 
         Args:
-            other: The other one.
-            tensors: What those streams will read.
+            other: The other state.
+            tensors: Tensors which the other streams will read.
         """
         places = {id(place[0]): place for place in self._places}
         for accelerator, index, after in other._places:
@@ -162,14 +162,14 @@ class Current:
                     other.mark(tensor)
 
     def mark(self, tensor: torch.Tensor) -> None:
-        """Keeps the memory of a tensor until the stream of its device is through with it."""
+        """Keeps a tensor's memory until the stream of its device is done with the tensor."""
         found = self.place_of(tensor.device)
         if found is not None:
             accelerator, told = found
             mark_used(tensor, accelerator.stream_of(told))
 
     def place_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
-        """Returns the accelerator of a device, and what told its current stream; None for a device without streams."""
+        """Returns the accelerator of a device, and the handle of its current stream; None for a device without streams."""
         try:
             return self._by_device[device]
         except KeyError:
@@ -184,9 +184,9 @@ class Current:
         return None
 
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a function that says whether this is current still, and some check passes.
+        """Returns a function which checks whether this state is still current, and ``check`` passes.
 
-        Each operator of a recorded region asks it, so that it asks for what may change and for nothing else.
+        Each operator of a recorded region calls the function, so only changeable state is read.
         """
         asked: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = []
         for accelerator, index, told in self._places:
@@ -203,7 +203,7 @@ class Current:
 
 
 def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R:
-    """Calls a function on devices and streams that were current earlier; where that was noted of none, as things are."""
+    """Calls a function on the devices and streams noted earlier, or on the present devices and streams if None."""
     if current is None:
         return function(*args)
     before = current.enter()
@@ -218,7 +218,7 @@ def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R
 
 
 class Made:
-    """Where values were made. Another stream that they are handed to waits for that first."""
+    """The devices and streams on which values were made. Other streams wait for these before they use a value."""
 
     __slots__ = ("_current", "_waited")
 
@@ -227,11 +227,11 @@ class Made:
         self._waited: list[Any] = []
 
     def renew(self) -> None:
-        """Is told that there are more values."""
+        """Notes that there are more values to wait for."""
         self._waited = []
 
     def hand_out(self, tensor: torch.Tensor) -> None:
-        """Has the stream that is current on a value's device wait for the value, if that was made on another one."""
+        """Makes the current stream of a value's device wait for the value, if made on another stream."""
         device = tensor.device
         found = self._current.place_of(device)
         if found is None:
@@ -252,7 +252,7 @@ _latest: Current | None = None
 
 
 def capture() -> Current | None:
-    """Returns what is current on this thread, the same object as long as that is the same; None if nothing can be another."""
+    """Returns this thread's devices and streams, the same object while unchanged; None if there are no others."""
     global _latest
     if len(streams.TORCH_NAMES) == streams.names_without_devices:
         return None

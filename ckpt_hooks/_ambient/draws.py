@@ -1,14 +1,14 @@
 """Random draws where several threads run regions: each operator draws from a generator of the region's own.
 
-Torch's default generators belong to the process. A recompute that sets one back for a while hides it from every other thread,
-and a forward whose draws another thread's interleave with cannot be repeated from where it started. So where threads besides
-the main one run regions, and where two recomputes overlap, a dispatch mode notes the state at each draw of a forward, and gives
-it to that draw in a recompute, which touches no default generator. That costs microseconds an operator, which is why a program
-of one thread goes by :mod:`.rng` instead.
+Torch's default generators belong to the process. A recompute which sets one back for a while hides it from every other thread,
+and a forward whose draws interleave with another thread's cannot be repeated from the start. So where threads besides the main
+thread run regions, and where two recomputes overlap, a dispatch mode notes the state at each draw of a forward. In a recompute,
+which touches no default generator, each draw gets the noted state. The mode costs microseconds an operator, so a program of one
+thread goes by :mod:`.rng` instead.
 
-An operator that takes no generator runs on the default one, set for that call alone. Which operators draw is told by their
-tags (``nondeterministic_seeded``); to take the untagged ones of other libraries for such as well would have them wait for each
-other across threads, collectives among them.
+An operator without a generator argument runs on the default generator, set for the call alone. Drawing operators are known by
+their tag (``nondeterministic_seeded``). If untagged operators of other libraries counted too, these would wait for each other
+across threads, collectives among them.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class Draw(NamedTuple):
 
 
 class _Handlers(threading.local):
-    """The modes of one thread, outermost first, and the latest draw that one of them made."""
+    """The modes of a thread, outermost first, and the latest draw of any of the modes."""
 
     def __init__(self) -> None:
         self.active: list[_Draws] = []
         self.latest: Draw | None = None
 
 
-#: This thread's.
+#: The modes of this thread.
 handlers = _Handlers()
 _one_draw = threading.Lock()
 
@@ -70,9 +70,9 @@ NO_DRAW: _Form = (None, -1)
 
 @functools.cache
 def form_of(operator: Any) -> _Form:
-    """Returns the overload of an operator that takes a generator, or the operator, and at which position it takes one, or -1.
+    """Returns an operator's overload with a generator argument and that argument's position, or the operator and -1.
 
-    :data:`NO_DRAW` for those that do not draw.
+    :data:`NO_DRAW` for operators which do not draw.
     """
     if torch.Tag.nondeterministic_seeded not in getattr(operator, "tags", ()):  # operators of operators have none
         return NO_DRAW
@@ -89,7 +89,7 @@ def form_of(operator: Any) -> _Form:
 
 
 def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
-    """Returns the device that an operator draws on when it is called with some arguments."""
+    """Returns the device on which a call of an operator draws."""
     device = kwargs.get("device")
     if device is None:
         device = next((value.device for value in args if isinstance(value, torch.Tensor)), "cpu")
@@ -106,7 +106,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that passes on what does not draw."""
+    """A dispatch mode which runs all operators as they are, except draws."""
 
     def __enter__(self) -> _Draws:
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -133,23 +133,23 @@ class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
             given = args[position] if position < len(args) else kwargs.get("generator")
             if given is not None:
                 return func(*args, **kwargs)
-            args = args[:position]  # the generator is the last argument wherever it may be given by position
+            args = args[:position]  # the generator is the last argument wherever its position counts
         return self.draw(func, operator, args, kwargs, takes_generator=position >= 0)
 
     @abc.abstractmethod
     def skip(self, device: torch.device, drawn: Draw) -> bool:
-        """Goes on as if an operator that is skipped had drawn; returns whether that is all, or modes around it have to know."""
+        """Goes on as if a skipped operator had drawn; returns whether the modes around need not be told."""
 
     @abc.abstractmethod
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
-        """Runs an operator that draws, and was given no generator.
+        """Runs a drawing operator called without a generator.
 
         Args:
             func: The operator.
-            operator: The overload of it that takes a generator, if any does.
+            operator: The overload with a generator argument, if any.
             args: Positional arguments, without the generator.
             kwargs: Keyword arguments.
-            takes_generator: Whether ``operator`` does.
+            takes_generator: Whether ``operator`` takes a generator.
         """
 
 
@@ -162,15 +162,15 @@ def call_with(
     takes_generator: bool,
     is_draw: bool = True,
 ) -> Any:
-    """Lets an operator draw from a generator, which must be of the right device.
+    """Calls an operator with draws from a given generator, which must be of the right device.
 
     Args:
         call: The operator.
-        args: Its arguments, without a generator.
-        kwargs: Its keyword arguments.
+        args: Positional arguments, without a generator.
+        kwargs: Keyword arguments.
         generator: The generator.
-        takes_generator: Whether it takes one; if not, the default generator is set for the call.
-        is_draw: Whether it is known to draw. If not, it is not kept from running beside others, which it may wait for.
+        takes_generator: Whether the operator takes a generator; if not, the default generator is set for the call.
+        is_draw: Whether the operator is known to draw. If not, it may run beside other operators, for which it may wait.
     """
     if takes_generator:
         return call(*args, **{**kwargs, "generator": generator})
@@ -189,13 +189,13 @@ def call_with(
 
 
 def draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_generator: bool) -> tuple[Any, Draw]:
-    """Lets an operator draw what the default generator has next, though other threads draw from it; returns states as well."""
+    """Draws the default generator's next numbers, beside draws of other threads; returns the result and the states."""
     device = device_of(args, kwargs)
     default, own = default_generator(device), torch.Generator(device)
     state = default.get_state()
     own.set_state(state)
     result = call_with(call, args, kwargs, own, takes_generator=takes_generator)
-    # Should another thread have drawn meanwhile, then both drew the same, which they may.
+    # If another thread has drawn meanwhile, both drew the same, which is allowed.
     with _one_draw:
         if is_same_state(default.get_state(), state):
             default.set_state(own.get_state())
@@ -203,10 +203,10 @@ def draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_genera
 
 
 class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
-    """Notes the state that each draw of a forward starts from.
+    """Notes the state at the start of each draw of a forward.
 
     Attributes:
-        states: One a draw.
+        states: One state a draw.
     """
 
     def __init__(self) -> None:
@@ -215,7 +215,7 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
 
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
         if handlers.active[0] is not self:
-            # The mode of the region around this one draws; this one notes from where.
+            # The mode of the region around draws; this mode notes the state.
             result = func(*args, **kwargs)
             assert handlers.latest is not None
             self.states.append(handlers.latest.before)
@@ -233,14 +233,14 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
 
 
 class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
-    """Gives each draw of a recompute the state that it started from in forward."""
+    """Gives each draw of a recompute the state at its start in forward."""
 
     def __init__(self, states: list[torch.Tensor] | None) -> None:
         """Prepares to draw.
 
         Args:
-            states: Those of a :class:`RecordDraws`. None where forward ran without, in a program of one thread: then draws
-                start from where the default generators are when the recompute begins.
+            states: The states of a :class:`RecordDraws`. None where forward noted none, in a program of one thread: then draws
+                start at the default generators' states when the recompute begins.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._states = states or []
@@ -248,7 +248,7 @@ class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
         self._own: dict[torch.device, torch.Generator] = {}
 
     def start(self, generator: torch.Generator, state: torch.Tensor) -> None:
-        """Sets from where the first draw on a default generator's device starts."""
+        """Sets the state of the first draw on a default generator's device."""
         own = self._own[generator.device] = torch.Generator(generator.device)
         own.set_state(state)
 
@@ -274,7 +274,7 @@ class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
 
 
 def given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Returns the generator that an operator was given, None where it draws from a default one."""
+    """Returns the generator among an operator's arguments, None if the operator draws from a default generator."""
     overload, position = form_of(operator)
     if overload is not operator or position < 0:
         return None
@@ -283,16 +283,16 @@ def given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def num_draw_modes() -> int:
-    """Returns how many modes of this module are active on this thread."""
+    """Returns the number of this module's modes active on this thread."""
     return len(handlers.active)
 
 
-# For each operator that draws for dropout alone: where its probability is among the arguments; -1 for the others.
+# For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
 _dropout_at: dict[int, int] = {}
 
 
 def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operator, attention for one, could draw for dropout and has none to do."""
+    """Whether an operator, such as attention, draws for dropout alone and the probability is 0."""
     position = _dropout_at.get(id(operator))
     if position is None:
         schema = getattr(operator, "_schema", None)  # operators of operators have none
@@ -305,15 +305,15 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @unseen
 def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Draw | None] | None:
-    """Watches an operator that may draw, and is about to run.
+    """Watches a possible draw of an operator which is about to run.
 
     Args:
         operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
 
     Returns:
-        Says, when it has run, what it drew; None where it did not. None itself where it will not.
+        A function to call afterwards, which returns the draw, if any. None for an operator which will not draw.
     """
     if drops_nothing(operator, args, kwargs):
         return None
@@ -327,7 +327,7 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             return None
         generator = default_generator(device)
     if generator.device.type != "cpu" and is_capturing(generator.device.type):
-        return None  # of a region that draws anew: others have refused to run
+        return None  # in a region which draws anew: others have refused to run
     watched, before = generator, generator.get_state()
 
     @unseen
@@ -340,14 +340,14 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 @unseen
 def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: Draw, *, modes: int) -> None:
-    """Moves the random stream past an operator that is not run.
+    """Moves the random stream past a skipped operator.
 
     Args:
         operator: The operator.
-        args: Its arguments in this recompute, whose generator need not be the object that forward had.
-        kwargs: Its keyword arguments.
-        drawn: What it drew in forward.
-        modes: How many modes of this module (:func:`num_draw_modes`) have yet to hear of it.
+        args: Positional arguments in this recompute, whose generator may be another object than in forward.
+        kwargs: Keyword arguments.
+        drawn: The operator's draw in forward.
+        modes: The number of this module's modes (:func:`num_draw_modes`) still to be told.
     """
     generator = given_generator(operator, args, kwargs)
     if generator is not None:
@@ -356,7 +356,7 @@ def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw
     device = device_of(args, kwargs)
     if form_of(operator) is not NO_DRAW:
         handlers.latest = drawn
-    elif modes:  # which do not see it draw either
+    elif modes:  # the modes do not see such a draw either
         return
     for mode in reversed(handlers.active[:modes]):
         if mode.skip(device, drawn):

@@ -1,19 +1,18 @@
-"""Whether the CPU's generator has moved, without reading its state.
+"""A test whether the CPU's generator has moved, without reading its state.
 
 ``torch.default_generator.get_state()`` allocates and fills a tensor of 5 KB, and each region asks three times: in forward,
-before its recompute and after it. Nearly always the answer is that nothing was drawn. So this looks at a few bytes of the
-generator's object instead, at 0.2 us; to look at all 2.5 KB of its state costs as much by itself, and 5 us more for what that
-drives out of the processor's caches.
+before its recompute and after. Nearly always nothing was drawn. So this module reads a few bytes of the generator's object
+instead, in 0.2 us. To read all 2.5 KB of the state costs as much in itself, and 5 us more for the data driven out of the
+processor's caches.
 
-Where in the object the state lies is not known but found out, when this is imported, with a generator made for it: the 624
-words of the Mersenne twister as ``get_state()`` tells them, with the seed and the position before and the left-over normal
-numbers behind. If what is looked at does not change with every kind of draw, then there is no image, and states are read and
-compared as they come.
+The place of the state in the object is found on import, with a generator made for the purpose. The state is the 624 words of
+the Mersenne twister, as told by ``get_state()``, with the seed and the position before and the left-over normal numbers behind.
+If some kind of draw leaves these bytes unchanged, there is no image, and states are read and compared as usual.
 
-Equal images are equal states. Every draw moves the position or a left-over number, and when the position comes round again, all
-the words are new: of these the first eight are looked at, 256 bits. (A state made by hand that agrees in all of that with one
-that a region found, and differs in a later word, is not seen.) Images that differ may be of equal states (there is padding in
-them, and a draw of another thread may be under way), and then the state is read the long way, under the generator's lock.
+Equal images are equal states. Every draw moves the position or a left-over number, and when the position wraps around, all
+words are new: the first eight words are read, 256 bits. (A handmade state which agrees with a state of a region in all of these
+bytes, and differs in a later word, is not seen.) Images may differ for equal states, since there is padding, and a draw of
+another thread may be under way. Then the state is read in full, under the generator's lock.
 """
 
 from __future__ import annotations
@@ -32,17 +31,17 @@ _WORDS = 624
 _ARRAY_BYTES = 4 * _WORDS
 #: Seed and position, before the words; left-over normal numbers of either dtype, behind them.
 _BEFORE, _BEHIND = 24, 40
-#: What is looked at: how far from where the seed is, and how much.
+#: The bytes of an image: offset from the seed, and size.
 _LOOKED_AT = ((0, _BEFORE + 4 * 8), (_BEFORE + _ARRAY_BYTES, _BEHIND))
-#: In how much of the object the words have to begin.
+#: The number of bytes of the object in which the words have to begin.
 _SEARCHED = 256
 
-#: What the bytes were at some moment.
+#: The bytes at some moment.
 Image = tuple[bytes, bytes]
 
 
 def _find(generator: torch.Generator) -> int | None:
-    """Returns how far into a generator's object its state begins, None if it is not where it is looked for."""
+    """Returns the offset of a generator's state in its object, None if the state is not found."""
     words = struct.unpack_from(f"<{_WORDS}Q", bytes(generator.get_state().tolist()), 24)
     array = struct.pack(f"={_WORDS}I", *(word & 0xFFFFFFFF for word in words))
     offset = ctypes.string_at(address_of_generator(generator), _SEARCHED).find(array[:32])
@@ -52,18 +51,18 @@ def _find(generator: torch.Generator) -> int | None:
 
 
 class _Bytes:
-    """Where the bytes are not to be had."""
+    """Stands for bytes which cannot be read."""
 
     raw = b""
 
 
 def _views(address: int) -> list[Any]:
-    """Returns what is looked at of a generator whose state is at an address: ``raw`` has the bytes as they are now."""
+    """Returns the views of a generator's state at an address: ``raw`` has the present bytes."""
     return [(ctypes.c_char * size).from_address(address + offset) for offset, size in _LOOKED_AT]
 
 
 def _find_views() -> list[Any] | None:
-    """Returns what to look at of the default generator, None if its object is not laid out as expected."""
+    """Returns the views of the default generator, None if its object is not laid out as expected."""
     try:
         generator = torch.Generator().manual_seed(1)
         offset = _find(generator)
@@ -71,8 +70,8 @@ def _find_views() -> list[Any] | None:
             return None
         head, tail = _views(address_of_generator(generator) + offset)
         images = [(head.raw, tail.raw)]
-        # One number of 32 bits; a normal one, which leaves another over; that one, which moves nothing else; the same in
-        # double precision; another seed for a state that is the same otherwise.
+        # A number of 32 bits; a normal number, which leaves another over; the left-over number, which moves nothing else; the
+        # same in double precision; and another seed for an otherwise equal state.
         for draw in (
             lambda: torch.rand(1, generator=generator),
             lambda: torch.randn(1, generator=generator),
@@ -90,10 +89,10 @@ def _find_views() -> list[Any] | None:
 
 
 _found = _find_views()
-#: What is looked at of the default generator: ``(HEAD.raw, TAIL.raw)`` is its image now, if there is one.
+#: The views of the default generator: ``(HEAD.raw, TAIL.raw)`` is its present image, if there is an image.
 HEAD, TAIL = _found or (_Bytes, _Bytes)
 
 
 def take_image() -> Image | None:
-    """Returns the image of the default generator now, None where it cannot be looked at."""
+    """Returns the present image of the default generator, None if there is no image."""
     return None if _found is None else (HEAD.raw, TAIL.raw)

@@ -1,11 +1,11 @@
-"""Switches of the process that say which kernels run, and how exactly: default dtype, determinism, precision, attention.
+"""Switches of the process which choose kernels and their exactness: default dtype, determinism, precision, attention.
 
-They are looked at once a region in forward and once a recompute. What they are is read in full only when one has moved since
-the latest look; then those that differ are set, and set back afterwards. When a recompute has ended, a few are looked at again
-that functions tend to switch without a context manager, which an early stop leaves half done.
+The switches are compared once a region in forward and once a recompute, and read in full only after a move. A recompute sets
+the switches which differ, and sets them back afterwards. When a recompute has ended, a few switches are compared again, which
+functions tend to set without a context manager, and which an early stop leaves half done.
 
-Precisions of float32 are those in effect for a kind of operator, wherever they were set: torch has an old and a new way to say
-so, and the getters of the old one, which are the faster ones, raise where both were used.
+A precision of float32 is the precision in effect for a kind of operator, wherever it was set. Torch has an old and a new way to
+set it. The getters of the old way, which are faster, raise where both ways were used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_common", "read
 
 
 def _reader(getters: list[Callable[[], Any]], variables: list[tuple[dict[str, Any], str]]) -> Callable[[], list[Any]]:
-    """Returns one expression that reads every switch, as if it were written out: a loop costs half as much again."""
+    """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
     names: dict[str, Any] = {f"get_{index}": getter for index, getter in enumerate(getters)}
     terms = [f"{name}()" for name in names]
     names["absent"] = ABSENT
@@ -53,16 +53,16 @@ def _set_variable(variables: dict[str, Any], name: str, value: Any) -> None:
 
 
 _some, _more = [getter for getter, _ in (*FLAGS, MKLDNN_PRECISION)], [getter for getter, _ in RARER_PRECISIONS]
-#: Reads the switches that no guard knows of; raises ``RuntimeError`` where both ways to state a precision were used.
+#: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
 read_fast = _reader([*_some, CUDNN_PRECISION[0], *_more], VARIABLES)
 _read_slow = _reader([*_some, CUDNN_PRECISION[1], *_more], VARIABLES)
-#: Reads the first of them: those that matter to operators besides convolutions and recurrent layers.
+#: Reads the first of these: the switches for operators besides convolutions and recurrent layers.
 read_common = _reader([*_some, CUDNN_PRECISION[0]], [])
 _NUM_COMMON = len(_some) + 1
 _read_defaults = _reader([getter for getter, _ in PRECISION_DEFAULTS], [])
 _read_guarded = _reader([getter for getter, _ in GUARDED_FLAGS], [])
 _read_device_flags = _reader([getter for getter, _ in DEVICE_FLAGS], [])
-# The first two of the guarded ones are looked at after a recompute.
+# The first two guarded switches are compared after a recompute.
 (_get_default_dtype, _), (_are_deterministic, _) = GUARDED_FLAGS[:2]
 
 
@@ -85,7 +85,7 @@ def _read_cudnn_precision() -> Any:
         return CUDNN_PRECISION[1]()
 
 
-# In the order of a snapshot's values. A default comes before what it holds for.
+# In the order of a snapshot's values. A default comes before the switches it holds for.
 _SWITCHES: list[Flag] = [
     *PRECISION_DEFAULTS,
     *FLAGS,
@@ -98,14 +98,14 @@ _SWITCHES: list[Flag] = [
 
 
 class Snapshot:
-    """What the switches were.
+    """The values of the switches at some moment.
 
     Attributes:
-        guard: Tells whether those that it knows of are the same still.
-        unguarded: Values of the others.
-        common: The first of them; see :data:`read_common`.
-        guarded: Values of those that the guard knows of.
-        devices: Values of those for devices; None where no device was in use.
+        guard: Checks whether the guarded switches are unchanged.
+        unguarded: Values of the other switches.
+        common: The first of the unguarded values; see :data:`read_common`.
+        guarded: Values of the guarded switches.
+        devices: Values of the switches for devices; None where no device was in use.
     """
 
     __slots__ = ("_defaults", "common", "devices", "guard", "guarded", "unguarded")
@@ -119,13 +119,13 @@ class Snapshot:
         self._defaults = _read_defaults()
 
     def holds(self, unguarded: list[Any]) -> bool:
-        """Whether the switches are the same now; false also where gradient mode or autocast are not the same."""
+        """Whether the switches have these values now; false also where gradient mode or autocast are not the same."""
         return self.guard.check() and unguarded == self.unguarded
 
     def write(self) -> None:
-        """Makes the switches the same now."""
+        """Sets the switches to these values."""
         wanted = [*self._defaults, *self.unguarded, *self.guarded]
-        # A switch of the old kind may move one of the new kind, so what is still off is set once more.
+        # A switch of the old kind may move a switch of the new kind, so a second pass sets the rest.
         for _ in range(2):
             for (read, write), value in zip(_SWITCHES, wanted, strict=True):
                 if value != read():
@@ -136,14 +136,14 @@ class Snapshot:
                     write(value)
 
 
-#: What was captured, and what was found instead of it before a recompute, if anything.
+#: The captured switches, and the different switches found before a recompute, if any.
 Undo = tuple[Snapshot, "Snapshot | None"]
 
 _latest = Snapshot(_read_unguarded(), None)
 
 
 def capture() -> Snapshot:
-    """Returns the switches; regions that saw the same share one snapshot."""
+    """Returns the switches; regions with the same switches share one snapshot."""
     global _latest
     latest, unguarded = _latest, _read_unguarded()
     devices = read_devices()
@@ -153,7 +153,7 @@ def capture() -> Snapshot:
 
 
 def enter(captured: Snapshot) -> Undo:
-    """Makes the switches what they were at :func:`capture`, in the same gradient mode; returns how to undo that."""
+    """Restores the switches as of :func:`capture`, in the same gradient mode; returns the undo."""
     unguarded = _read_unguarded()
     devices = None if captured.devices is None else _read_device_flags()
     if captured.holds(unguarded) and devices == captured.devices:
@@ -164,7 +164,7 @@ def enter(captured: Snapshot) -> Undo:
 
 
 def leave(undo: Undo) -> None:
-    """Makes the switches what they were before :func:`enter`."""
+    """Restores the switches as of before :func:`enter`."""
     captured, before = undo
     if before is not None:
         before.write()

@@ -1,8 +1,8 @@
 """Function modes (``torch.overrides.TorchFunctionMode``), of which the default device is one.
 
-Torch keeps them on a stack that each thread has for itself. A recompute exchanges the whole stack for that of its forward, by
-pushing the same objects: to *enter* a mode again would change its state, and it may be in use. The mode that
-``torch.set_default_device`` has pushed is noted in another place besides, which goes along.
+Torch keeps these modes on a stack, one a thread. A recompute replaces the stack by forward's, and pushes the same objects: to
+*enter* a mode again would change its state, and the mode may be in use. The mode of ``torch.set_default_device`` is noted in a
+second place besides, which is replaced too.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ckpt_hooks._torch import (
 
 __all__ = ["Snapshot", "capture", "enter", "leave"]
 
-#: The modes, outermost first, and last which of them ``torch.set_default_device`` has pushed, or None.
+#: The modes, outermost first, and last the mode of ``torch.set_default_device``, or None.
 Snapshot = tuple[object, ...]
 
 
 def capture() -> Snapshot:
-    """Returns the modes that are active on this thread; there is at least one."""
+    """Returns the active modes of this thread, of which there is at least one."""
     return (*map(function_mode_at, range(num_function_modes())), global_device_mode())
 
 
 def enter(captured: Snapshot) -> Snapshot | None:
-    """Makes the stack what it was at :func:`capture`, empty if that was not called; returns what it was before.
+    """Restores the stack of :func:`capture`, empty if not captured; returns the stack before.
 
-    None if it was the same.
+    None if the two are the same.
     """
     before, captured = capture(), captured or (None,)
     if len(before) == len(captured) and all(map(operator.is_, before, captured)):
@@ -42,7 +42,7 @@ def enter(captured: Snapshot) -> Snapshot | None:
 
 
 def leave(before: Snapshot) -> None:
-    """Makes the stack what it was before :func:`enter`."""
+    """Restores the stack before :func:`enter`."""
     _exchange(before)
 
 

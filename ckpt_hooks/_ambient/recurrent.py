@@ -1,10 +1,10 @@
-"""Recurrent layers that drop out on a device: forward begins as its recompute will, with masks that are seeded anew.
+"""Recurrent layers with dropout on a device: forward begins as its recompute will, with newly seeded masks.
 
-cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which goes on from layer
-to layer. Torch seeds that buffer from its generator, in the first such layer after the generator's state was set. A recompute
-sets that state, and plain forward does not: without more, the recompute would draw once more than forward, and drop other
-elements. So a region with such a layer sets the state to what it is as forward begins. Its masks are others than those of the
-program without regions, and the same in both runs.
+cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which advances from layer
+to layer. Torch seeds the buffer from its generator, in the first such layer after the generator's state was set. A recompute
+sets the state, and plain forward does not, so the recompute would draw once more than forward, and drop other elements. So a
+region with such a layer sets the state to itself as forward begins. Its masks differ from the masks of the program without
+regions, and are the same in both runs.
 
 The buffer belongs to the process: where several threads run such layers on one device, a recompute may drop other elements.
 """
@@ -22,12 +22,12 @@ __all__ = ["recurrent_layers", "seed_masks_anew"]
 
 
 def recurrent_layers(modules: Iterable[Module]) -> Sequence[weakref.ref[RNNBase]]:
-    """Returns the recurrent layers among modules, whether they drop out or not."""
+    """Returns the recurrent layers among modules, with dropout or without."""
     return tuple(weakref.ref(module) for module in modules if isinstance(module, RNNBase))
 
 
 def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:
-    """Has the next recurrent layer seed its masks, on each device where one of these layers will drop out."""
+    """Makes the next recurrent layer seed its masks, on each device where one of these layers has active dropout."""
     devices = dict.fromkeys(
         parameter.device
         for reference in layers

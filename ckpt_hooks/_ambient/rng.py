@@ -1,15 +1,14 @@
-"""Random streams: the CPU's default generator, and whatever else a region may draw from.
+"""Random streams: the CPU's default generator, and the other streams of a region.
 
-A recompute starts from the state that forward started from and leaves every stream where it found it. Reading touches no
-stream.
+A recompute starts from forward's starting state and leaves every stream where it found it. Reading touches no stream.
 
-A state is set only where it differs from the one that the stream has: a CUDA generator that is set has cuDNN seed its dropout
-masks of recurrent layers anew, and a recompute that draws nothing must not change what those drop next.
+A state is set only where it differs from the stream's present state. A CUDA generator, once set, makes cuDNN seed its dropout
+masks of recurrent layers anew, and a recompute without draws must not change the next masks.
 
-The state of the CPU's generator is 5 KB. Regions between which nothing was drawn start from the same state and share one copy
-of it, so that a model without randomness keeps one, however many regions it has. The road not taken: to compare the state
-before and after forward, and to keep none where they are equal. A function that draws inside ``torch.random.fork_rng`` leaves
-the generator as it was, and still needs to know from where to draw again. States of devices are shared in the same way.
+The state of the CPU's generator is 5 KB. Regions without draws in between start from the same state and share one copy, so that
+a model without randomness keeps one copy for any number of regions. States of devices are shared in the same way. The road not
+taken: to compare the state before and after forward, and to keep no state where the two are equal. A function which draws
+inside ``torch.random.fork_rng`` leaves the generator as it was, and still needs its starting state.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ __all__ = [
     "read_devices",
 ]
 
-#: Held by the recompute that borrows the default generators; others that run meanwhile do without.
+#: Held by the recompute which borrows the default generators; concurrent recomputes do without.
 default_generators_lock = threading.RLock()
 
 #: Streams, each with a state.
 States = tuple[tuple[Stream, Any], ...]
-#: State of the CPU's generator, of those of devices, and of other streams; None for the first where nothing is to be restored.
+#: States of the CPU's generator, of devices, and of other streams; None for the first where nothing is to be restored.
 Snapshot = tuple["torch.Tensor | None", States, States]
-#: State of the CPU's generator and of other streams before a recompute; None for the first where it is not touched.
+#: State of the CPU's generator and of other streams before a recompute; None for the first if untouched.
 Undo = tuple["torch.Tensor | None", States]
 
 _NONE: States = ()
@@ -54,7 +53,7 @@ _latest_devices: States = _NONE
 
 
 def read_devices() -> States:
-    """Returns the state of each initialised device's default stream; the same tuple as before, while none has moved.
+    """Returns the state of each initialised device's default stream, as the same tuple while no state has moved.
 
     Raises:
         RuntimeError: If a CUDA graph is being captured.
@@ -77,10 +76,10 @@ def read_devices() -> States:
 
 
 def enter_devices(captured: States) -> States | None:
-    """Sets the devices' default streams to the states that :func:`read_devices` returned.
+    """Sets the devices' default streams to states of :func:`read_devices`.
 
     Returns:
-        The states before that. None, with nothing set, where other devices are initialised by now.
+        The states before. None, with nothing set, where other devices are initialised by now.
 
     Raises:
         RuntimeError: If a CUDA graph is being captured, and there are states to set.
@@ -100,7 +99,7 @@ def enter_devices(captured: States) -> States | None:
 
 
 def leave_streams(before: States) -> None:
-    """Sets each stream back to the state that it had, unless that is the state it has."""
+    """Sets each stream back to its earlier state, unless already there."""
     for stream, state in before:
         if type(state) is not torch.Tensor or not stream.holds(state):
             stream.write(state)
@@ -110,8 +109,8 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     """Returns the state of every stream.
 
     Args:
-        generators: Streams besides those of devices and those that are tracked.
-        preserve: Whether a recompute is to draw what forward draws.
+        generators: Streams besides devices' and tracked streams.
+        preserve: Whether a recompute is to draw the numbers of forward.
     """
     global _latest
     if not preserve:
@@ -121,7 +120,7 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
     if generators or TRACKED:
         streams = (*TRACKED, *map(stream_of_generator, generators))
         others = tuple((stream, stream.read()) for stream in streams)
-    state, latest = read_cpu(), _latest  # read once: another thread may put its own there
+    state, latest = read_cpu(), _latest  # read once: another thread may replace it
     if is_same_state(state, latest):
         state = latest
     else:
@@ -130,11 +129,11 @@ def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True
 
 
 def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
-    """Sets every stream of a snapshot back; returns the state of all streams before that.
+    """Sets every stream of a snapshot back; returns the states before.
 
     Args:
         captured: The snapshot.
-        defaults: Whether the default generators are among them.
+        defaults: Whether to set the default generators too.
     """
     state, _, others = captured
     before = read_cpu() if defaults else None
@@ -152,7 +151,7 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
     if defaults:
         states.update(devices)
         present += tuple(device_streams(needed=bool(devices)))
-    # All are read before any is set: a generator may be there twice, explicit and as a device's default.
+    # All are read before any is set: a generator may occur twice, explicit and as a device's default.
     undo = tuple(
         [
             (stream, stream.state())
@@ -167,8 +166,7 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
                 if not is_same_state(present_state, state):
                     stream.write(state)
             elif cpu is not None and stream.restart is not None:
-                # A device that was not in use yet when forward began: should forward have been the one to draw from it first,
-                # it drew from the start.
+                # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
                 stream.restart()
     except BaseException:
         leave((None, undo))
@@ -177,7 +175,7 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
 
 
 def leave(before: Undo) -> None:
-    """Sets every stream back to where it was."""
+    """Sets every stream back to its state before."""
     cpu, others = before
     if cpu is not None:
         write_cpu(cpu)
@@ -185,7 +183,7 @@ def leave(before: Undo) -> None:
 
 
 def default_states(captured: Snapshot) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Returns default generators and their states in a snapshot, of the devices whose generators are to be had."""
+    """Returns the default generators with their states in a snapshot, except for devices without accessible generator."""
     cpu, devices, _ = captured
     found = [] if cpu is None else [(torch.default_generator, cpu)]
     return found + [(stream.generator, state) for stream, state in devices if stream.generator is not None]

@@ -1,7 +1,7 @@
-"""Random streams besides the CPU's default one: of devices, of generators that a function reaches, of sources that are tracked.
+"""Random streams besides the CPU's default stream: of devices, of generators reached by a function, and of tracked sources.
 
-Every initialised device is read whatever the arguments of a region, since nothing says where a function draws. No accelerator
-is initialised by asking.
+Every initialised device is read whatever the arguments of a region, since nothing tells where a function draws. Reading
+initialises no accelerator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["TORCH_NAMES", "Stream", "device_streams", "find_devices", "is_captur
 
 
 def is_same_state(one: Any, other: Any) -> bool:
-    """Whether two states of one stream are known to be equal; those of other kinds than torch's count as different."""
+    """Whether two states of one stream are known to be equal; states other than tensors count as different."""
     return one is other or (
         type(one) is type(other) is torch.Tensor
         and one.is_cpu
@@ -29,16 +29,16 @@ def is_same_state(one: Any, other: Any) -> bool:
 
 
 class Stream:
-    """A random stream: how to read its state and how to set it.
+    """A random stream: functions to read and to set its state.
 
-    The state of a CUDA generator is a seed and an offset. To ask for the two costs a tenth of what a state does, which is a new
-    tensor each time; so the latest state is kept with the two, and handed out as long as they are the same.
+    The state of a CUDA generator is a seed and an offset. To read these two costs a tenth of reading the state, which is a new
+    tensor each time. So the stream keeps the latest state with the two numbers, and returns it while they are unchanged.
 
     Attributes:
         read: Returns the state.
-        write: Sets it.
-        restart: Of a device's default stream, sets the state that it had at first, where that is known.
-        generator: The generator, where it is one.
+        write: Sets the state.
+        restart: Sets a device's default stream to its initial state, where known.
+        generator: The generator of the stream, if any.
     """
 
     __slots__ = ("_look", "_seen", "generator", "read", "restart", "write")
@@ -50,12 +50,12 @@ class Stream:
         self.write = write
         self.restart = restart
         self.generator: torch.Generator | None = None
-        #: Returns seed and offset, if these are the whole state; the latest two, and the state.
+        #: Returns seed and offset, if these are the whole state; and the latest of both, with the state.
         self._look: Callable[[], tuple[int, int]] | None = None
         self._seen: tuple[tuple[int, int], Any] | None = None
 
     def state(self) -> Any:
-        """Returns the state, which nobody may write to: the same object as before, while it is known to be the same."""
+        """Returns the state, not to be written to: the same object as before, while known to be the same."""
         if self._look is None:
             return self.read()
         look, seen = self._look(), self._seen
@@ -67,7 +67,7 @@ class Stream:
         return state
 
     def is_readable(self) -> bool:
-        """Whether the state can be read now: not that of a generator on whose device a CUDA graph is being captured."""
+        """Whether the state can be read now: not while a CUDA graph is being captured on the generator's device."""
         return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)
 
     def holds(self, state: Any) -> bool:
@@ -87,7 +87,7 @@ class Stream:
             state = generator.get_state()
             if state.nbytes == _SEED_AND_OFFSET.size and bytes(state.tolist()) == _SEED_AND_OFFSET.pack(*look()):
                 self._look = look
-        except (AttributeError, RuntimeError, struct.error):  # the CPU's has no offset
+        except (AttributeError, RuntimeError, struct.error):  # the CPU's generator has no offset
             pass
 
 
@@ -101,7 +101,7 @@ def is_capturing(device_type: str) -> bool:
 
 
 def stream_of_generator(generator: torch.Generator) -> Stream:
-    """Returns the stream of a generator, which is as it was made until somebody draws from it: nobody restarts it."""
+    """Returns the stream of a generator, without a restart: an explicit generator is as made until its first draw."""
     stream = Stream(generator.get_state, generator.set_state)
     stream.generator = generator
     return stream
@@ -114,20 +114,20 @@ def _stream_of_default(generator: torch.Generator) -> Stream:
     return stream
 
 
-# Modules of torch that may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
-# module under a name of its own, which may happen after this import.
+# Modules of torch which may hold an accelerator's state. A backend outside of torch registers as ``privateuseone`` and adds a
+# module under a name of its own, maybe after this import.
 _DEVICE_TYPES = ["cuda", "xpu", "mtia", "mps", "hpu"]
 _modules: list[tuple[Callable[[], bool], Any]] = []
 _modules_known_for = -1
 
-#: A backend that registers adds its module to torch; to count torch's names costs less than to ask for its name.
+#: A registering backend adds its module to torch. To count torch's names costs less than to ask for the backend's name.
 TORCH_NAMES = vars(torch)
-#: How many names torch has where this build of it has no accelerator, be it initialised or not; -1 where it has one.
+#: The number of torch's names where this build has no accelerator, initialised or not; -1 where it has one.
 names_without_devices = -1
 
 
 def find_devices() -> list[Any]:
-    """Returns what this build of torch has of accelerators, be they initialised or not: the same list each time."""
+    """Returns this build's accelerators, initialised or not: the same list each time."""
     if len(TORCH_NAMES) != _modules_known_for:
         _find_modules(private_backend_name())
     return _modules
@@ -164,8 +164,8 @@ def device_streams(*, needed: bool) -> list[Stream]:
     """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices.
 
     Args:
-        needed: Whether to raise while a CUDA graph is being captured, when no state can be read, rather than to leave the
-            streams of that backend out.
+        needed: Whether to raise while a CUDA graph is being captured, when no state can be read. If not, the streams of that
+            backend are left out.
 
     Raises:
         RuntimeError: If a graph is being captured.
@@ -190,7 +190,7 @@ _known: dict[int, tuple[Any, object, tuple[Stream, ...]]] = {}
 
 
 def _streams_of(module: Any) -> tuple[Stream, ...]:
-    # What says which devices there are: the tuple of generators, or their number.
+    # The devices, as the tuple of generators, or their number.
     generators = getattr(module, "default_generators", None)
     devices = generators or (module.device_count() if hasattr(module, "device_count") else 1)
     known = _known.get(id(module))

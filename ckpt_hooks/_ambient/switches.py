@@ -1,9 +1,9 @@
-"""Every switch of torch that decides on kernels and roundings: how it is read, and how it is set.
+"""Every switch of torch which decides on kernels and roundings, with its getter and setter.
 
-Private calls into torch, like those of :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``, ``torch.nn.attention``)
-are properties and contexts around these, at 1 us each, and one of them imports the compiler. The private forms may go when the
-public ones cost as little. ``tests/test_switches.py`` goes through the switches of the installed torch, and fails for one that
-has no verdict.
+Private calls into torch, like the calls in :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``,
+``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler. The
+private forms may go when the public forms cost as little. ``tests/test_switches.py`` goes through the switches of the installed
+torch, and fails for a switch without a verdict.
 
 Times are for torch 2.13 on one x86-64 core: a switch of the process is read in 0.04 us, a precision of float32 in 0.3.
 """
@@ -37,16 +37,16 @@ __all__ = [
 
 _c: Any = torch._C
 
-#: How a switch is read and set.
+#: The getter and the setter of a switch.
 Flag = tuple[Callable[[], Any], Callable[[Any], object]]
 
 
 def _flags(*names: tuple[str, str]) -> list[Flag]:
-    """Returns the switches of these getters and setters that the installed torch has."""
+    """Returns the switches among these getters and setters which the installed torch has."""
     return [(getattr(_c, getter), getattr(_c, setter)) for getter, setter in names if hasattr(_c, getter)]
 
 
-# Those that a dispatcher to kernels, or a kernel, looks at. 2.11 to 2.15; the fourth flash attention since 2.15.
+# Switches read by a dispatcher to kernels, or by a kernel. 2.11 to 2.15; the fourth flash attention since 2.15.
 FLAGS: list[Flag] = _flags(
     ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
     ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
@@ -73,9 +73,8 @@ if torch.version.hip is not None:
 if torch.xpu._is_compiled():
     FLAGS += _flags(("_get_onednn_allow_tf32", "_set_onednn_allow_tf32"))
 
-# Those of operators on CUDA devices that no context manager sets. Some take 0.5 us to read, so they are read once a region, and
-# only where such a device is in use. The depthwise kernel since 2.13, grouped products and
-# embedded kernels since 2.15.
+# Switches of operators on CUDA devices, without a context manager. Some take 0.5 us to read, so these are read once a region,
+# and only where such a device is in use. The depthwise kernel since 2.13, grouped products and embedded kernels since 2.15.
 DEVICE_FLAGS: list[Flag] = []
 if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
     DEVICE_FLAGS += _flags(
@@ -89,10 +88,10 @@ if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
 if torch.version.hip is not None:
     DEVICE_FLAGS += _flags(("_get_rocm_fa_preferred_backend", "_set_rocm_fa_preferred_backend"))
 
-#: Whether a CUDA device is in use; no device is initialised by asking.
+#: Whether a CUDA device is in use; the call initialises no device.
 are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
-# Variables of Python that functions of torch look at: where they are, and their names. An attribute that is set on the module
+# Python variables read by functions of torch, as a dictionary and a name. An attribute set on the module
 # ``torch.backends.opt_einsum`` hides the variable behind it, which ``torch.backends.opt_einsum.flags`` sets. 2.11 to 2.15.
 _einsum: Any = torch.backends.opt_einsum
 VARIABLES: list[tuple[dict[str, Any], str]] = [
@@ -105,7 +104,7 @@ VARIABLES: list[tuple[dict[str, Any], str]] = [
 
 
 class _Absent:
-    """Stands for a variable that is not there."""
+    """Stands for a missing variable."""
 
     def __repr__(self) -> str:
         return "ABSENT"
@@ -113,8 +112,8 @@ class _Absent:
 
 ABSENT = _Absent()
 
-# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way to say it, whose getters
-# cost a third but raise where the newer one was used to say something that it cannot.
+# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way, whose getters cost a
+# third, but raise for settings which only the newer way can express.
 _precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
 _set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 
@@ -123,10 +122,10 @@ def _precision(backend: str, operator: str) -> Flag:
     return functools.partial(_precision_of, backend, operator), functools.partial(_set_precision_of, backend, operator)
 
 
-#: What holds for operators that have no precision of their own, the widest first.
+#: Defaults for operators without a precision of their own, the widest first.
 PRECISION_DEFAULTS: list[Flag] = [_precision("generic", "all"), _precision("cuda", "all"), _precision("mkldnn", "all")]
 MKLDNN_PRECISION: Flag = _precision("mkldnn", "matmul")
-#: Those of operators that are fewer: convolutions and recurrent layers on the host.
+#: Precisions of rarer operators: convolutions and recurrent layers on the host.
 RARER_PRECISIONS: list[Flag] = [_precision("mkldnn", "conv"), _precision("mkldnn", "rnn")]
 
 
@@ -142,7 +141,7 @@ def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
             _set_precision_of("cuda", operator, precision)
 
 
-#: The getter that may raise since both ways to state a precision were used, the one that does not, and the setter for both.
+#: A getter which may raise if both ways to set a precision were used, a getter which does not, and a setter for both.
 CUDNN_PRECISION: tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]] = (
     _c._get_cudnn_allow_tf32,
     _cudnn_precision,
@@ -178,14 +177,14 @@ def _reduced_precision(dtype: str) -> Flag:
 
 
 def _set_num_threads(count: int) -> None:
-    """Sets how many threads operators run on; on the main thread alone, for a part of it belongs to the whole process."""
+    """Sets the number of threads of operators; on the main thread alone, for a part of it belongs to the whole process."""
     if threading.get_ident() == threading.main_thread().ident:
         torch.set_num_threads(count)
 
 
-# Those that a ``GlobalStateGuard`` compares in one call of 0.13 us: it is what compiled code asks whether it still applies, in
-# a module of C++ that does not import the compiler. Autocast and gradient mode, which it compares too, are not set from here.
-# 2.11 to 2.15.
+# Switches compared by a ``GlobalStateGuard`` in one call of 0.13 us. Compiled code asks such a guard whether it still applies;
+# the guard is in a C++ module which does not import the compiler. Autocast and gradient mode, which it compares too, are not
+# set from here. 2.11 to 2.15.
 GUARDED_FLAGS: list[Flag] = [
     (torch.get_default_dtype, torch.set_default_dtype),
     (_c._get_deterministic_algorithms, _set_deterministic),
@@ -200,10 +199,10 @@ GUARDED_FLAGS: list[Flag] = [
 
 
 class StateGuard(Protocol):
-    """Says whether part of torch's state is as it was when this was made."""
+    """Compares part of torch's state with the state at its making."""
 
     def check(self) -> bool:
-        """Returns whether it is."""
+        """Returns whether the state is the same."""
 
 
 new_state_guard: Callable[[], StateGuard] = GlobalStateGuard

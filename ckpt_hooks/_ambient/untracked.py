@@ -1,9 +1,9 @@
-"""Random streams of the process that recomputes do not set back unless they are tracked: those of Python and of NumPy.
+"""Random streams of the process which recomputes set back only if tracked: the streams of Python and of NumPy.
 
-To ask a generator for its state takes 20 us of Python and 80 of NumPy, which make a number of Python of each word. Whether it
-has drawn is told by the memory of its object, after the object's head, in 1 us. All of that memory is looked at, wherever the
-words are in it. NumPy has the words in one object and a left-over normal number in another, next to what it has worked out for
-binomial numbers; where the left-over number is in there is found out, with a generator made for it.
+To ask a generator for its state takes 20 us in Python and 80 in NumPy, since each word becomes a Python number. To compare the
+memory of its object, after the object's head, takes 1 us. All of this memory is compared, wherever the words are. NumPy has the
+words in one object and a left-over normal number in another, next to figures for binomial numbers; the place of the left-over
+number is found with a generator made for the purpose.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 __all__ = ["Images", "is_only_thread", "moved_since", "take_images"]
 
-#: What the memory of generators holds, by what :func:`ckpt_hooks.track_rng` calls them.
+#: The memory of generators, by their names in :func:`ckpt_hooks.track_rng`.
 Images = dict[str, tuple[Any, ...]]
 
 _HEAD = object.__basicsize__
@@ -30,7 +30,7 @@ def _memory_of(value: Any) -> bytes:
 
 @functools.cache
 def _left_over() -> slice:
-    """Returns where in the memory of NumPy's generator a left-over normal number is, and whether there is one."""
+    """Returns the place of a left-over normal number, and of its flag, in the memory of NumPy's generator."""
     generator: Any = sys.modules["numpy.random"].RandomState(0)
     kind, key, *_ = generator.get_state()
     images = []
@@ -42,7 +42,7 @@ def _left_over() -> slice:
 
 
 def take_images() -> Images:
-    """Returns how these generators look now; that of NumPy only if it was imported."""
+    """Returns the present memory of these generators; NumPy's only if NumPy was imported."""
     images: Images = {"python": (_memory_of(_PYTHON), _PYTHON.gauss_next)}
     get_state = getattr(sys.modules.get("numpy.random"), "get_state", None)
     if get_state is not None:
@@ -52,11 +52,11 @@ def take_images() -> Images:
 
 
 def moved_since(images: Images) -> list[str]:
-    """Returns the names of the generators that have moved since :func:`take_images`."""
+    """Returns the names of the generators which have moved since :func:`take_images`."""
     now = take_images()
     return [name for name, image in images.items() if now[name] != image]
 
 
 def is_only_thread() -> bool:
-    """Whether Python runs one thread, so that no other can have moved a stream; those of autograd's engine do not count."""
+    """Whether Python runs one thread, so that no other moves a stream; threads of autograd's engine do not count."""
     return sum(not isinstance(thread, threading._DummyThread) for thread in threading.enumerate()) == 1

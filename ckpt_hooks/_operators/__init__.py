@@ -1,1 +1,1 @@
-"""Operators: what their schemas say, what those leave out, and the random numbers that they draw."""
+"""Operators: the facts in their schemas, the facts missing there, and their random draws."""

@@ -1,7 +1,7 @@
-"""What is known of an operator before it runs: where its tensors are, what it writes to, what its outputs are.
+"""The facts known of an operator before it runs: the places of tensors, the writes, and the outputs.
 
-A schema says most of it. What schemas leave out or get wrong is in :mod:`.unsaid`. Function frames, recorders, policies and the
-modes that watch parameters all read this one record, which is made once for each operator.
+Most facts come from schemas. Facts missing or wrong in schemas are in :mod:`.unsaid`. Function frames, recorders, policies and
+the modes which watch parameters all read this record, made once for each operator.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .kinds import Kind, kind_of
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]
 
-#: Kinds whose outputs can stand in for running them again; those that write, where they return something new besides.
+#: Kinds whose outputs can stand in for running the operator again; for writing kinds only outputs which are new.
 _ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
 _WRITING = frozenset({Kind.WRITES, Kind.REWRITES})
 
 
 class Written(NamedTuple):
-    """An argument that an operator writes to.
+    """An argument written to by an operator.
 
     Attributes:
-        position: Where it is among positional arguments.
-        name: What it is called.
-        counted: Whether its version says that it was written to.
-        overwritten: Whether nothing is left of what it was.
+        position: The place among positional arguments.
+        name: The argument's name.
+        counted: Whether the version counts the write.
+        overwritten: Whether nothing is left of the old content.
     """
 
     position: int
@@ -41,47 +41,47 @@ class Written(NamedTuple):
     overwritten: bool
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Returns the argument of a call; None where it was left out."""
+        """Returns the argument of a call; None where left out."""
         return args[self.position] if self.position < len(args) else kwargs.get(self.name)
 
 
 class OpFacts:
-    """What is known of an operator.
+    """The facts of an operator.
 
     Attributes:
         operator: The operator.
-        call: What runs it.
-        name: Without library and overload.
-        kind: What kind it is.
-        tensors: For each number of positional arguments, which of them are tensors.
-        lists: Positions of arguments that are lists of tensors.
-        keywords: Names of arguments that are tensors or lists of them.
-        written: What it writes to.
-        single: Whether it returns one tensor.
-        has_buffered_masks: Whether it may drop out by masks that it would not draw again.
-        has_effect: Whether it has an ordered effect, so that what it returned is kept.
-        has_fresh: Whether it returns something that is not an argument, nor a view of one.
-        is_fast: Whether it does nothing but take tensors by position and return tensors.
-        is_view: Whether its output is another face of its input, by which versions of the two are one.
-        is_detach: Whether it is ``detach``. ``tensor.data`` runs it too, and has a version of its own.
-        is_random: Whether it draws random numbers, or may.
-        may_drop_out: Whether it draws where it was told to drop out, and else not.
-        is_repeatable: Whether it writes the same again where it has written before.
-        may_be_left_out: Whether random streams and the world are the same without it.
-        is_blank: Whether it returns memory that nobody has written to.
-        is_like: Whether it looks at the shape of its first argument alone.
-        is_asked_about: Whether its output can stand in for running it again, so that policies are asked about it.
-        is_fresh: Whether all that it returns is new, and worth keeping maybe.
-        is_inplace_view: Whether it turns a tensor into a view of itself.
-        is_mark: Whether it tells the allocator which stream uses a tensor, and does nothing to the tensor.
-        is_opaque: Whether nothing is known of what it does to its arguments.
-        replaces_storage: Whether a tensor that it writes to may be in another storage afterwards.
-        is_collective: Whether its result is complete only when somebody has waited for it.
-        is_trusted: Whether its outputs are new, or share memory with its arguments.
-        is_never_kept: Whether its output is another face of its input: it runs again whatever a policy says.
-        looks_at_switches: Whether switches of the process matter that change without notice.
-        looks_at_all_switches: Whether all of those matter, and not only the common ones.
-        looks_at_grad: Whether it matters too which arguments require grad.
+        call: The callable which runs the operator.
+        name: The name, without library and overload.
+        kind: The kind.
+        tensors: The positions of tensors, for each number of positional arguments.
+        lists: Positions of arguments which are lists of tensors.
+        keywords: Names of arguments which are tensors or lists of tensors.
+        written: The arguments written to.
+        single: Whether the operator returns one tensor.
+        has_buffered_masks: Whether a call may drop out by masks from a buffer, which a second call would not draw again.
+        has_effect: Whether there is an ordered effect, for which results are kept.
+        has_fresh: Whether a result is neither an argument nor a view of an argument.
+        is_fast: Whether the operator only takes tensors by position and returns tensors.
+        is_view: Whether the output is a view of the input, with the same version counter.
+        is_detach: Whether the operator is ``detach``. ``tensor.data`` runs ``detach`` too, and has a version of its own.
+        is_random: Whether the operator draws random numbers, or may.
+        may_drop_out: Whether the operator draws only with a dropout probability.
+        is_repeatable: Whether a second run writes the same again.
+        may_be_left_out: Whether random streams and the world are the same without the operator.
+        is_blank: Whether the result is uninitialised memory.
+        is_like: Whether the operator reads only the shape of its first argument.
+        is_asked_about: Whether the output can stand in for another run, so that policies are asked.
+        is_fresh: Whether all results are new, and maybe worth keeping.
+        is_inplace_view: Whether the operator turns a tensor into a view of itself.
+        is_mark: Whether the operator only tells the allocator of a stream which uses a tensor.
+        is_opaque: Whether the effects on arguments are unknown.
+        replaces_storage: Whether a written tensor may be in another storage afterwards.
+        is_collective: Whether the result is complete only after a wait.
+        is_trusted: Whether outputs are new, or share memory with arguments.
+        is_never_kept: Whether the output is a view or alias of the input: the operator runs again whatever a policy says.
+        looks_at_switches: Whether the result depends on switches of the process which change without notice.
+        looks_at_all_switches: Whether all of these switches matter, not only the common ones.
+        looks_at_grad: Whether the result depends on the arguments' ``requires_grad``.
     """
 
     __slots__ = (
@@ -187,11 +187,11 @@ class OpFacts:
         )
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
-        """Returns the arguments of a call that the operator writes to, as is known of it; all where nothing is."""
+        """Returns the arguments of a call known to be written to; all arguments of an opaque operator."""
         return [args, kwargs] if self.is_opaque else [written.of(args, kwargs) for written in self.written]
 
     def drops_from_buffer(self, args: Any, kwargs: Any) -> bool:
-        """Whether a call drops out by masks from a buffer that it advances: run again, it would drop other elements."""
+        """Whether a call advances a buffer of dropout masks: a second call would drop other elements."""
         if not self.has_buffered_masks:
             return False
         names = [argument.name for argument in self.operator._schema.arguments]
@@ -200,7 +200,7 @@ class OpFacts:
         )
 
     def under(self, mode: Any) -> OpFacts:
-        """Returns the same of an operator that runs under a dispatch mode: one that makes fake tensors of nothing."""
+        """Returns the facts of the operator under a dispatch mode which makes fake tensors without fake inputs."""
         facts = copy.copy(self)
         facts.call = functools.partial(_call_under, mode, self.call)
         return facts
@@ -226,13 +226,13 @@ def _written(schema: Any, name: str) -> tuple[Written, ...]:
     return tuple(found)
 
 
-#: What was found out so far, by the identity of operators: they hash by a function of Python, integers do not. An entry whose
-#: operator is another one is none.
+#: Known facts, by the identity of operators: operators hash by a Python function, integers do not. An entry with another
+#: operator does not count.
 KNOWN: dict[int, OpFacts] = {}
 
 
 def facts_of(operator: Any) -> OpFacts:
-    """Returns what is known of an operator; found out once."""
+    """Returns the facts of an operator, made once."""
     found = KNOWN.get(id(operator))
     if found is None or found.operator is not operator:
         found = KNOWN[id(operator)] = OpFacts(operator)
@@ -240,7 +240,7 @@ def facts_of(operator: Any) -> OpFacts:
 
 
 def same_operator(one: Any, other: Any) -> bool:
-    """Whether two operators are the same, of which one may be given a generator.
+    """Whether two operators are the same, except that one may be the overload with a generator.
 
     Where threads besides the main one run regions, draws get a generator, by another overload.
     """

@@ -1,7 +1,7 @@
 """Kinds of operators: whether an output can stand in for running its operator again.
 
-Most of it is in the schema. A view's output is another face of its input, and an operator that writes does its work by writing:
-neither is done by handing out what it returned. What schemas leave out is in :mod:`.unsaid`.
+Most kinds follow from the schema. A view shares its input's memory, and a writing operator does its work by writing: to return
+a kept output would do neither. Facts missing in schemas are in :mod:`.unsaid`.
 """
 
 from __future__ import annotations
@@ -20,33 +20,33 @@ __all__ = ["SAC_IGNORED_OPS", "Kind", "kind_of"]
 
 
 class Kind(enum.Enum):
-    """What a recompute may do with an operator."""
+    """The actions open to a recompute for an operator."""
 
-    #: Does no work, or comes and goes: not part of the sequence that forward and recompute have in common.
+    #: Does no work, or comes and goes: not part of the common sequence of forward and recompute.
     IGNORED = enum.auto()
-    #: The same; begins or ends what a profiler shows by a name.
+    #: The same; begins or ends a named range of a profiler.
     RANGE = enum.auto()
-    #: A cast of a leaf, which autocast makes once and keeps until its block ends: in the sequence or not, as it happens.
+    #: A cast of a leaf, which autocast makes once and keeps until its block ends: sometimes in the sequence, sometimes not.
     CAST = enum.auto()
-    #: Another face of its input: has to be made again, and is not part of that sequence either, since autograd makes some anew
-    #: where the base of a view was written to.
+    #: A view of its input: has to be made again, and is not part of the sequence either, since autograd makes some views anew
+    #: where their base was written to.
     VIEW = enum.auto()
     #: Has to run again, since it writes to its arguments.
     WRITES = enum.auto()
-    #: Like those, and neither schema nor versions tell of the writing.
+    #: Like ``WRITES``, but neither schema nor versions tell of the write.
     REWRITES = enum.auto()
-    #: Has to run again, since its outputs share the memory of its input, which the schema denies, but not its version counter.
+    #: Has to run again, since its outputs share the input's memory, which the schema denies, but not the version counter.
     ALIASES = enum.auto()
-    #: Is run again though it need not be: it costs little, and what it returned is not what the user was given, which is
-    #: another face of it with a version counter of its own.
+    #: Runs again without need: it costs little, and the user got not the result itself but a view with a version counter of its
+    #: own.
     FACTORY = enum.auto()
     #: May be skipped where its output is at hand.
     SAVEABLE = enum.auto()
-    #: The same, but the output is complete only when somebody has waited for it: it is kept as it is, and copied nowhere.
+    #: The same, but the output is complete only after a wait: it is kept as it is, and copied nowhere.
     COLLECTIVE = enum.auto()
-    #: The same, but it draws random numbers, or may.
+    #: The same, but draws random numbers, or may.
     RANDOM = enum.auto()
-    #: The same, but it has an effect besides, in an order with others of the kind: it runs again only where a policy insists.
+    #: The same, but has an effect, ordered with others of this kind: runs again only where a policy insists.
     EFFECT = enum.auto()
 
 
@@ -55,7 +55,7 @@ def _takes_no_tensor(schema: Any) -> bool:
 
 
 def kind_of(operator: Any) -> Kind:
-    """Returns what a recompute may do with an operator: an ``OpOverload``, or a higher-order operator."""
+    """Returns the kind of an operator: an ``OpOverload``, or a higher-order operator."""
     if operator in SAC_IGNORED_OPS or operator is unsaid.RECORD_STREAM:
         return Kind.IGNORED
     schema = getattr(operator, "_schema", None)

@@ -21,7 +21,7 @@ from ckpt_hooks._ambient.streams import is_capturing, is_same_state
 
 __all__ = ["OwnStreams", "draw_again", "draw_anew", "draw_noting"]
 
-#: Generators, by identity, and those that a replay draws from in their stead.
+#: Generators, by identity, with the generators which replace them in a replay.
 OwnStreams = dict[int, tuple[torch.Generator, torch.Generator]]
 
 
@@ -37,19 +37,19 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
 def draw_noting(
     operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, shared: bool
 ) -> tuple[Any, torch.Tensor | None]:
-    """Runs an operator that may draw, and notes what :func:`draw_again` needs.
+    """Runs an operator which may draw, and notes the state for :func:`draw_again`.
 
     Args:
         operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
         shared: Whether other threads may draw from the default generators meanwhile.
 
     Returns:
-        What the operator returned, and the state of the generator that it drew from; None where it did not draw.
+        The operator's result, and the state of the generator before the draw; None where nothing was drawn.
 
     Raises:
-        RuntimeError: If a CUDA graph is being captured on the device that it draws on.
+        RuntimeError: If a CUDA graph is being captured on the device of the draw.
     """
     if drops_nothing(operator, args, kwargs):
         return operator(*args, **kwargs), None
@@ -70,7 +70,7 @@ def draw_noting(
     before = generator.get_state()
     handlers.latest = None
     result = operator(*args, **kwargs)
-    if handlers.latest is not None:  # from a generator of a mode around
+    if handlers.latest is not None:  # drawn from a generator of a mode around
         return result, handlers.latest.before
     if form_of(operator) is NO_DRAW and is_same_state(before, generator.get_state()):
         return result, None
@@ -78,13 +78,13 @@ def draw_noting(
 
 
 def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
-    """Runs an operator that draws from a state of its generator, which nobody else sees changed.
+    """Runs an operator with draws from a noted state; the user's generators do not move.
 
     Args:
         operator: The operator.
-        args: Its arguments; a generator among them is not looked at.
-        kwargs: Its keyword arguments.
-        state: What :func:`draw_noting` returned.
+        args: Positional arguments, of which a generator is ignored.
+        kwargs: Keyword arguments.
+        state: The state returned by :func:`draw_noting`.
     """
     form, position = form_of(operator)
     device = device_of(tuple(args), kwargs)
@@ -97,15 +97,15 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
 
 
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
-    """Runs an operator that may draw, and draws what comes next, which nobody else sees drawn.
+    """Runs an operator with draws of new numbers; the user's generators do not move.
 
-    While a CUDA graph is being captured no state can be read: then it draws from the generator itself.
+    While a CUDA graph is being captured no state can be read: then the operator draws from the user's generator.
 
     Args:
         operator: The operator.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        streams: What the replay has drawn from so far; gets more.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        streams: The replay's generators so far; gets more.
     """
     given = given_generator(operator, tuple(args), kwargs)
     device = device_of(tuple(args), kwargs) if given is None else given.device

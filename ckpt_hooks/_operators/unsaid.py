@@ -1,7 +1,7 @@
-"""Operators of which schemas leave something out, with a sentence on each list. Names without a library are of ``aten``.
+"""Operators with facts missing in their schemas, with a sentence on each list. Names without a library are of ``aten``.
 
-One more way to write without a word is in :mod:`ckpt_hooks._core.modes`, since rooms below this one need it: in-place operators
-over lists of tensors (``_foreach_mul_``) count versions only where no dispatch mode is active (``count_writes``).
+Another uncounted write is in :mod:`ckpt_hooks._core.modes`, since rooms below this one need it: in-place operators over lists
+of tensors (``_foreach_mul_``) count versions only where no dispatch mode is active (``count_writes``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = [
 
 # Writes
 
-#: Arguments that operators write to though schemas have them as inputs: running statistics.
+#: Arguments written to although their schemas say inputs: running statistics.
 WRITES = dict.fromkeys(
     {
         *("batch_norm", "batch_norm_gather_stats", "batch_norm_gather_stats_with_counts"),
@@ -42,11 +42,11 @@ WRITES = dict.fromkeys(
     ("running_mean", "running_var"),
 )
 
-#: Libraries whose operators write to any tensor that they are given, and neither schemas nor versions tell: collectives that
-#: work in place, and the gathering and freeing of parameters.
+#: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
+#: gathering and freeing of parameters.
 REWRITING = frozenset({"c10d", "fsdp"})
 
-#: Names by which Python calls operators and collectives of those two kinds, and others that write to buffers quietly.
+#: Python names of operators and collectives of these two kinds, and of others which write to buffers uncounted.
 QUIET_FUNCTIONS = frozenset(
     {
         *("all_gather_into_tensor", "all_reduce", "batch_norm", "broadcast"),
@@ -54,10 +54,10 @@ QUIET_FUNCTIONS = frozenset(
     }
 )
 
-#: Tells the allocator that a stream uses a tensor's memory. Its schema has it write to the tensor, in which it changes nothing.
+#: Tells the allocator of a stream which uses a tensor's memory. Its schema says a write, but it changes nothing in the tensor.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default
 
-#: Give every element of what they write to a new value, whatever it was. Schemas do not say whether the old one matters.
+#: Give every written element a new value, whatever the old. Schemas do not say whether the old value matters.
 OVERWRITES = frozenset(
     {
         *("bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_", "log_normal_", "normal_"),
@@ -65,7 +65,7 @@ OVERWRITES = frozenset(
     }
 )
 
-#: Write the same again where they have written before, so that a rerun may repeat them, which schemas do not say.
+#: Write the same again in a second run, so that a rerun may repeat the write. Schemas do not say this.
 REPEATABLE = frozenset(
     {
         *("abs_", "ceil_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "copy_", "embedding_renorm_", "fill_"),
@@ -75,15 +75,15 @@ REPEATABLE = frozenset(
     }
 )
 
-#: Give a tensor another storage, or its storage another size, which schemas have as a write.
+#: Give a tensor another storage, or its storage another size. Schemas say a write.
 REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resize_as_sparse_", "set_", "set_data"})
 
 # Memory of outputs
 
-#: Promise autograd that nobody looks at their input any more. Outputs share its memory, which schemas deny.
+#: Promise autograd that their input is not used any more. Outputs share the input's memory, which schemas deny.
 ALIASES = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
-#: Return memory that nobody has written to yet.
+#: Return uninitialised memory.
 BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 #: Libraries whose operators return new memory, or an argument's.
@@ -91,7 +91,7 @@ TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})
 
 # What a result depends on
 
-#: Look at what shape their first argument has, and not at what is in it.
+#: Read the shape of their first argument, and not its content.
 LIKE = frozenset(
     {
         *("full_like", "new_full", "new_ones", "new_zeros", "ones_like", "rand_like", "randint_like"),
@@ -99,7 +99,7 @@ LIKE = frozenset(
     }
 )
 
-#: Tell how a tensor of another class is laid out, which some keep once they were asked; so do all of ``prim``.
+#: Tell the layout of a tensor of another class, which some tensors cache after the first call; so do all of ``prim``.
 LAYOUT = frozenset(
     {
         *("dim", "is_contiguous", "is_non_overlapping_and_dense", "is_pinned", "is_strides_like_format"),
@@ -108,23 +108,23 @@ LAYOUT = frozenset(
     }
 )
 
-#: Choose among kernels by switches of the process that only a full look at them tells of.
+#: Choose among kernels by switches of the process which no guard compares.
 LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
 
-#: Of those, the ones for which there are switches besides those that matter to all of them.
+#: The operators among these with further switches of their own.
 LOOKS_AT_ALL_SWITCHES = ("conv", "gru", "lstm", "rnn")
 
-#: Return more where an argument requires grad, which no argument of a replay does: what they returned is kept.
+#: Return more where an argument requires grad, as no argument of a replay does: the results are kept.
 LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})
 
 # Random numbers and effects
 
-#: Libraries whose operators are tagged where they draw random numbers; those of others are looked at when they run.
+#: Libraries which tag their random operators; operators of other libraries are watched when they run.
 TAGGED = frozenset({"aten", "prims", "_c10d_functional"})
 
-#: Draw the masks of recurrent layers from a buffer of the device, which they advance though their schemas do not say so; and
-#: the one that makes that buffer, whose seed is a number among its arguments.
+#: Draw the masks of recurrent layers from a buffer of the device and advance it, which schemas do not say; and the operator
+#: which makes the buffer, with its seed among the arguments.
 BUFFERED_MASKS = frozenset({"_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"})
 
-#: Operators of operators that compute an output of their own and do nothing else. Others may write to their arguments.
+#: Operators of operators which only compute an output. Others may write to their arguments.
 PURE_HIGHER_ORDER = frozenset({"flex_attention"})

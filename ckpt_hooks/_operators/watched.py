@@ -1,4 +1,4 @@
-"""The dispatch mode that tells observers of operators, for those that ask for them."""
+"""The dispatch mode which tells observers of operators, for observers which ask for operators."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ __all__ = ["OperatorWatch", "wants_operators", "watch_forward", "watch_replay"]
 
 
 class OperatorWatch(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells of the operators of a region and of regions inside: each to the observers of the innermost one."""
+    """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
 
     def __init__(self, replayed: Frame | None = None) -> None:
         """Makes a mode.
 
         Args:
-            replayed: The frame that is being replayed; None in a forward or a rerun.
+            replayed: The frame being replayed; None in a forward or a rerun.
         """
         super().__init__()
         self._replayed = replayed
 
     def _recreate_cm(self) -> OperatorWatch:
-        """Returns another one, for a rerun inside a rerun: the outer one is paused meanwhile."""
+        """Returns another mode, for a rerun inside a rerun: the outer mode is paused meanwhile."""
         return OperatorWatch(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -61,12 +61,12 @@ def wants_operators(frame: Frame | None) -> bool:
 
 
 def watch_forward(frame: Frame) -> OperatorWatch | None:
-    """Returns the mode for a forward, entered; None where no observer wants it, or the frame around has one."""
+    """Returns the entered mode for a forward; None if no observer wants it, or the frame around has such a mode."""
     return OperatorWatch().__enter__() if wants_operators(frame) and not wants_operators(frame.parent) else None
 
 
 def watch_replay(frame: Frame) -> OperatorWatch | None:
-    """Returns the mode for a replay, entered; None where no observer wants it."""
+    """Returns the entered mode for a replay; None if no observer wants it."""
     return OperatorWatch(frame).__enter__() if wants_operators(frame) else None
 
 

@@ -1,1 +1,1 @@
-"""Recorded frames: a region that is a block of code, brought back by replaying the operators that ran in it."""
+"""Recorded frames: regions which are a block of code, brought back by a replay of the block's operators."""

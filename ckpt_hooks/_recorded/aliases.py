@@ -1,4 +1,4 @@
-"""Tensors that share memory with one on the tape and came to be without an operator, as ``.data`` makes them."""
+"""Aliases of recorded tensors made without an operator, as by ``.data``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AS_STRIDED = torch.ops.aten.as_strided.default
 
 
 def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether to write to one tensor counts as a write to the other."""
+    """Whether a write to one tensor counts as a write to the other."""
     if one is other:
         return True
     if one.is_inference() or other.is_inference():
@@ -32,7 +32,7 @@ def _share_versions(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def counter_in(tables: Tables, store: Store, tensor: torch.Tensor) -> object:
-    """Returns the version counter of a tensor, by looking for another one in the storage that shares it."""
+    """Returns the version counter of a tensor, as found on another tensor of the storage which shares it."""
     for member in tables.live_members(store):
         value = tables.value_now(member)
         if value is not None and _share_versions(tensor, member):
@@ -47,7 +47,7 @@ def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
 
 
 def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, around: Around) -> Value | None:
-    """Returns the value of such a tensor, which is a view of another one in the storage; None if there is none that will do."""
+    """Returns the value of such an alias, as a view of another tensor in the storage; None if no tensor there will do."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return None
     for member in tables.live_members(store):

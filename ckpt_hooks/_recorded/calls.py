@@ -1,4 +1,4 @@
-"""Calling operators that are recorded: their arguments as values, their random numbers, and what the policy says of them."""
+"""Calls of recorded operators: their arguments as values, their random draws, and the policy's decisions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _Tensor = torch.Tensor
 
 
 def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs an operator, and notes in ``op`` what it draws."""
+    """Runs an operator, and notes its draw in ``op``."""
     if not facts.is_random:
         return facts.call(*args, **kwargs)
     if tape.draws_anew:
@@ -35,31 +35,31 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 
 def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
-    """Returns what becomes of an operator that has run; the policy is not asked about those of a backward in the region."""
+    """Returns the decision on an operator which has run; the policy is not asked in a backward inside the region."""
     if tape.decisions is None or graph_task_id() != tape.task:
         decision = EITHER if facts.is_collective or facts.has_effect else RECOMPUTE
         if facts.drops_from_buffer(args, kwargs):
             decision = SAVE
     elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
-        decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
+        decision = RECOMPUTE  # autocast makes this cast once and keeps it for a while, so only some runs have it
     else:
         decision = tape.decisions.decide(facts, args, kwargs, out)
     if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
-        return SAVE  # to run a collective again, all have to, at the same time
+        return SAVE  # to run a collective again, all ranks would have to, at the same time
     return decision
 
 
 def op_of(
     tape: Tape, facts: OpFacts, args: Any, kwargs: Any, overwritten: frozenset[int] = frozenset()
 ) -> tuple[Op, list[Value]]:
-    """Returns an operator that is about to run, with values in place of tensors, and those values.
+    """Returns an operator about to run, with values in place of tensors, and those values.
 
     Args:
-        tape: The tape that it goes on.
-        facts: What is known of it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        overwritten: Identities of tensors of which it does not matter what they are.
+        tape: The operator's tape.
+        facts: The facts of the operator.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        overwritten: Identities of tensors whose content does not matter.
     """
     values: list[Value] = []
     record = partial(_recorded, tape, facts, overwritten, values)
@@ -78,7 +78,7 @@ def op_of(
 
 
 def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: list[Value], argument: Any) -> Any:
-    """Returns an argument with values in place of tensors, which it adds to ``values``."""
+    """Returns an argument with values in place of tensors; adds the values to ``values``."""
     if isinstance(argument, _Tensor):
         key = id(argument)
         value = tape.tables.blank.get(key) if key in overwritten else None

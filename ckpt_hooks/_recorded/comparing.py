@@ -1,6 +1,6 @@
-"""Values of a recorded region around which a dispatch mode of the user's is active, compared as they are brought back.
+"""Comparison of saved and replayed values, for a recorded region inside a dispatch mode of the user's.
 
-Such a mode sees operators after the recorder does, so what it makes of their results is not on the tape.
+Such a mode sees operators after the recorder, so its changes to results are not on the tape.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["ComparedValues"]
 
 
 def _fingerprint(tensor: torch.Tensor) -> Any:
-    if tensor.is_nested:  # it may have no shape
+    if tensor.is_nested:  # may have no shape
         return hash_of(tensor)
     return tuple(tensor.shape), tensor.dtype, tensor.device, hash_of(tensor)
 
@@ -49,11 +49,11 @@ class ComparedValues:
         self.modes = modes
         self._fingerprints = Fingerprints(_fingerprint, ())
         self._taken = self._fingerprints.taken
-        self._numbers: list[int] = []  # of values
+        self._numbers: list[int] = []  # numbers of values
         self._without_grad: set[int] = set()
 
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook that takes fingerprints of the tensors for which there are handles.
+        """Returns a pack hook which takes the fingerprints of tensors with handles.
 
         Args:
             pack: The pack hook of the frame.
@@ -72,17 +72,17 @@ class ComparedValues:
         return pack_compared
 
     def close(self) -> None:
-        """Ends forward; the pack hook lets go of what was taken."""
+        """Ends forward; the pack hook drops the fingerprints."""
         self._fingerprints.close()
 
     def compare(self, pin: Pin, tensor: torch.Tensor) -> None:
-        """Compares a tensor that was brought back with what was saved.
+        """Compares a replayed tensor with the saved tensor.
 
-        One that was kept is what it was; so is, as plain autograd takes it, one that was written to by a way that versions do
-        not tell of.
+        Kept tensors are not compared, and neither are tensors written to without a count of the version, which plain autograd
+        takes as they are.
 
         Raises:
-            DeterminismError: If it is another value.
+            DeterminismError: If the values differ.
         """
         index, value = pin.index, pin.value
         if value.saved is not None or value.number != self._numbers[index] or is_without_values():

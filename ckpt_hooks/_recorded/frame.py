@@ -1,4 +1,4 @@
-"""Recorded frames: their handles, their hooks, and who replays what for whom."""
+"""Recorded frames: entry and exit, their handles and their hooks."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ __all__ = ["RecordedFrame", "unpack"]
 
 
 class RecordedFrame(ReplayedFrame):
-    """A region that is a block of code; a context manager around that.
+    """A region around a block of code, as a context manager.
 
     Attributes:
-        current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
-        compared: Compares its values, where a dispatch mode of the user's is around the outermost region; else None.
-        hooks_around: Saved-tensor hooks of somebody's around it, in the innermost function frame; None when it has ended.
-        tape: What it records; None when it has ended.
+        current: Devices and streams as the outermost region began; None where no accelerator was in use.
+        compared: Compares the frame's values, if a dispatch mode of the user's is around the outermost region; else None.
+        hooks_around: Saved-tensor hooks of others around, within the innermost function frame; None after the end.
+        tape: The frame's tape; None after the end.
     """
 
     __slots__ = (
@@ -71,17 +71,17 @@ class RecordedFrame(ReplayedFrame):
         preserve_rng_state: bool = True,
         replay_whole: bool | None = None,
     ) -> None:
-        """Makes a frame inside the innermost one of this thread.
+        """Makes a frame inside the innermost frame of this thread.
 
         Args:
             name: The region's name.
-            policy: What is kept.
-            respect_hooks: Whether what the policy keeps goes through the saved-tensor hooks around the outermost region.
-            preserve_rng_state: Whether a replay draws what forward drew.
+            policy: The policy on outputs to keep.
+            respect_hooks: Whether outputs kept by the policy go through the saved-tensor hooks around the outermost region.
+            preserve_rng_state: Whether a replay draws the numbers of forward.
             replay_whole: See :attr:`whole`.
         """
         parent = stack.innermost
-        # Directly inside another one it shares the tape; a function frame in between has to rerun it on its own.
+        # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         ReplayedFrame.__init__(self, name, parent, current_settings().observers, outer)
         self.compared: ComparedValues | None = None
@@ -150,7 +150,7 @@ class RecordedFrame(ReplayedFrame):
             self._recorder = tape.decisions = None
             if parent is not None and tape.hooks is not None and are_of_frame(tape.hooks):
                 parent.note_inside(len(tape.held), self.path)
-            tape.close()  # which calls hooks of the user's, who may raise
+            tape.close()  # calls hooks of the user's, which may raise
         elif outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
         if self.watch is not None:
@@ -165,7 +165,7 @@ class RecordedFrame(ReplayedFrame):
             self._decisions.finish()
 
     def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Pin | Kept], Callable[[], None]]:
-        """Returns the pack hook, and what has it let go of this frame: autograd keeps it with each leaf that is kept."""
+        """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
         get, pins = tape.tables.known.get, self.pins
         append = pins.append
         pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
@@ -209,7 +209,7 @@ class RecordedFrame(ReplayedFrame):
         return pin
 
     def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Pin | Kept:
-        """Packs a tensor that the tape does not know as the result of an operator."""
+        """Packs a tensor which the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
         if value is None and is_kept_anyway(tensor):
@@ -217,7 +217,7 @@ class RecordedFrame(ReplayedFrame):
         if value is None or storage_of(tensor) != value.store.address:
             store = tape.tables.store_of(tensor)
             if store.blank:
-                value = tape.input_of(tensor, store)  # what it is when it has been written to
+                value = tape.input_of(tensor, store)  # as it is after the writes
             elif store.outside and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
@@ -239,7 +239,7 @@ class RecordedFrame(ReplayedFrame):
         return packed
 
     def name_tensor(self, tensor: torch.Tensor, name: str) -> None:
-        """Keeps a tensor of this frame if the policy says so of its name."""
+        """Keeps a tensor of this frame if the policy asks for its name."""
         tape = self.tape
         if tape is None or self._decisions is None:
             return
@@ -250,10 +250,10 @@ class RecordedFrame(ReplayedFrame):
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor that a handle stands for, and lets go of it (Rule 4).
+    """Returns the tensor of a handle; the replay drops the tensor after the last read (Rule 4).
 
     Args:
-        packed: A handle, or what stands for a tensor from outside.
+        packed: A handle, or the stand-in for a tensor from outside.
     """
     if type(packed) is not Pin:
         leaf: torch.Tensor = packed[0]
@@ -282,7 +282,7 @@ def unpack(packed: Any) -> torch.Tensor:
 
 
 def unpack_compared(packed: Any) -> torch.Tensor:
-    """Does what :func:`unpack` does, and compares the tensor with what was saved."""
+    """Returns the tensor of a handle as :func:`unpack` does, after a comparison with the saved tensor."""
     tensor = unpack(packed)
     if type(packed) is Pin:
         frame = packed.frame

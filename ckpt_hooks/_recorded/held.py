@@ -1,7 +1,7 @@
-"""The tensors that a tape holds: those from outside that its operators read, and those that a policy said to keep.
+"""The tensors held by a tape: tensors from outside read by its operators, and tensors kept by a policy.
 
-While the outermost region is open, the tape sees every write, and takes a copy before one where the old values are needed. When
-it ends they are sealed: from then on versions tell of writes, as they do for what autograd itself keeps.
+While the outermost region is open, the tape sees every write, and copies a needed tensor before a write. At the end the held
+tensors are sealed: from then on versions tell of writes, as for tensors saved by autograd.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class TensorsHeld:
     def __init__(self, *, is_in_frame: bool) -> None:
         self.is_in_frame = is_in_frame
         self._held: list[weakref.ref[Value]] = []
-        # What is handed to hooks has to be the same in forward and in the rerun of a frame around. Which values are alive is
-        # not, where the garbage collector has a say, so all of them are held up to the end of the region.
+        # Hooks have to get the same tensors in forward and in the rerun of a frame around. The set of live values depends on
+        # the garbage collector, so all are held up to the end of the region.
         self._for_frame: list[Value] = []
         self._batch: Batch | None = None
 
@@ -46,18 +46,18 @@ class TensorsHeld:
         return len(self._held)
 
     def note(self, value: Value, reference: weakref.ref[Value]) -> None:
-        """Has what a value keeps sealed at the end.
+        """Notes a value, whose tensor is sealed at the end.
 
         Args:
             value: The value.
-            reference: Refers to it.
+            reference: A weak reference to the value.
         """
         self._held.append(reference)
         if self.is_in_frame:
             self._for_frame.append(value)
 
     def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, reason: str) -> None:
-        """Keeps the tensor of a value, or sends it to the host; what it was made of is not needed any more then."""
+        """Keeps the tensor of a value, or sends it to the host; drops the value's history, which is not needed then."""
         alias = counted_detach(tensor)
         to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
@@ -79,17 +79,17 @@ class TensorsHeld:
             held.append(reference)
 
     def note_version_later(self, value: Value) -> None:
-        """Has the version of what is kept noted when the region ends, since it moves without a write."""
+        """Notes the version of a kept tensor only at the end of the region, since the version moves without a write."""
         assert value.saved is not None
         value.saved.version = None
         self._held.append(_weakref(value))
 
     def close(self, hooks: Hooks | None, *, respect_hooks: bool) -> None:
-        """Ends the recording: what is kept is handed to the hooks around, if any.
+        """Ends the recording: seals the kept tensors, by the hooks around if any.
 
         Args:
             hooks: The hooks.
-            respect_hooks: Whether what a policy keeps goes through those.
+            respect_hooks: Whether tensors kept by a policy go through the hooks.
         """
         held, self._held = self._held, []
         for reference in held:
@@ -101,7 +101,7 @@ class TensorsHeld:
 
 
 def _is_cast_of_leaf(value: Value) -> bool:
-    """Whether a value is what autocast makes of a parameter, and keeps until its block ends."""
+    """Whether a value is autocast's cast of a parameter, which autocast keeps until its block ends."""
     if value.op is None or value.op.facts.kind is not Kind.CAST:
         return False
     source = value.op.args[0]
@@ -110,7 +110,7 @@ def _is_cast_of_leaf(value: Value) -> bool:
 
 
 def lost_to_exchange(path: RegionPath) -> Lost:
-    """Returns what stands for a tensor from outside that a region read, and that was then given another storage in it."""
+    """Returns a stand-in for a tensor from outside, read by a region and given another storage in it."""
     return Lost(
         "a tensor from outside",
         "a tensor from outside of {region} was given another storage (`tensor.data = ...`) between two operators of the "
@@ -121,9 +121,9 @@ def lost_to_exchange(path: RegionPath) -> Lost:
 
 
 def lost_to_write(name: str, path: RegionPath) -> Lost:
-    """Returns what stands for a saved tensor that an operator of that name modified in place in the region.
+    """Returns a stand-in for a saved tensor, modified in place in the region by the operator ``name``.
 
-    Plain autograd raises for it as well.
+    Plain autograd raises as well.
     """
     return Lost(
         "a saved tensor",

@@ -1,8 +1,8 @@
-"""The dispatch mode that records what runs in a region, below autograd.
+"""The dispatch mode which records the operators of a region, below autograd.
 
-Most operators take tensors and return a tensor: for those everything is in :meth:`Recorder.__torch_dispatch__`, written out,
-since each operator of each step of a program pays for it. The others go through the methods below, and those that write to
-their arguments through :mod:`.writes`.
+Most operators take tensors and return a tensor. For these, all code is in :meth:`Recorder.__torch_dispatch__`, written out,
+since each operator of each step of a program pays for it. Other operators go through the methods below, and writing operators
+through :mod:`.writes`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _BY_POLICY = "kept by the policy"
 
 
 class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
-    """Records for the outermost region of a thread, and for those directly within it (Rule 14)."""
+    """Records for the outermost region of a thread, and for the regions directly within (Rule 14)."""
 
     def __init__(self, tape: Tape) -> None:
         """Starts to record on a tape."""
@@ -59,7 +59,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._look()
 
     def _look(self) -> None:
-        """Finds out what operators run under now."""
+        """Notes the present surroundings of operators."""
         current = None if self._tape.current is None else capture_current()
         for around in self._seen:
             if around.switches.guard.check() and around.current == current:
@@ -74,7 +74,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._without_grad = not around.grad
 
     def _look_closely(self, facts: OpFacts) -> None:
-        """The same for operators that depend on switches which change without notice."""
+        """Notes the surroundings for operators which depend on switches that change without notice."""
         switches = self._tape.around.switches
         try:
             same = read_fast() == switches.unguarded if facts.looks_at_all_switches else read_common() == switches.common
@@ -122,7 +122,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         for position in present:
             tensor = recorded[position]
             value = get(id(tensor))
-            if value is None or storage_address(tensor) != value.store.address:  # given another one (``tensor.data = other``)
+            if value is None or storage_address(tensor) != value.store.address:  # other storage (``tensor.data = other``)
                 if not isinstance(tensor, _Tensor):
                     present = tuple(other for other in present if other != position)
                     continue
@@ -143,7 +143,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         # As ``put`` does it.
         try:
             address = storage_address(out)
-        except NotImplementedError:  # it has none
+        except NotImplementedError:  # no storage
             return out
         tables.number = op.number = number = tables.number + 1
         value = Value()
@@ -177,7 +177,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-        """Runs an operator that is not a view, and keeps what it returns: nobody needs to know what it read."""
+        """Runs an operator which is no view, and keeps its results, without the arguments."""
         out = facts.call(*args, **kwargs)
         tape, tables = self._tape, self._tables
         for tensor in (out,) if facts.single else out if type(out) is tuple else flatten(out):
@@ -189,7 +189,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 address = storage_address(tensor)
             except NotImplementedError:
                 continue
-            if tables.is_taken(address):  # which its schema denies
+            if tables.is_taken(address):  # although the schema denies it
                 tables.make_outside(tables.stores[address], f"returned by {func}")
                 continue
             tables.number = number = tables.number + 1
@@ -234,11 +234,11 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if self._without_grad and is_compiled_code_running():
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and not facts.written and graph_task_id() != tape.task:
-            # A backward in the middle of forward. It adds to gradients that it finds there, in the rerun of the frame around
-            # maybe and in forward not, so what it reads must not be handed to that frame.
+            # A backward in the middle of forward. It adds to existing gradients, in the rerun of the frame around maybe and in
+            # forward not, so its inputs must not be handed to that frame.
             return facts.call(*args, **kwargs)
         if tape.is_in_frame and facts.kind is _CAST and is_kept_anyway(args[0]):
-            # Autocast makes this one once and keeps it for a while, so a rerun may find it there already.
+            # Autocast makes this cast once and keeps it for a while, so a rerun may find it there already.
             return facts.call(*args, **kwargs)
         if facts.looks_at_switches:
             self._look_closely(facts)
@@ -261,7 +261,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if decision != RECOMPUTE:
             if facts.has_effect:
                 for value in made:
-                    if value.saved is None:  # another face of an argument: to have that again, the operator would run again
+                    if value.saved is None:  # a view of an argument, for which the operator would run again
                         tape.tables.make_outside(value.store, f"returned by {func}, which has an ordered effect")
             cut(op, made)
         return out

@@ -1,12 +1,12 @@
-"""Replaying a tape: bringing back values of one frame for one backward, each operator at most once (Rule 13).
+"""Replays of a tape: bring back values of one frame for one backward, each operator at most once (Rule 13).
 
-A replay counts the readers of each value, and lets go of it after the last one. Small regions are replayed as a whole when the
-first value is asked for, which is quicker; larger ones as far as is needed for what is asked for, which needs less memory; a
-region may say which of the two. Those where a value is overwritten that an operator reads before are replayed as a whole, in
-the order of recording.
+A replay counts the readers of each value, and drops the value after the last reader. A small region is replayed as a whole when
+backward asks for the first value, which is quicker. A larger region is replayed as far as the wanted value needs, which takes
+less memory. A region may choose between the two. A region which overwrites a value after an operator read it is replayed as a
+whole, in the order of recording.
 
-A frame that reads values of the frame around it asks that one's replay for them, and so on outwards. That is a loop and not a
-recursion: first each frame finds out what it needs of the next, then they run, from the outermost inwards.
+A frame which reads values of the frame around asks that frame's replay, and so on outwards. This is a loop, not a recursion:
+first each frame finds its needs of the next, then all run, from the outermost inwards.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .values import ANEW, Op, Value, flatten, rebuild, values_of
 
 __all__ = ["Replay", "Replayable", "bring_back"]
 
-#: Bytes that a region saved up to which it is replayed as a whole, where it does not say.
+#: The largest number of saved bytes for which a region is replayed as a whole, unless the region chooses.
 AT_ONCE = 1 << 20
 
 
 class Replayable(Frame):
-    """A recorded frame as far as a replay needs to know it.
+    """A recorded frame, as seen by its replays.
 
     Attributes:
-        bytes: How large the tensors are that were saved in it.
-        outer: The recorded frame directly around it, on the same tape.
-        start: The number of the latest value when it began.
-        whole: Whether a replay brings back all that backward may ask for, or what is asked for; None to go by :attr:`bytes`.
+        bytes: The size of all tensors saved in the frame.
+        outer: The recorded frame directly around, on the same tape.
+        start: The number of the latest value when the frame began.
+        whole: Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
     """
 
     __slots__ = ("bytes", "outer", "start", "whole")
@@ -55,26 +55,26 @@ class Replayable(Frame):
 
     @abc.abstractmethod
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
-        """Returns who brings back values of the frame around this one.
+        """Returns the replays which bring back values of the frame around.
 
         Args:
-            replay: The replay of this frame that reads them.
+            replay: The replay of this frame, which reads the values.
             values: The values.
         """
 
 
 class Replay:
-    """What one backward brings back of one frame.
+    """The tensors which one backward brings back of one frame.
 
     Attributes:
         frame: The frame.
-        crossing: What it reads of the frame around, as long as that is there.
-        held: What was asked for and has been overwritten since, likewise.
-        key: Of the scope that it is for, None for none.
+        crossing: The values read of the frame around, weakly.
+        held: Copies of wanted tensors which were overwritten since, by the number of the value.
+        key: The key of the replay's scope, None without a scope.
         made: Hands values to streams of devices; None where no accelerator was in use in forward.
-        readers: How often each value will be read yet.
-        taken: In a group of backwards, the handles that were asked for.
-        tensors: What is there, by the number of the value.
+        readers: The number of remaining reads of each value.
+        taken: In a group of backwards, the indices of the used handles.
+        tensors: The present tensors, by the number of the value.
     """
 
     __slots__ = (
@@ -98,8 +98,8 @@ class Replay:
 
         Args:
             frame: The frame.
-            roots: What will be asked for, as often as it will be.
-            key: Of the scope; None for a replay that is the caller's alone.
+            roots: The values which backward will ask for, each as often as asked for.
+            key: The key of the scope; None for a replay of the caller's own.
         """
         self.frame = frame
         self.key = key
@@ -117,20 +117,20 @@ class Replay:
         self._streams: OwnStreams = {}
 
     def has(self, value: Value) -> bool:
-        """Whether a value is there."""
+        """Whether the tensor of a value is there."""
         return value.number in self.tensors or value.number in self.held
 
     def expects(self, value: Value) -> bool:
-        """Whether a value is there, or will be."""
+        """Whether the tensor of a value is there, or will be."""
         return self.readers.get(value.number, 0) > 0
 
     def work(self, value: Value) -> Work:
-        """Returns what has to be done to have a value, by way of :meth:`run`."""
+        """Returns the work, for :meth:`run`, which brings back a value."""
         whole, self._whole = self._whole, None
         if whole is not None:
             try:
                 self._fetch(whole)
-            except CheckpointError:  # something is not to be had any more, which need not be what is asked for
+            except CheckpointError:  # some value is lost, maybe not the wanted value
                 if self._plan.in_order:
                     raise
             else:
@@ -139,7 +139,7 @@ class Replay:
         return work_for(value, frame.start, self.tensors, self._ran, nested=frame.outer is not None)
 
     def take(self, value: Value) -> torch.Tensor:
-        """Returns a value that is there, and lets go of it if nobody else reads it."""
+        """Returns the tensor of a value, and drops it after the last read."""
         number, readers = value.number, self.readers
         tensor = self.held.get(number) if self.held else None
         if tensor is None:
@@ -155,13 +155,13 @@ class Replay:
         return tensor
 
     def put(self, value: Value, tensor: torch.Tensor) -> None:
-        """Takes in a value that comes from elsewhere; a copy of it, where an operator will write to it."""
+        """Takes in a value from elsewhere, or its copy where an operator will write to the tensor."""
         if id(value.store) in self._plan.written:
             tensor = copy_in(tensor, self._cloned)
         self.tensors[value.number] = tensor
 
     def _fetch(self, work: Work) -> None:
-        """Gets the values that are kept."""
+        """Gets the kept tensors for some work."""
         written = self._plan.written
         for value in work.leaves:
             if value.number not in self.tensors:
@@ -174,7 +174,7 @@ class Replay:
         work.leaves.clear()
 
     def run(self, work: Work) -> None:
-        """Does some work, for which the values of the frame around are there."""
+        """Does some work, once the values of the frame around are there."""
         if self.made is not None:
             self.made.renew()
         self._fetch(work)
@@ -217,7 +217,7 @@ class Replay:
                             tensors[number] = tensor
                         number += 1
                     tensor = None
-                del op, args, out  # which may be large
+                del op, args, out  # these may be large
 
     def _keep(self, number: int, out: Any) -> None:
         readers, tensors = self.readers, self.tensors
@@ -261,7 +261,7 @@ class Replay:
         self._keep(op.number, out)
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Copies what was asked for and is about to be overwritten."""
+        """Copies wanted tensors which are about to be overwritten."""
         targets = [tensor for written in facts.written for tensor in instances_in(written.of(args, kwargs), torch.Tensor)]
         addresses = set(map(storage_address, targets))
         for number in self._plan.asked:
@@ -271,7 +271,7 @@ class Replay:
 
 
 def bring_back(replay: Replay, value: Value) -> None:
-    """Brings back a value that a replay expects and does not have, on the devices and streams that the tape began on."""
+    """Brings back an expected, absent value, on the devices and streams on which the tape began."""
     run_on(replay.frame.current, _bring_back, replay, value)
 
 
@@ -299,7 +299,7 @@ def _bring_back(replay: Replay, value: Value) -> None:
             todo.append((current, None, work, sources))
             todo += [(source, crossing, None, []) for source, crossing in sources]
     except BaseException:
-        for broken in replays.values():  # of which some values are gone: whoever asks again gets new ones
+        for broken in replays.values():  # some of their values are gone: a later request gets a new replay
             if broken.key is not None:
                 broken.frame.passes.pop(broken.key, None)
         raise

@@ -1,4 +1,4 @@
-"""Frames that are brought back by replaying their tape: who replays what, for which backward, on behalf of whom."""
+"""Replays of recorded frames: their handles, and the replays of each backward, with nested frames."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class Pin:
 
     Attributes:
         frame: The frame.
-        value: What the tensor was.
-        index: How many tensors the frame had saved before.
+        value: The value of the tensor.
+        index: The number of tensors saved before by the frame.
         nbytes: The tensor's size in bytes.
-        dtype: Its dtype; set where somebody watches.
-        shape: Its sizes, likewise; not set for a nested tensor, which has none.
+        dtype: The dtype; set for watched frames.
+        shape: The sizes, likewise; unset for a nested tensor, which has none.
     """
 
     __slots__ = ("__weakref__", "dtype", "frame", "index", "nbytes", "shape", "value")
@@ -50,11 +50,11 @@ class Pin:
 
 
 class ReplayedFrame(Replayable):
-    """A recorded frame as far as its tape is replayed.
+    """A recorded frame's handles and replays.
 
     Attributes:
-        externals: What stands for saved tensors from outside.
-        pins: Its handles.
+        externals: Stand-ins for saved tensors from outside.
+        pins: The frame's handles.
     """
 
     __slots__ = ("_children", "externals", "pins")
@@ -75,11 +75,11 @@ class ReplayedFrame(Replayable):
         self.whole = None
 
     def saved(self) -> list[Saved]:
-        """Returns the tensors that backward may still ask for; see :meth:`Frame.saved`."""
+        """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""
         return [self.describe(pin) for reference in self.pins if (pin := reference()) is not None]
 
     def held(self) -> list[Holding]:
-        """Returns the tensors that this frame keeps alive, in the order in which they came to be; see :meth:`Frame.held`."""
+        """Returns the tensors kept alive by this frame, in the order of their making; see :meth:`Frame.held`."""
         seen: set[int] = set()
         held = [
             found
@@ -98,7 +98,7 @@ class ReplayedFrame(Replayable):
         return held + list(holdings_in(replays, "recomputed", seen))
 
     def describe(self, packed: Pin) -> Saved:
-        """Returns what a handle stands for; see :meth:`Frame.describe`."""
+        """Returns the description of a handle's tensor; see :meth:`Frame.describe`."""
         value = packed.value
         made_by = None if value.op is None else str(value.op.facts.operator)
         shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
@@ -108,7 +108,7 @@ class ReplayedFrame(Replayable):
         return [child for reference in self._children if (child := reference()) is not None]
 
     def replay_for(self, key: int) -> Replay:
-        """Returns the replay of a scope; makes it, and those of the frames inside that will ask it, if there is none yet."""
+        """Returns the replay of a scope. Makes a missing replay, and replays for the frames inside, which will ask it."""
         found: Replay | None = self.passes.get(key)
         if found is not None:
             return found
@@ -121,7 +121,7 @@ class ReplayedFrame(Replayable):
                 order.append(frame)
                 todo += frame._living_children()
         for frame in reversed(order):
-            # What is kept is handed out without a replay, which would hold it as long as somebody is to ask for it.
+            # Kept tensors need no replay, which would hold them until their last request.
             pins = [pin for reference in frame.pins if (pin := reference()) is not None]
             roots = [pin.value for pin in pins if pin.value.saved is None or pin.value.saved.is_packed]
             for child in frame._living_children():
@@ -132,10 +132,10 @@ class ReplayedFrame(Replayable):
         return opened
 
     def bring_back(self, pin: Pin) -> torch.Tensor:
-        """Returns what a handle stands for; called with the lock of the tape held."""
+        """Returns the tensor of a handle; the caller holds the tape's lock."""
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
-        if key == -1:  # nobody says when values may go
+        if key == -1:  # outside of a backward nothing tells when values may go
             return self.alone(pin.value)
         replay = self.replay_for(key)
         if group is not None and pin.index in replay.taken:
@@ -146,7 +146,7 @@ class ReplayedFrame(Replayable):
         return tensor
 
     def alone(self, value: Value) -> torch.Tensor:
-        """Returns a value for the caller alone."""
+        """Returns the tensor of a value by a replay of the caller's own."""
         return take(Replay(self, (value,), None), value)
 
     def sources_of(self, replay: Replay, values: Iterable[Value]) -> list[tuple[Replay, Value]]:
@@ -161,7 +161,7 @@ class ReplayedFrame(Replayable):
 
 
 def take(replay: Replay, value: Value) -> torch.Tensor:
-    """Returns a value by way of a replay, or of one for it alone where that has handed it out as often as it was to."""
+    """Returns the tensor of ``value`` from ``replay``, or from a replay of this value alone if its read count is used up."""
     if not replay.expects(value):
         replay = Replay(replay.frame, (value,), None)
     if not replay.has(value):
@@ -170,7 +170,7 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
 
 
 def fate_of(value: Value) -> Fate:
-    """Returns what becomes of a saved tensor that a handle stands for."""
+    """Returns the fate of a handle's tensor."""
     kept = value.saved
     if kept is None:
         return Fate.DROPPED

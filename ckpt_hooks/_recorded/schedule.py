@@ -1,7 +1,6 @@
-"""What backward needs of a frame's tape: which values, by how many readers each, and whether the order of asking matters.
+"""The plan of a replay: the values needed by backward, the readers of each, and whether the order of requests matters.
 
-A plan that is kept holds numbers, not values: it must not keep alive what the handles that it was made for let go of, one by
-one, as backward comes past them.
+A lasting plan holds numbers, not values. Values would stay alive after their handles, which backward drops one by one.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ __all__ = ["Plan", "Work", "plan_for", "work_for"]
 
 
 class Work:
-    """What has to be done to have some values.
+    """The steps which bring back some values.
 
     Attributes:
-        steps: Operators to run and values after a write to note, by number: in that order.
-        leaves: Values that are kept.
+        steps: Operators to run and values after a write to note, by number, in the order of numbers.
+        leaves: Kept values.
         crossing: Values of the frame around.
     """
 
@@ -31,14 +30,14 @@ class Work:
 
 
 class Plan:
-    """How values of a frame are read in one backward.
+    """The reads of a frame's values in one backward.
 
     Attributes:
-        readers: How often each value is read: by operators that run, and by those who asked.
-        asked: Numbers of values that were asked for, of those in storages that operators write to.
-        written: Identities of storages that operators write to.
-        in_order: Whether some value is read that a later operator overwrites, so that all of them have to run in the order of
-            recording, at once.
+        readers: The number of reads of each value, by operators and by backward.
+        asked: Numbers of the values asked for in storages which operators write to.
+        written: Identities of storages which operators write to.
+        in_order: Whether a later operator overwrites some value after a read, so that all operators have to run at once, in the
+            order of recording.
     """
 
     __slots__ = ("asked", "in_order", "readers", "written")
@@ -51,22 +50,23 @@ class Plan:
 
 
 def _more(op: Op) -> list[Value]:
-    """Returns the values that an operator reads in lists and by name."""
+    """Returns the values an operator reads in lists and by name."""
     args = op.args
     arguments = [*(args[position] for position in op.facts.lists if position < len(args)), *op.kwargs.values()]
     return [value for argument in arguments for value in values_of(argument)]
 
 
 def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
-    """Returns the plan for some values, and all the work that it takes.
+    """Returns the plan for some values, and all the work to bring them back.
 
-    Each backward pays for this walk, so what it does with a value that is read is written out. (One walk for this and
-    :func:`work_for`, by way of lists of what each step reads, was a third slower.)
+    Each backward pays for this walk, so the step for each read value is written out. (One walk for this and :func:`work_for`,
+    by way of lists of each step's reads, was a third slower.)
 
     Args:
-        roots: The values, as often as they are wanted.
-        start: Where the frame begins; what was there before belongs to the frame around.
-        nested: Whether there is one. What hooks have to bring back it asks for then, so that they are asked once.
+        roots: The values, each as often as wanted.
+        start: The beginning of the frame; earlier values belong to the frame around.
+        nested: Whether there is a frame around. If so, it brings back tensors packed by hooks, so that the hooks are asked
+            once.
     """
     plan, work = Plan(), Work()
     steps, readers = work.steps, plan.readers
@@ -93,7 +93,7 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
                 work.crossing.append(value)
                 continue
         else:
-            # In a storage that was there, of which the frame around may have any view.
+            # In an earlier storage, of which the frame around may have any view.
             if value.store.birth <= start:
                 work.crossing.append(value)
                 continue
@@ -132,13 +132,13 @@ def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan,
 
 
 def work_for(value: Value, start: int, tensors: Mapping[int, object], ran: set[int], *, nested: bool) -> Work:
-    """Returns the work that it takes to have one value of a frame more.
+    """Returns the work to bring back one more value of a frame.
 
     Args:
         value: The value.
-        start: Where the frame begins.
-        tensors: What is there, by number.
-        ran: Operators that ran.
+        start: The beginning of the frame.
+        tensors: The present tensors, by number of the value.
+        ran: Numbers of operators which have run.
         nested: Whether there is a frame around.
     """
     work = Work()
@@ -178,7 +178,7 @@ def work_for(value: Value, start: int, tensors: Mapping[int, object], ran: set[i
 
 
 def _read(op: Op) -> list[Value]:
-    """Returns what an operator reads, other than to look at it from another side, or to write to it."""
+    """Returns the values whose contents an operator reads: not the base of a view, and not a target of a write."""
     if op.facts.is_view or op.facts.is_inplace_view:
         return []
     written = {written.position for written in op.facts.written}
@@ -190,7 +190,7 @@ def _read(op: Op) -> list[Value]:
 
 
 def _targets(op: Op) -> list[Value]:
-    """Returns what an operator writes to."""
+    """Returns the values an operator writes to."""
     return [value for written in op.facts.written for value in values_of(written.of(op.args, op.kwargs))]
 
 

@@ -1,4 +1,4 @@
-"""What an operator runs under: switches of the process, and gradient mode, by which some kernels choose."""
+"""Surroundings of operators: switches of the process, and gradient mode, on which some kernels depend."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ __all__ = ["Around", "Below", "look_around"]
 
 
 class Around:
-    """What operators ran under.
+    """The surroundings of operators.
 
     Attributes:
-        switches: Those of the process.
-        current: Devices and streams that were current; None where no accelerator was in use as the outermost region began.
+        switches: Switches of the process.
+        current: Current devices and streams; None where no accelerator was in use as the outermost region began.
         grad: Whether gradients were enabled.
     """
 
@@ -47,10 +47,10 @@ _latest = Around(flags.capture(), torch.is_grad_enabled())
 
 
 def look_around(current: Current | None) -> Around:
-    """Returns what an operator would run under now; the same object as long as that is the same.
+    """Returns the present surroundings, as the same object while unchanged.
 
     Args:
-        current: Devices and streams that are current.
+        current: The current devices and streams.
     """
     global _latest
     latest, switches, grad = _latest, flags.capture(), torch.is_grad_enabled()
@@ -60,9 +60,9 @@ def look_around(current: Current | None) -> Around:
 
 
 class Below:
-    """Where operators are replayed: below autograd, with no frame, transform, function mode, or autocast around.
+    """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around.
 
-    Dispatch modes of the user's see them, those of the package do not.
+    Dispatch modes of the user's see these operators; dispatch modes of the package do not.
     """
 
     __slots__ = (
@@ -85,7 +85,7 @@ class Below:
         """Prepares to replay.
 
         Args:
-            frame: The frame that is replayed.
+            frame: The frame being replayed.
         """
         self._frame = frame
         self._home = self._current = frame.current
@@ -107,11 +107,11 @@ class Below:
         return self
 
     def under(self, around: Around, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Makes what operators run under the same as at forward; undone in the end.
+        """Restores the surroundings of forward; undone at the end.
 
         Args:
-            around: What they ran under.
-            tensors: What they may read.
+            around: The surroundings.
+            tensors: The tensors which the operators may read.
         """
         self._tensors = tensors
         if around.current is not self._current:
@@ -122,7 +122,7 @@ class Below:
             self._undo = undo
 
     def _move(self, current: Current | None) -> None:
-        """Makes other streams current, which wait for those of the operators before, and may read what is there."""
+        """Makes other streams current, which wait for the operators before, and may read the present tensors."""
         if current is not None and self._current is not None and current != self._current:
             self._current.move(current, self._tensors.values())
         self._current = current or self._current

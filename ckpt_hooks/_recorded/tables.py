@@ -1,8 +1,8 @@
-"""What a tape knows of tensors and storages while a region is open.
+"""Tables of the tensors and storages known to a tape while a region is open.
 
-The tables go by the identity of tensors. An entry goes when its tensor does, so an identity that is found is that tensor's and
-not a dead one's; and the entry owns the value, so what a tensor was made of is known as long as it is there. Tensors from
-outside are not owned: what keeps them are the operators that read them, as long as somebody may need those.
+The tables go by the identity of tensors. An entry goes when the tensor dies, so a found identity is never a dead tensor's. An
+entry owns the value, and thus the history of a live tensor. Tensors from outside are not owned by a table, but by the operators
+which read them, as long as these may be needed.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Tables:
     """The tensors and storages of one tape.
 
     Attributes:
-        number: That of the latest value or operator.
-        known: Values of tensors that are on the tape, by identity of the tensor.
-        blank: The same for tensors whose memory nobody has written to.
+        number: The number of the latest value or operator.
+        known: Values of tensors on the tape, by identity of the tensor.
+        blank: The same for uninitialised tensors.
         inputs: Values of tensors from outside, by identity.
         stores: Storages, by address.
     """
@@ -43,9 +43,9 @@ class Tables:
         self.stores: dict[int, Store] = {}
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
-        """Makes a value that of a tensor, from now on, until the tensor dies.
+        """Gives a tensor a value, until the tensor dies.
 
-        Then the weak reference calls ``pop`` with the key and with itself, which is the default for a key that is gone.
+        Then the weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
         """
         key, table = id(tensor), self.blank if value.store.blank else self.known
         value.tensor = _weakref(tensor, partial(table.pop, key))
@@ -54,12 +54,12 @@ class Tables:
         table[key] = value
 
     def is_taken(self, address: int) -> bool:
-        """Whether a storage at an address is known and not gone."""
+        """Whether there is a known live storage at an address."""
         store = self.stores.get(address)
         return store is not None and store.is_alive()
 
     def store_outside(self, address: int | None) -> Store:
-        """Returns a storage from outside that is not known yet; None for the address of one that has none, or not yet."""
+        """Returns a new outside storage at ``address``, which is None for a tensor without a storage so far."""
         store = new_store(address or 0, 0)
         store.outside = True
         if address is not None:
@@ -67,7 +67,7 @@ class Tables:
         return store
 
     def make_outside(self, store: Store, reason: str) -> None:
-        """Makes a storage one that comes from outside: from now on its tensors are kept, where they are needed."""
+        """Makes a storage an outside storage: from now on its tensors are kept where needed."""
         if not store.outside:
             store.outside = True
             store.blank = False
@@ -75,7 +75,7 @@ class Tables:
         store.reason = reason
 
     def forget_members(self, store: Store) -> None:
-        """Forgets what is known of the tensors in a storage."""
+        """Forgets the tensors in a storage."""
         for tensor in self.live_members(store):
             key = id(tensor)
             self.known.pop(key, None)
@@ -83,17 +83,17 @@ class Tables:
             self.inputs.pop(key, None)
 
     def value_now(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value of a tensor, if it is known."""
+        """Returns the value of a tensor, if known."""
         return self.known.get(id(tensor)) or self.blank.get(id(tensor)) or self.input(tensor)
 
     def input(self, tensor: torch.Tensor) -> Value | None:
-        """Returns the value that keeps a tensor as it is now, if there is one."""
+        """Returns the value which keeps a tensor as it is now, if there is one."""
         reference = self.inputs.get(id(tensor))
         value = None if reference is None else reference()
         return value if value is not None and value.saved is not None and value.saved.tensor is tensor else None
 
     def store_of(self, tensor: torch.Tensor) -> Store:
-        """Returns the storage that a tensor is in; one from outside, where the tape does not know it."""
+        """Returns the storage of a tensor; an outside storage, if unknown to the tape."""
         value = self.value_now(tensor)
         address = storage_of(tensor)
         if value is not None and value.store.address == (address or 0):
@@ -105,7 +105,7 @@ class Tables:
         return store
 
     def live_members(self, store: Store) -> Iterator[torch.Tensor]:
-        """Goes through the tensors that are in a storage, each once."""
+        """Returns an iterator over the live tensors in a storage, each once."""
         members = {id(tensor): tensor for member in store.members if (tensor := member()) is not None and store.has(tensor)}
         store.members = [_weakref(tensor) for tensor in members.values()]
         return iter(members.values())

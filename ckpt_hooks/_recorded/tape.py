@@ -1,6 +1,6 @@
-"""The tape of an open region: what its operators read and return, as values.
+"""The tape of an open region: the values read and returned by its operators.
 
-Whoever records (:mod:`.recorder`) puts operators on it. What it knows of tensors are its tables, and what it keeps it holds
+The recorder (:mod:`.recorder`) puts operators on the tape. The tape's knowledge of tensors is in tables. Kept tensors are held
 until the outermost region ends.
 """
 
@@ -38,24 +38,24 @@ _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
 
 
 class Tape:
-    """What the outermost region of a thread records, with those directly within it.
+    """The recording of a thread's outermost region, and of the regions directly within.
 
     Attributes:
-        around: What operators run under now.
-        current: Devices and streams that were current as the outermost region began; None where no accelerator was in use.
-        decisions: What the innermost region's policy says; None where it has none.
-        draws_anew: Whether a replay of that region draws other random numbers.
-        held: What is kept.
+        around: The present surroundings of operators.
+        current: Devices and streams as the outermost region began; None where no accelerator was in use.
+        decisions: The decisions of the innermost region's policy; None without a policy.
+        draws_anew: Whether a replay of the innermost region draws other random numbers.
+        held: The kept tensors.
         hooks: The saved-tensor hooks around the outermost region.
-        is_in_frame: Whether a function frame is around that region.
-        lock: Held by whoever replays this tape.
-        path: The innermost region.
-        respect_hooks: Whether what a policy keeps goes through the hooks.
-        tables: What is known of tensors.
+        is_in_frame: Whether the outermost region is inside a function frame.
+        lock: Held by a running replay of this tape.
+        path: The path of the innermost region.
+        respect_hooks: Whether outputs kept by a policy go through the hooks.
+        tables: The tables of tensors and storages.
         task: The backward in which the outermost region runs; -1 for none.
-        thread: The thread that runs it.
-        watched: The frames that observers watch, when they have ended.
-        users_modes: Names of the dispatch modes of the user's that are active around it.
+        thread: The thread of the region.
+        watched: The watched frames which have ended.
+        users_modes: Names of the user's dispatch modes around the outermost region.
     """
 
     around: Around
@@ -66,8 +66,8 @@ class Tape:
 
         Args:
             thread: The thread.
-            hooks: The saved-tensor hooks that are active around the outermost region, if any.
-            respect_hooks: Whether what a policy keeps goes through those.
+            hooks: The active saved-tensor hooks around the outermost region, if any.
+            respect_hooks: Whether outputs kept by a policy go through these hooks.
             is_in_frame: Whether a function frame is around.
         """
         self.tables = Tables()
@@ -85,12 +85,12 @@ class Tape:
         self.watched: Sequence[weakref.ref[Any]] = ()
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
-        """Puts an output of an operator that has a number on the tape; returns its value, if there is one.
+        """Puts an output of a numbered operator on the tape; returns its value, if there is one.
 
         Args:
             op: The operator.
-            index: Which of the outputs.
-            values: What the operator read.
+            index: The position among the outputs.
+            values: The values read by the operator.
             tensor: The output.
         """
         facts = op.facts
@@ -133,13 +133,13 @@ class Tape:
         return value
 
     def note(self, op: Op, values: list[Value], out: Any, decision: int = RECOMPUTE) -> list[Value]:
-        """Puts what an operator returned on the tape; returns what it put there.
+        """Puts the outputs of an operator on the tape; returns the new values.
 
         Args:
             op: The operator, without a number yet.
-            values: What it read.
-            out: What it returned.
-            decision: What becomes of it.
+            values: The values read by the operator.
+            out: The result of the operator.
+            decision: The decision on the result.
         """
         outputs = out if type(out) is tuple else flatten(out)
         op.number = self.tables.number + 1
@@ -163,7 +163,7 @@ class Tape:
         return made
 
     def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
-        """Makes a storage one that comes from outside, since what made it cannot be replayed."""
+        """Makes a tensor's storage an outside storage, since the tensor's operator cannot be replayed."""
         address = storage_of(tensor)
         if address is not None:
             store = self.tables.stores.get(address)
@@ -173,7 +173,7 @@ class Tape:
             store.members.append(_weakref(tensor))
 
     def note_blank(self, tensor: Any) -> None:
-        """Puts memory on the tape that nobody has written to."""
+        """Puts uninitialised memory on the tape."""
         address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
         if address is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return
@@ -183,15 +183,14 @@ class Tape:
         self.tables.register(tensor, value)
 
     def value_of(self, tensor: torch.Tensor, facts: OpFacts | None) -> Value:
-        """Returns the value of a tensor that is not in the table.
+        """Returns the value of a tensor which is not in the table.
 
         Args:
-            tensor: The tensor: one that nobody has written to, one from outside, or another face of one on the tape that came
-                to be unseen.
-            facts: The operator that reads it, if any.
+            tensor: An uninitialised tensor, a tensor from outside, or an alias of a recorded tensor made without an operator.
+            facts: The operator about to read the tensor, if any.
         """
         key = id(tensor)
-        self.tables.known.pop(key, None)  # one that was given another storage
+        self.tables.known.pop(key, None)  # a tensor given another storage
         if self.tables.blank and (blank := self.tables.blank.get(key)) is not None:
             if facts is not None and facts.is_view:
                 return blank
@@ -199,7 +198,7 @@ class Tape:
         address, reference = storage_of(tensor), self.tables.inputs.get(key)
         if reference is not None:
             found = reference()
-            # Where the forward of a frame around meets one tensor twice, its rerun may meet two.
+            # Where the forward of a frame around meets one tensor twice, its rerun may meet two tensors.
             same = found is not None and found.saved is not None and found.saved.tensor is tensor
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 if found.store.address == (address or 0) or not is_kept_anyway(tensor):
@@ -218,7 +217,7 @@ class Tape:
         return self.input_of(tensor, store)
 
     def input_of(self, tensor: torch.Tensor, store: Store) -> Value:
-        """Returns a value that keeps a tensor as it is."""
+        """Returns a new value which keeps a tensor as it is."""
         self.tables.number = number = self.tables.number + 1
         value = Value()
         value.number = number
@@ -250,7 +249,7 @@ class Tape:
         return value
 
     def shape_of(self, tensor: torch.Tensor) -> Any:
-        """Returns a value that has the shape, strides and so on of a tensor, and nothing in it."""
+        """Returns a value with the shape, strides and so on of a tensor, but uninitialised."""
         if not is_dense(tensor):
             return self.tables.known.get(id(tensor)) or self.value_of(tensor, None)
         value = self._blank_like(tensor, 0)
@@ -258,7 +257,7 @@ class Tape:
         return value
 
     def _blank_like(self, tensor: torch.Tensor, address: int) -> Value:
-        """Returns a value for memory like that of a tensor, at an address."""
+        """Returns a value for uninitialised memory like a tensor's, at an address."""
         op = Op()
         self.tables.number = op.number = self.tables.number + 1
         op.facts, op.present, op.draw, op.around, op.is_plain = facts_of(_EMPTY_STRIDED), (), None, self.around, True
@@ -270,7 +269,7 @@ class Tape:
         return new_value(op.number, store, store, op)
 
     def close(self) -> None:
-        """Ends the recording: what is not needed goes, what is kept is handed to the hooks around, if any."""
+        """Ends the recording: drops the tables, and seals the kept tensors, by the hooks around if any."""
         self.tables.clear()
         self.held.close(self.hooks, respect_hooks=self.respect_hooks)
 

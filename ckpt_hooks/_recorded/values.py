@@ -1,12 +1,12 @@
-"""What a tape is made of: operators that ran, values that they made, and the storages that values are in.
+"""The parts of a tape: operators, the values they made, and the storages of these values.
 
-Nobody owns a tape. A handle in autograd's graph owns the value that it stands for, a value the operator that made it, an
-operator the values that it read. So what no live handle depends on is gone, by reference counting alone (Rule 17), and there
-is no list to prune. While a region is open, a value is also owned by the tensor that it belongs to, by way of a table.
+A tape has no list of its parts. A handle in autograd's graph owns a value, a value the operator of its making, and an operator
+the values read. So values on which no live handle depends are gone, by reference counting alone (Rule 17), and there is no list
+to prune. While a region is open, a value is also owned by its tensor, through a table.
 
-A storage is where writes meet: to write through one view changes them all. So a write makes a new value of every tensor that is
-alive and in the storage: the one it was, after that operator. A value is thus a tensor at a moment, and what is read at that
-moment refers to it (Rule 15).
+Writes meet in a storage: a write through one view changes all views. So a write makes a new value of every live tensor in the
+storage: the old value, after the operator. A value is thus a tensor at a moment, and a read refers to the value of its moment
+(Rule 15).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ __all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "new_store", "new_v
 
 
 class Store:
-    """One storage, from when the tape first saw it.
+    """One storage, from its first appearance on the tape.
 
     Attributes:
-        address: Where the storage object is.
-        birth: The number of the operator that made it; 0 for one from outside.
-        outside: Whether its contents come from outside: tensors in it are kept, not brought back.
-        blank: Whether nobody has written to it since it was made.
-        written: Whether an operator on the tape wrote to it.
-        members: The tensors of this storage that the tape has seen.
-        pins: The handles of tensors in it, or None if there were none.
-        held: Its values of which the tensor is kept, or None.
-        reason: Why its contents come from outside; not set where they do not.
+        address: The address of the storage object.
+        birth: The number of the operator which made the storage; 0 for a storage from outside.
+        outside: Whether the contents come from outside: tensors in the storage are kept, not brought back.
+        blank: Whether the storage is uninitialised.
+        written: Whether an operator on the tape wrote to the storage.
+        members: The tensors in the storage seen by the tape, weakly.
+        pins: The handles of tensors in the storage, or None.
+        held: The values in the storage whose tensor is kept, or None.
+        reason: The reason why the contents come from outside; unset for other storages.
     """
 
     __slots__ = ("__weakref__", "address", "birth", "blank", "held", "members", "outside", "pins", "reason", "written")
@@ -53,7 +53,7 @@ class Store:
     reason: str
 
     def is_alive(self) -> bool:
-        """Whether a tensor that the tape knows of is still in the storage, so that its address is not somebody else's."""
+        """Whether a known tensor is still in the storage, so that no other storage has taken the address."""
         if any(self.has(member()) for member in self.members):
             return True
         for reference in self.held or ():
@@ -63,26 +63,26 @@ class Store:
         return False
 
     def has(self, tensor: torch.Tensor | None) -> bool:
-        """Whether a tensor is in the storage, and was not given another one (``tensor.data = other``)."""
+        """Whether a tensor is in the storage, and was not given another storage (``tensor.data = other``)."""
         return tensor is not None and (storage_of(tensor) or 0) == self.address
 
 
-#: Stands for the state that an operator drew from, where a replay is to draw what comes next.
+#: Stands for the state before a draw, where a replay is to draw new numbers.
 ANEW: Any = object()
 
 
 class Op:
-    """An operator that ran.
+    """An operator on the tape.
 
     Attributes:
-        number: Its place on the tape, and the number of its first result.
-        facts: What is known of it.
-        args: Its positional arguments, with values in place of tensors.
-        kwargs: Its keyword arguments, likewise.
-        present: Which of its positional arguments are values.
-        draw: The state of the generator that it drew from, :data:`ANEW`, or None.
-        around: What it ran under.
-        is_plain: Whether there is nothing to it but to call it: all of its tensors are in ``present``.
+        number: The place on the tape, and the number of the first result.
+        facts: The facts of the operator.
+        args: Positional arguments, with values in place of tensors.
+        kwargs: Keyword arguments, likewise.
+        present: The positions of values among the positional arguments.
+        draw: The state of the generator before the draw, :data:`ANEW`, or None.
+        around: The surroundings of the operator.
+        is_plain: Whether a plain call will do: all tensors are in ``present``.
     """
 
     __slots__ = ("args", "around", "draw", "facts", "is_plain", "kwargs", "number", "present")
@@ -100,19 +100,19 @@ class Op:
 class Value:
     """A tensor at a moment.
 
-    There are three kinds. A result is an output of an operator (``op``, ``index``). A value after a write is what another one
-    (``before``) has become by an operator (``op``). An input has neither; it is kept.
+    There are three kinds. A result is an output of an operator (``op``, ``index``). A value after a write is another value
+    (``before``) as changed by an operator (``op``). An input has neither, and is kept.
 
     Attributes:
-        number: Larger than that of any value that existed when this one came to be.
-        op: What made it; None for an input.
-        index: Which of the outputs.
-        before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
-        store: The storage that it is in.
-        counter: Stands for its version counter: the same object for all tensors that have a version in common. One storage may
-            have several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
-        saved: The tensor, where it is kept.
-        tensor: The tensor that it belongs to, as long as that is alive.
+        number: Larger than the number of any earlier value.
+        op: The operator which made the value; None for an input.
+        index: The position among the outputs.
+        before: The value before ``op`` wrote to the tensor; None for a result of ``op``.
+        store: The storage of the tensor.
+        counter: Stands for the version counter: the same object for all tensors which share a version. A storage may have
+            several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
+        saved: The held tensor, if kept.
+        tensor: Refers to the tensor, weakly.
     """
 
     __slots__ = ("__weakref__", "before", "counter", "index", "number", "op", "saved", "store", "tensor")
@@ -128,7 +128,7 @@ class Value:
 
 
 def new_store(address: int, birth: int) -> Store:
-    """Returns a storage; where each operator pays for one, it is written out instead."""
+    """Returns a storage. Code which runs for each operator has this written out instead."""
     store = Store()
     store.address, store.birth, store.reason = address, birth, "from outside of the region"
     store.outside = store.blank = store.written = False
@@ -138,7 +138,7 @@ def new_store(address: int, birth: int) -> Store:
 
 
 def new_value(number: int, store: Store, counter: object, op: Op | None = None, before: Value | None = None) -> Value:
-    """Returns a value, of no tensor yet; where each operator pays for one, it is written out instead."""
+    """Returns a value without a tensor yet. Code which runs for each operator has this written out instead."""
     value = Value()
     value.number, value.op, value.index, value.before = number, op, 0, before
     value.store, value.counter, value.saved = store, counter, None
@@ -146,7 +146,7 @@ def new_value(number: int, store: Store, counter: object, op: Op | None = None, 
 
 
 def cut(op: Op, made: list[Value]) -> None:
-    """Has an operator let go of what it read, if all that it made is kept: nobody will run it again."""
+    """Drops an operator's arguments if all results are kept, since no replay will run the operator."""
     if all(value.saved is not None for value in made):
         op.args, op.kwargs, op.present, op.draw = [], {}, (), None
 
@@ -168,7 +168,7 @@ def values_of(argument: Any) -> list[Value]:
 
 
 def values_below(values: list[Value]) -> list[Value]:
-    """Returns some values and all that they were made of, each once."""
+    """Returns the given values and all values below, each once."""
     todo, found = list(values), {}
     while todo:
         value = todo.pop()

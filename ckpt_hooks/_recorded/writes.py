@@ -1,12 +1,12 @@
-"""Operators that write to their arguments, as a tape sees them.
+"""Operators which write to their arguments, as recorded on a tape.
 
-Torch counts writes only when an operator has returned through autograd, so the tape follows writes by itself: each is an
-operator of its own, after which every tensor in the storage is another value. What is about to be overwritten and has been kept
-for somebody is copied first. Storages from outside are not written to again by a replay: whoever reads them after the write
-finds them kept.
+Torch counts a write only when the operator has returned through autograd, so the tape follows writes by itself. Each write is
+an operator on the tape, after which every tensor in the storage is another value. Kept tensors which are still needed are
+copied before they are overwritten. A replay does not write to storages from outside again: tensors read after the write are
+kept.
 
-What autograd saved before a write is worthless to it afterwards if the two share a version, as plain autograd finds out in
-backward: the handle raises then. If they do not, plain autograd hands out what was written, and so does the handle (Rule 15).
+A tensor saved before a write is worthless afterwards if it shares a version with the target. Plain autograd raises in backward,
+and so does the handle. Without a shared version plain autograd returns the written content, and so does the handle (Rule 15).
 """
 
 from __future__ import annotations
@@ -38,35 +38,35 @@ __all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
 _Tensor = torch.Tensor
 
 
-# A value that is kept is needed if anybody but the table has it: an operator that read it, or a handle.
+# A kept value is needed if there is a holder besides the table: an operator which read the value, or a handle.
 def _holders(reference: weakref.ref[Any]) -> int:
     held = reference()
     return sys.getrefcount(held)
 
 
 _probe = Value()
-# How many holders ``_holders`` counts of a value that has one.
+# The result of ``_holders`` for a value with one holder.
 _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 
 def _targets(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
-    """Returns the tensors that a call writes to."""
+    """Returns the tensors written to by a call."""
     return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), _Tensor)]
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is all there is in its storage."""
+    """Whether a tensor fills its storage."""
     return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs and records an operator that writes to tensors it is given."""
+    """Runs and records an operator which writes to its arguments."""
     targets = _targets(facts, args, kwargs)
     if not targets and not facts.has_fresh:
         return facts.call(*args, **kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
-    # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
+    # The version counters moved by the write, looked up before the tape forgets tensors of storages which become outside.
     bumped = [counter_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     overwritten = set()
     inside: dict[int, Store] = {}
@@ -74,18 +74,18 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     for tensor, written in targets:
         store = tape.tables.store_of(tensor)
         if not store.outside and id(tensor) not in tape.tables.known and id(tensor) not in tape.tables.blank:
-            tape.value_of(tensor, None)  # another face of it, which came to be unseen
+            tape.value_of(tensor, None)  # an alias made without an operator
         if store.blank:
             if written.overwritten and _covers(tensor):
                 overwritten.add(id(tensor))
             else:
                 tape.tables.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
-    # Where all is kept that it writes, nobody will ask for the write to be done again.
+    # If all written tensors are kept, no replay does the write again.
     keeps = tape.decisions is not None and tape.decisions.of(facts) in (SAVE, OFFLOAD)
     keeps = keeps and not any(store.pins for store in inside.values())
     for key, store in list(inside.items()):
-        # A replay could not write to all faces of a memory of which some are kept and others are not.
+        # A replay could not write to all views of a memory if some views are kept and others are not.
         if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
             tape.tables.make_outside(store, "kept by the policy, and written to since")
             outside[key] = inside.pop(key)
@@ -94,7 +94,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         _before(tape, outside.values())
         try:
             out = facts.call(*args, **kwargs)
-        finally:  # it may have written to some, and then raised
+        finally:  # the operator may have written to some, and then raised
             _after_outside(tape, outside.values(), quiet)
         count_writes(func, args)
         return out
@@ -120,9 +120,9 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 
 
 def _before(tape: Tape, stores: Iterable[Store]) -> None:
-    """Copies what was kept in storages that are about to be written to, where somebody but the tape's table needs it."""
+    """Copies the kept tensors of storages about to be written to, where a holder besides the tape's table needs them."""
     for store in stores:
-        if store.blank:  # there is nothing to copy yet
+        if store.blank:  # no content to copy yet
             continue
         held, store.held = store.held, None
         clones: Clones = {}
@@ -138,7 +138,7 @@ def _before(tape: Tape, stores: Iterable[Store]) -> None:
 
 
 def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
-    """Makes all tensors in a storage other values, after an operator has written to it; returns those."""
+    """Makes a new value of every tensor in a written storage; returns the new values."""
     facts, made = op.facts, []
     pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
     quiet = [pin for pin in pins if pin.value.counter not in bumped]
@@ -159,7 +159,7 @@ def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisi
         made.append(value)
         if decision != RECOMPUTE:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, as written by {facts.operator}")
-    # What autograd saved without a version in common is what was written, now.
+    # A tensor saved without a shared version now has the written content.
     store.pins = None
     for pin in quiet:
         tensor = pin.value.tensor()
@@ -186,7 +186,7 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
 
 
 def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
-    """Returns the value of a handle whose tensor was given to saved-tensor hooks, as plain autograd does when it saves it."""
+    """Returns the value of a handle whose tensor goes to saved-tensor hooks, as in plain autograd when it saves the tensor."""
     value = new_value(pin.value.number, pin.value.store, pin.value.counter)
     value.tensor, value.saved = (
         pin.value.tensor,
@@ -198,10 +198,10 @@ def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
 def _look_at_pins(
     tape: Tape, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
-    """Finds handles of tensors in storages from outside that are about to be written to.
+    """Finds the handles of tensors in outside storages which are about to be written to.
 
-    Those whose version will say so are lost. Those of regions with somebody's saved-tensor hooks around are handed to these,
-    which may copy. The others are returned, with what they stand for.
+    Handles whose version counts the write are lost. Handles of regions inside the user's saved-tensor hooks are given to these
+    hooks, which may copy. The other handles are returned, with their tensors.
     """
     quiet = []
     for store in stores:
@@ -227,7 +227,7 @@ def _look_at_pins(
 
 
 def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> torch.Tensor | None:
-    """Returns a tensor of a storage that is where another one was which is gone, of which there is a copy; None if unclear."""
+    """Returns a view of a storage at the place of a dead tensor, known by a copy; None if the place is unclear."""
     if storage_address(tensor) == store.address:
         return tensor
     for face in faces:
@@ -237,7 +237,7 @@ def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> t
 
 
 def _after_outside(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
-    """Forgets what was known of tensors in storages from outside that were written to."""
+    """Forgets the tensors of written storages from outside."""
     for store in stores:
         store.written = True
         tape.tables.forget_members(store)
@@ -247,13 +247,13 @@ def _after_outside(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
 
 
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs an operator of which nothing is known: it may write to whatever it is given, and its results are kept."""
+    """Runs an operator with unknown effects: any of its arguments may be written to, and its results are kept."""
     tensors = tensors_in((args, kwargs))
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
-    if facts.kind is Kind.SAVEABLE:  # it only reads
+    if facts.kind is Kind.SAVEABLE:  # only reads
         out = facts.call(*args, **kwargs)
     else:
-        # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
+        # The targets are unknown, so handles find the present content, as after writes without a shared version.
         quiet = _look_at_pins(tape, stores.values(), [], facts, tensors)
         _before(tape, stores.values())
         try:
@@ -263,7 +263,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
                 tape.tables.make_outside(store, f"handed to {func}")
             _after_outside(tape, stores.values(), quiet)
     if facts.is_asked_about:
-        decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
+        decide(tape, facts, args, kwargs, out)  # changes nothing: the result is kept in any case
     for tensor in instances_in(out, _Tensor):
         if all(tensor is not other for other in tensors):
             tape.note_outside(tensor, f"returned by {func}")
@@ -271,7 +271,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
 
 
 def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs an operator that tells of a tensor which stream uses it; a replay runs it for those who read the tensor after it."""
+    """Runs an operator which marks a stream as a tensor's user; a replay runs it before later reads of the tensor."""
     target: torch.Tensor = args[0]
     out = facts.call(*args, **kwargs)
     before = tape.tables.known.get(id(target))
@@ -284,7 +284,7 @@ def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
 
 
 def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any) -> Any:
-    """Runs and records an operator that makes a tensor another view of the same memory."""
+    """Runs and records an operator which turns a tensor into another view of the same memory."""
     target: torch.Tensor = args[0]
     store = tape.tables.store_of(target)
     before = op.args[0]
@@ -303,7 +303,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     tape.tables.number = op.number = tape.tables.number + 1
     tape.tables.inputs.pop(id(target), None)
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
-    # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
+    # After ``set_``, writes through this tensor reach the other storage, whose known tensors may be gone by then.
     if storage_of(target) != store.address:
         tape.note_outside(target, f"given to another tensor by {facts.operator}")
     return out

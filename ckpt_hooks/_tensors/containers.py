@@ -1,8 +1,8 @@
-"""Arguments taken apart: containers at any depth, with what stands for each tensor among them.
+"""Arguments taken apart: containers at any depth, with a stand-in for each tensor.
 
-Lists and dicts are captured with the entries of the time of forward, and so is whatever holds a tensor: a rerun gets containers
-of its own, and sees nothing of what caller or function did to the originals since. Everything else is handed on as the object
-it is.
+Lists and dicts are captured with their entries of forward, and so are objects with tensors in them. A rerun gets containers of
+its own, and sees no later change to the originals, be it by the caller or by the function. All else is handed on as the same
+object.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 
 __all__ = ["Capture", "Container", "TensorAt", "build"]
 
-# Types whose values neither are nor hold tensors: not worth a second look.
+# Types whose values neither are nor hold tensors.
 _ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 
 
 class TensorAt:
-    """Stands for a tensor: its position among those saved."""
+    """Stands for a tensor, by its position among the saved tensors."""
 
     __slots__ = ("position",)
 
@@ -34,16 +34,16 @@ class TensorAt:
 
 
 class Container:
-    """Stands for a list, tuple, dict or dataclass, or an instance of a subclass of theirs.
+    """Stands for a list, tuple, dict or dataclass, subclasses included.
 
     Attributes:
-        original: What was captured; let go of when the walk is over.
-        kind: Its type.
+        original: The captured object; dropped when the walk is over.
+        kind: The object's type.
         entries: Captured entries of a list or tuple, captured values of a dict with their keys.
-        slots: Captured attributes that are in slots, by their descriptors.
-        variables: Captured attributes that are in its ``__dict__``, by name.
-        is_namespace: Whether it is a dict that is its own ``__dict__``.
-        shared: What was captured, if there is no tensor in it: a rerun gets that as long as it has not changed.
+        slots: Captured attributes in slots, by their descriptors.
+        variables: Captured attributes in ``__dict__``, by name.
+        is_namespace: Whether the object is a dict and its own ``__dict__``.
+        shared: The captured object, if without tensors: a rerun gets the object itself while unchanged.
     """
 
     __slots__ = ("entries", "is_namespace", "kind", "original", "shared", "slots", "variables")
@@ -62,7 +62,7 @@ class Container:
         return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-        """Returns a new container of the captured entries; ``built`` has those made so far in this rerun, by id."""
+        """Returns a new container of the captured entries; ``built`` has the containers made in this rerun, by id."""
         if id(self) in built:
             return built[id(self)]
         if self.shared is not None and self._is_unchanged():
@@ -91,7 +91,7 @@ class Container:
         return made
 
     def _is_unchanged(self) -> bool:
-        """Whether what is shared is bound to the values that it was bound to when it was captured."""
+        """Whether the shared object is bound to the same values as at capture."""
         variables = vars(self.shared) if self.variables else {}
         try:
             return (
@@ -111,21 +111,21 @@ def _is_still(captured: Any, value: Any) -> bool:
 
 
 def _new(kind: type[Any]) -> Any:
-    """Returns an empty instance: that of a subclass is made by the class of Python's own that it derives from.
+    """Returns an empty instance, made by the builtin base class of a subclass.
 
-    What a ``__new__`` of the subclass would do, and might want arguments for, is among the attributes that are captured.
+    The work of a subclass's ``__new__``, which may want arguments, is among the captured attributes.
     """
     new: Any = _builtin_of(kind).__new__
     return new(kind)
 
 
 def _builtin_of(kind: type[Any]) -> type[Any]:
-    """Returns the class of Python's own that a class derives from, ``object`` if no other."""
+    """Returns the builtin class from which a class derives, ``object`` if no other."""
     return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType))
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    """Returns what stood for something as what it stood for; ``built`` has the containers made so far in this rerun, by id."""
+    """Returns the value for a captured stand-in; ``built`` has the containers made in this rerun, by id."""
     kind = type(captured)
     if kind is TensorAt:
         return tensors[captured.position]
@@ -139,11 +139,11 @@ def _stands_for_something(captured: Any) -> bool:
 
 
 class Capture:
-    """One walk over the arguments of one call.
+    """A walk over the arguments of one call.
 
     Attributes:
-        tensors: Those met, in order.
-        objects: What was met and not taken apart.
+        tensors: The tensors met, in order.
+        objects: The objects met and not taken apart.
     """
 
     __slots__ = ("_containers", "_seen", "objects", "tensors")
@@ -155,16 +155,16 @@ class Capture:
         self._containers: list[Container] = []
 
     def finish(self) -> None:
-        """Lets go of the containers that were walked; until then they keep their ids."""
+        """Drops the walked containers, which keep their ids until then."""
         for container in self._containers:
             container.original = None
 
     def value(self, value: Any, path: str) -> Any:
-        """Returns what stands for a value.
+        """Returns the stand-in for a value.
 
         Args:
             value: The value.
-            path: Where it stands, as a user would write it.
+            path: The place, in the notation of users.
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
@@ -173,7 +173,7 @@ class Capture:
         if id(value) in self._seen:
             return self._seen[id(value)]
         kind = type(value)
-        if issubclass(kind, enum.Enum):  # of which there is one
+        if issubclass(kind, enum.Enum):  # a singleton
             return value
         if issubclass(kind, list):
             return self._sequence(value, list.__iter__(value), path)
@@ -181,7 +181,7 @@ class Capture:
             return self._dict(value, path)
         if issubclass(kind, tuple):
             return self._unless_empty(self._sequence(value, tuple.__iter__(value), path))
-        # A dataclass that is a number, a set or an exception besides has more to it than attributes.
+        # A dataclass which is also a number, a set or an exception has more state than attributes.
         if dataclasses.is_dataclass(kind) and not issubclass(kind, torch.nn.Module) and _builtin_of(kind) is object:
             return self._unless_empty(self._with_attributes(self._container(value), path))
         if isinstance(value, Iterator) and not isinstance(value, io.IOBase) and kind is not weakref.ProxyType:
@@ -230,13 +230,13 @@ class Capture:
                 if isinstance(slot, types.MemberDescriptorType):
                     try:
                         one = slot.__get__(value)
-                    except AttributeError:  # nothing in it
+                    except AttributeError:  # an empty slot
                         continue
                     container.slots.append((slot, self.value(one, f"{path}.{slot.__name__}")))
         return container
 
     def _unless_empty(self, container: Container) -> Any:
-        """Hands the original on where nothing in it is captured: in any case if it cannot change, or else if it has not."""
+        """Returns the original if immutable and without captured parts; else the container, shared if without such parts."""
         parts = (*container.entries, *(captured for _, captured in container.attributes()))
         if any(map(_stands_for_something, parts)):
             return container

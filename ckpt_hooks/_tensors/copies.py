@@ -1,10 +1,10 @@
-"""Copies of tensors, and giving a tensor the content, strides and version that it had.
+"""Copies of tensors, and the restoring of content, strides and version.
 
-Two need that: what was written to and is put back for a rerun, and what went through somebody's saved-tensor hooks.
+Frames restore tensors in two cases: a tensor was written to and is put back for a rerun, or went through saved-tensor hooks.
 
-Hooks that copy (``torch.autograd.graph.save_on_cpu``) bring back a dense tensor that was never written to, whatever was packed.
-Plain autograd does not mind; a function that is called again does: a transposed input takes other kernels than a dense one,
-with other roundings, and other tensors saved. And that what the function saves was not modified since is told by versions.
+Hooks which copy (``torch.autograd.graph.save_on_cpu``) bring back a dense tensor at version 0, whatever was packed. Plain
+autograd does not mind; a rerun of a function does. A transposed input takes other kernels than a dense input, with other
+roundings and other saved tensors. And versions tell whether a saved tensor was modified since.
 """
 
 from __future__ import annotations
@@ -39,35 +39,35 @@ __all__ = [
     "stand_in_for",
 ]
 
-#: Types of tensors that are what they seem.
+#: Types of tensors without a subclass's behaviour.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
-#: The same, and tensors with everything but values.
+#: The same, and fake tensors, which have no values.
 PLAIN_OR_FAKE = PLAIN | {FAKE}
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but a dtype, sizes and strides, and what is in its memory."""
+    """Whether a tensor is nothing but a dtype, sizes and strides, and content in memory."""
     return type(tensor) in PLAIN and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a plain one, or would be if there were values in its memory."""
+    """Whether a tensor is plain, or a fake of a plain tensor."""
     return type(tensor) in PLAIN_OR_FAKE and tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
 
 
 def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor without gradients as what it stands for is, a parameter or not; the memory is the same."""
+    """Returns a tensor without gradients as a parameter or a plain tensor, as ``kind`` says, on the same memory."""
     return torch.nn.Parameter(tensor, requires_grad=False) if issubclass(kind, torch.nn.Parameter) else tensor
 
 
 def restore_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
-    """Returns a tensor of the same values and gradient edge with the strides and the version asked for.
+    """Returns a tensor of the same values and gradient edge, with given strides and version.
 
     Args:
         tensor: The tensor.
-        strides: One number a dimension, in elements; None where they do not matter.
-        version: What its version counter should say.
+        strides: One number a dimension, in elements; None if any will do.
+        version: The version to set.
     """
     if (strides is None or tensor.stride() == strides) and tensor._version == version:
         return tensor
@@ -78,15 +78,15 @@ def restore_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None, versio
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor.data``, without a word to dispatch modes: one that traces would return a fake tensor."""
+    """Returns ``tensor.data`` past all dispatch modes, since a tracing mode would return a fake tensor."""
     data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data")
     return data
 
 
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Returns a copy of a strided tensor with the same strides, or those given: other ones may mean another kernel.
+    """Returns a copy of a strided tensor with the same strides, or the given strides: others may mean another kernel.
 
-    Dispatch modes do not see it made. One that reuses what operators returned would take it for an operator of the region.
+    The copy is made past dispatch modes. A mode which reuses outputs would take the copy for an operator of the region.
     """
     copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
     return copy
@@ -101,7 +101,7 @@ def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Ten
     strides = tensor.stride() if strides is None else strides
     stored = _stored(tensor.detach(), strides)
     copy = torch.empty_strided(stored.shape, strides, dtype=tensor.dtype, device=tensor.device)
-    copy.copy_(stored)  # where windows overlap, the elements that share a place are equal
+    copy.copy_(stored)  # where windows overlap, elements which share a place are equal
     if copy.shape != tensor.shape:
         copy = copy.new_empty(0).set_(copy.untyped_storage(), 0, tensor.shape, strides)
     return copy
@@ -112,12 +112,12 @@ Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
 def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
-    """Returns a copy of a tensor, with the same strides. Dispatch modes do not see it made.
+    """Returns a copy of a tensor with the same strides, made past dispatch modes.
 
     Args:
         tensor: The tensor.
-        clones: Storages and their copies, by the address of the original, which is held so that it stays nobody else's: tensors
-            that share memory do so in the copy as well.
+        clones: Storages and their copies, by the address of the original. The original is held, so that no other storage takes
+            its address. Tensors which share memory share memory in the copies too.
     """
     copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones)
     return copy
@@ -135,13 +135,13 @@ def _copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
     with torch.no_grad():
         empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         copy = empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        # What is in memory may be the conjugate of what the tensor is, or its negative.
+        # The content of memory may be the tensor's conjugate, or its negative.
         copy = copy.conj() if tensor.is_conj() else copy
         return neg_view(copy) if tensor.is_neg() else copy
 
 
 def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Returns a copy that has the version of the tensor too: to be saved instead of it."""
+    """Returns a copy with the version of the tensor, to be saved in its place."""
     copy = copy_of(tensor, strides)
     if copy._version != tensor._version:
         set_versions((copy,), (tensor._version,))
@@ -149,7 +149,7 @@ def stand_in_for(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -
 
 
 def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns a copy that requires grad and is no leaf, for a function that may write to it, or look at its history."""
+    """Returns a non-leaf copy which requires grad, for a function which may write to the copy or look at its history."""
     with torch.enable_grad():
         copy: torch.Tensor = _Copy.apply(tensor.detach().requires_grad_(), tensor.stride() if is_plain(tensor) else None)  # type: ignore[no-untyped-call]
     set_versions((copy,), (version,))
@@ -157,14 +157,14 @@ def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns an alias that requires grad, and is neither a leaf nor a view: a stand-in for the result of an operator.
+    """Returns an alias which requires grad and is no leaf or view: a stand-in for the result of an operator.
 
-    Frames keep leaves apart, so in a rerun a leaf in place of a tensor with a history would be one saved tensor less. Two
-    operators make it, in a fifth of the time of an autograd function.
+    Frames keep leaves apart, so in a rerun a leaf in place of a tensor with a history would mean one saved tensor less. The
+    alias takes two operators, and a fifth of the time of an autograd function.
 
     Args:
-        tensor: Has no history.
-        version: What its version counter should say.
+        tensor: A tensor without history.
+        version: The version to set.
     """
     alias: torch.Tensor = past_all_modes(tensor, _alias, tensor)
     if version > 0:
@@ -175,7 +175,7 @@ def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     leaf = tensor.detach().requires_grad_()
     with torch.enable_grad():
-        # An operator whose output shares memory with its input, and that autograd takes for no view.
+        # An operator whose output shares memory with its input, without being a view to autograd.
         if is_plain(leaf) and leaf.dim() and leaf.shape[0] and not (leaf.is_conj() or leaf.is_neg()):
             (alias,) = torch.unsafe_split(leaf, leaf.shape[0])
         else:
@@ -194,7 +194,7 @@ class _Alias(torch.autograd.Function):
 
 
 def copies_of(value: Any) -> Any:
-    """Returns the outputs of an operator with copies in place of tensors, of the same versions."""
+    """Returns the outputs of an operator, each tensor replaced by a copy of the same version."""
     return exchanged(value, torch.Tensor, _copy_or_clone)
 
 
@@ -203,7 +203,7 @@ def _copy_or_clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch.Tensor:
-    """Returns what is stored of a tensor: in dimensions of stride 0, which are expanded ones, one element for all of them."""
+    """Returns the stored part of a tensor: one element in each expanded dimension (of stride 0)."""
     for dimension, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dimension] > 1:
             tensor = tensor.narrow(dimension, 0, 1)
@@ -211,7 +211,7 @@ def _stored(tensor: torch.Tensor, strides: Sequence[int] | None = None) -> torch
 
 
 class _Copy(torch.autograd.Function):
-    """The copy as an operator: its output is no leaf where the input is none, and no view."""
+    """The copy as an operator: the output is no view, and no leaf unless the input is."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
@@ -230,12 +230,12 @@ def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
 
 
-#: An integer of each size: floating-point numbers compare by value, by which -0.0 is 0.0 and not-a-number is not itself.
+#: An integer of each size. Floating-point numbers would compare by value: -0.0 as 0.0, and not-a-number as unlike itself.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same bits. True for two of one class whose bits cannot be had: sparse, quantised, fake."""
+    """Whether two tensors hold the same bits. True for two of a class without accessible bits: sparse, quantised, fake."""
     if not (is_plain(one) and is_plain(other)):
         return type(one) is type(other) and one.is_nested is other.is_nested
     if one.shape != other.shape or one.dtype is not other.dtype:
@@ -267,7 +267,7 @@ def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | No
 
 
 def fill_all(tensors: Iterable[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor | None]]) -> None:
-    """Gives each tensor a content and a version; an alias of what it was before comes along where that is known."""
+    """Gives each tensor a content and a version, and the memory and layout of its earlier alias, where there is an alias."""
     grad_enabled = torch.is_grad_enabled()
     set_grad_enabled(False)
     filled: list[torch.Tensor] = []

@@ -1,11 +1,11 @@
-"""How a recompute is compared with its forward.
+"""The comparison of a recompute with its forward.
 
-Of each tensor that autograd saves, forward notes a few facts, and when a rerun has ended the same facts of what it saved are
-compared with them: two lists, in one operation (:mod:`ckpt_hooks._function.collector`). By default these are shape, dtype,
-device and version, none of which looks at a value or makes a device wait.
+Forward notes a few facts of each saved tensor. After a rerun, the same facts of the rerun's saved tensors are compared with
+forward's: two lists, in one operation (:mod:`ckpt_hooks._function.collector`). By default the facts are shape, dtype, device
+and version, for which no value is read and no device waits.
 
-Whoever wants to be sure that values are the same as well asks for fingerprints. Those that are tensors stay where they are and
-are compared all at once, so that a device is waited for once a recompute.
+To compare values as well, users ask for fingerprints. Fingerprints which are tensors stay on their device and are compared at
+once, so that a recompute waits for a device once.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_dif
 
 @dataclass(frozen=True)
 class Check:
-    """What is compared.
+    """The facts and fingerprints to compare.
 
     Attributes:
-        facts: Returns what is noted of a tensor: shape, dtype, device and version, or the version alone. The version, which
-            counts modifications in place, is compared whatever the user asks for: a value that was modified since it was saved
-            is wrong, and plain autograd raises for it as well.
-        fingerprint: Returns what the values of a tensor are compared by; None where they are not.
+        facts: Returns the facts of a tensor: shape, dtype, device and version, or the version alone. The version, which counts
+            modifications in place, is compared in any case: a saved value modified afterwards is wrong, and plain autograd
+            raises as well.
+        fingerprint: Returns the fingerprint of a tensor's values; None if values are not compared.
     """
 
     facts: Callable[[Any], Any]
@@ -46,7 +46,7 @@ _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor, in one dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
+    if tensor.stride(0) != 1:  # as for a tensor of one number, which is contiguous all the same
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8)
 
@@ -64,8 +64,8 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 
 
 def _parts_of(tensor: torch.Tensor) -> list[Any]:
-    """Returns tensors and numbers that a tensor of another class or layout is made of: all that it says of itself."""
-    if tensor.layout is torch.jagged:  # its other attributes are filled in as somebody asks for them
+    """Returns the tensors and numbers which make up a tensor of another class or layout: all its state."""
+    if tensor.layout is torch.jagged:  # its other attributes are filled in on first use
         return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
     parts = parts_of(tensor)
     if parts is not None:
@@ -83,10 +83,10 @@ _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Returns the fingerprints of the tensors that one of another class or layout is made of; None where it has no values.
+    """Returns the fingerprints of the inner tensors of another class or layout; None for a tensor without values.
 
-    Those are the local shard of a DTensor, say, or indices and values of a sparse tensor. What a collective returned is waited
-    for first. The program is left to wait for it by itself, as if nobody had.
+    Inner tensors are the local shard of a DTensor, say, or indices and values of a sparse tensor. The result of a collective is
+    waited for first; the program still has to wait for it by itself.
     """
     if isinstance(tensor, FAKE) or tensor.is_meta:
         return None
@@ -96,13 +96,13 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 
 
-#: Integers by how many bytes they have.
+#: Integers by their number of bytes.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ODD = 0x100000001B3
 
 
 def _integers(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bits of a tensor as integers of 32 bits at most."""
+    """Returns the bits of a tensor as integers of at most 32 bits."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     tensor = tensor.detach().resolve_neg()
@@ -115,14 +115,14 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(tensor: torch.Tensor) -> Any:
-    """Returns a hash of all bits of a tensor, on its device, which does not tell where they stand; None where it has none.
+    """Returns a hash of a tensor's bits, on its device, without regard to their places; None for a tensor without values.
 
-    Bits are taken as integers and added up along the last dimension, without more bits, for which they would all be copied.
-    What many equal numbers lose by that, the last one makes up for. Of the sums ``s`` it takes ``s * (2 * s + 1)``, which no
-    two numbers have in common, and adds that up: what is added in one row and taken away in another is seen.
+    Bits are taken as integers and added up along the last dimension in the same width, since a wider sum would copy them. Many
+    equal numbers lose bits in this sum, so the last number is added once more with a factor. Then ``s * (2 * s + 1)`` of each
+    sum ``s``, different for any two sums, is added up: a number moved from row to row is seen.
 
-    So it is the same however the tensor is laid out, and reads several times as much in a second as ``torch.hash_tensor``,
-    which takes the exclusive or of values: an even number of ones is the same to that as an even number of zeros.
+    So the hash is the same for any layout. It reads several times as much in a second as ``torch.hash_tensor``, an exclusive or
+    of values, which takes an even number of ones for an even number of zeros.
     """
     if not _has_bits(tensor):
         return _of_parts(hash_of, tensor)
@@ -134,12 +134,12 @@ def hash_of(tensor: torch.Tensor) -> Any:
     return torch.addcmul(rows, rows, rows, value=2).sum()
 
 
-#: How many values of a tensor are looked at, about.
+#: The approximate number of values in a sample.
 _SAMPLES = 64
 
 
 def sample_of(tensor: torch.Tensor) -> Any:
-    """Returns some values of a tensor, on its device: those at the same places each time, spread over all dimensions."""
+    """Returns some values of a tensor, on its device: at the same places each time, spread over all dimensions."""
     if not _has_bits(tensor):
         return _of_parts(sample_of, tensor)
     if tensor.numel() == 0:
@@ -148,15 +148,15 @@ def sample_of(tensor: torch.Tensor) -> Any:
     samples = torch.as_strided(tensor.detach(), sizes, strides, tensor.storage_offset() + offset)
     try:
         return samples.clone()
-    except NotImplementedError:  # for dtypes of which torch knows no more than how many bits they have
+    except NotImplementedError:  # for dtypes of which torch knows only the size
         return samples.view(torch.uint8).clone()
 
 
 @functools.lru_cache(maxsize=1024)
 def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """Returns sizes, strides and offset of the samples of a tensor."""
+    """Returns sizes, strides and offset of a tensor's samples."""
     sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
-    # Small dimensions first, so that large ones share evenly what is left.
+    # Small dimensions first, so that large dimensions share the rest evenly.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         size = sizes[dimension]
         step = max(1, size // max(1, round(left ** (1 / (len(sizes) - rank)))))
@@ -181,10 +181,10 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_of(determinism_check: Any) -> Check:
-    """Returns what a ``determinism_check`` stands for.
+    """Returns the check for a ``determinism_check`` argument.
 
     Raises:
-        ValueError: If that is neither one of the choices nor callable.
+        ValueError: If the argument is neither a choice nor callable.
     """
     try:
         check = _CHECKS.get(determinism_check)
@@ -204,13 +204,13 @@ def check_of(determinism_check: Any) -> Check:
 
 
 def version_of(facts: Any) -> int:
-    """Returns the version that was noted with other facts, or alone."""
+    """Returns the version among noted facts, or noted alone."""
     version: int = facts[-1] if isinstance(facts, tuple) else facts
     return version
 
 
 def _equal(one: Any, other: Any) -> bool:
-    """Whether two results of a function of the user's are the same: equal, or not-a-number both, or such in containers."""
+    """Whether two results of a user's fingerprint function are equal, or both not-a-number, in containers too."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return first_difference([one], [other]) is None
     if isinstance(one, (list, tuple)) and type(one) is type(other) and len(one) == len(other):
@@ -219,7 +219,7 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     try:
         return bool(one == other) or bool(one != one and other != other)
-    except (RuntimeError, ValueError):  # of tensors in other objects, and of arrays of NumPy, which may have NaN in them too
+    except (RuntimeError, ValueError):  # for tensors in other objects, and arrays of NumPy, with NaN too
         equal = one == other
         if hasattr(equal, "all") and not (same := equal.all()):
             same = (equal | ((one != one) & (other != other))).all()
@@ -227,11 +227,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
-    """Returns the position of the first fingerprint that differs, None if none does; waits for each device once.
+    """Returns the position of the first differing fingerprint, or None; waits for each device once.
 
     Args:
-        expected: Fingerprints that forward took.
-        found: Those of the recompute, as many; None in either where there is none to compare.
+        expected: Fingerprints of forward.
+        found: Fingerprints of the recompute, as many; None in either stands for no fingerprint.
     """
     differs: list[int] = []
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}

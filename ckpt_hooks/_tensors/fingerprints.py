@@ -1,6 +1,6 @@
-"""Fingerprints of saved tensors, by which frames of both kinds compare values of a recompute with those of forward.
+"""Fingerprints of saved tensors, for frames of both kinds to compare a recompute's values with forward's.
 
-To take and compare them is the package's business alone, so no mode of the user's gets to see it.
+The package takes and compares fingerprints past all modes of the user's.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ __all__ = ["Fingerprints", "may_be_unfilled"]
 
 
 def _is_random_state(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that attention saved may be the state of a generator, which attention fills only where it drops out.
+    """Whether a tensor saved by attention may be a generator's state, which attention fills only under dropout.
 
-    That is two integers of 64 bits, or one number for the seed and one for the offset. The lengths of sequences have 32 bits.
+    The state is two integers of 64 bits, or one number for the seed and one for the offset. Lengths of sequences have 32 bits.
     """
     return tensor.dtype in _LONG or tensor.dim() == 0
 
 
 def _is_bytes(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a workspace of cuDNN's or MIOpen's, of which the library alone knows what it fills."""
+    """Whether a tensor is a workspace of cuDNN's or MIOpen's, of which only the library knows the filled part."""
     return tensor.dtype is torch.uint8
 
 
@@ -36,9 +36,9 @@ def _is_any(tensor: torch.Tensor) -> bool:
 _RRELU = "RreluWithNoiseBackward"
 _LONG = (torch.int64, torch.uint64)
 
-#: Nodes of operators that save memory without filling all of it, and which of their tensors without gradient that may be:
-#: oneDNN's workspace, the paths of shorter sequences, the noise of a leaky rectifier that is not in training, the generator's
-#: state of attention without dropout, and workspaces of cuDNN and MIOpen.
+#: Nodes of operators which save memory partly unfilled, with a test for such tensors, all without gradient: oneDNN's workspace,
+#: the paths of shorter sequences, the noise of a leaky rectifier in evaluation, the generator's state of attention without
+#: dropout, and workspaces of cuDNN and MIOpen.
 _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
     "MkldnnRnnLayerBackward": _is_any,
     "CtcLossBackward": _is_any,
@@ -61,7 +61,7 @@ _UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
 
 
 def _unfilled_by(node: Any) -> Callable[[torch.Tensor], bool] | None:
-    """Returns which tensors without gradient a node may have saved with whatever was in memory before; None for none."""
+    """Returns a test for possibly unfilled tensors without gradient saved by a node; None for a node without such tensors."""
     if node is None:
         return None
     name = node.name().rstrip("0123456789")
@@ -69,23 +69,22 @@ def _unfilled_by(node: Any) -> Callable[[torch.Tensor], bool] | None:
 
 
 def may_be_unfilled(node: Any, tensor: torch.Tensor) -> bool:
-    """Whether a tensor without gradient that a node has saved may be memory that its operator did not fill."""
+    """Whether a saved tensor without gradient may be memory unfilled by the node's operator."""
     is_unfilled = _unfilled_by(node)
     return is_unfilled is not None and is_unfilled(tensor)
 
 
 def _node_at_work(tensor: torch.Tensor) -> Any:
-    """Returns the node that saves a tensor, where that is a result of it; else None."""
-    node = None if tensor._is_view() else tensor.grad_fn  # to ask a view for its node may make another one
+    """Returns the node which is saving its own result ``tensor``; None if the tensor is no result of that node."""
+    node = None if tensor._is_view() else tensor.grad_fn  # asking a view may make another node
     return None if node is None or node._sequence_nr() != sequence_number() - 1 else node
 
 
 class Fingerprints:
-    """Fingerprints of what forward saves, each taken as soon as the value is complete.
+    """Fingerprints of tensors saved in forward, each taken once the value is complete.
 
-    An operator may save what it fills only then (see :mod:`ckpt_hooks._function.collector`), so a tensor that requires no grad
-    waits until another operator saves, or forward ends. Some operators never fill all that they save: of such memory none is
-    taken.
+    An operator may save a tensor before filling it (:mod:`ckpt_hooks._function.collector`), so a tensor without gradient waits
+    until another operator saves, or forward ends. Memory which operators never fill has no fingerprint.
     """
 
     __slots__ = ("_fingerprint", "_is_unfilled", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
@@ -94,8 +93,8 @@ class Fingerprints:
         """Prepares to take fingerprints.
 
         Args:
-            fingerprint: Returns that of a tensor; runs past all modes.
-            left_out: Storages of tensors of which none is taken.
+            fingerprint: Returns the fingerprint of a tensor; runs past all modes.
+            left_out: Storages of tensors without fingerprint.
         """
         self._fingerprint = fingerprint
         self._left_out = left_out
@@ -105,11 +104,11 @@ class Fingerprints:
         self.taken: list[Any] = []
 
     def note(self, tensor: torch.Tensor, *, kept: bool = False) -> None:
-        """Takes the fingerprint of a tensor that is saved, now or later.
+        """Takes the fingerprint of a saved tensor, now or later.
 
         Args:
             tensor: The tensor.
-            kept: Whether it is kept, and there is nothing to compare.
+            kept: Whether the tensor is kept, which leaves nothing to compare.
         """
         if self._waiting and self._sequence != sequence_number():
             self.finish()
@@ -126,13 +125,13 @@ class Fingerprints:
             self._waiting.append((len(self.taken) - 1, tensor, tensor._version))
 
     def finish(self) -> None:
-        """Takes those that wait, but for tensors that were modified meanwhile, or that are never filled."""
+        """Takes the waiting fingerprints, except for tensors modified meanwhile or never filled."""
         for index, tensor, version in self._waiting:
             if tensor._version == version and not (self._sequence == self._unfilled and self._is_unfilled(tensor)):
                 self.taken[index] = past_modes(self._fingerprint, tensor)
         self._waiting.clear()
 
     def close(self) -> None:
-        """Ends forward; the frame has what was taken, this is held by the pack hook."""
+        """Ends forward, and drops the list: the frame has its fingerprints, and the pack hook keeps this object alive."""
         self.finish()
         self.taken = []

@@ -1,9 +1,8 @@
-"""Steps of fused optimizers, which write to parameters without a version counter that tells.
+"""Steps of fused optimizers, which write to parameters without counting the version.
 
-Every optimizer of torch writes to its parameters in place, and their version counters count that; ``fused=True`` leaves them as
-they are. So a parameter that a recompute reads again would be taken for the one that forward saw although a step came in
-between. From the first region on such steps are counted here. Torch's own counters stay as they are: plain autograd, which
-takes no notice of such a step, goes on as it does without regions.
+Other optimizers of torch write to parameters in place and count the version; ``fused=True`` does not. A recompute would take
+such a parameter for forward's, in spite of a step in between. From the first region on, this module counts fused steps. Torch's
+own counters stay as they are: plain autograd, which takes no notice of such a step, goes on as without regions.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from ckpt_hooks._torch import storage_of
 __all__ = ["num_fused_steps", "stepped_since", "watch_fused_steps"]
 
 _count = 0
-# The number of the latest step that wrote to a parameter, by the address of its object and by that of its storage. A tensor
-# that takes over the address of a dead parameter is younger than that step, and is not asked about it.
+# The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
+# address of a dead parameter is younger than that step, which does not count for it.
 _latest: dict[int | None, int] = {}
 
 
@@ -31,16 +30,16 @@ def watch_fused_steps() -> None:
 
 
 def num_fused_steps() -> int:
-    """Returns how many steps were counted."""
+    """Returns the number of fused steps so far."""
     return _count
 
 
 def stepped_since(tensor: torch.Tensor, count: int) -> bool:
-    """Whether a step has written to a tensor, or to the storage that it is in.
+    """Whether a step has written to a tensor, or to its storage.
 
     Args:
         tensor: The tensor.
-        count: What :func:`num_fused_steps` returned; steps before that are not asked for.
+        count: An earlier result of :func:`num_fused_steps`; only later steps count.
     """
     return _count > count and (_latest.get(id(tensor), 0) > count or _latest.get(storage_of(tensor), 0) > count)
 

@@ -1,10 +1,10 @@
-"""A tensor held until backward: as it is, through saved-tensor hooks, on the host, or lost.
+"""Tensors held until backward: as they are, through saved-tensor hooks, on the host, or lost.
 
-Frames of both kinds hold what they need besides their handles: a selective function frame the outputs that its policy keeps, a
-recorded frame those and the tensors from outside that its operators read. :meth:`HeldTensor.sealed` decides between the kinds
-when versions begin to tell of writes: for a selective frame at once, for a recorded one when its outermost region ends.
+Frames of both kinds hold tensors besides their handles: a selective function frame the outputs kept by its policy, a recorded
+frame also the tensors from outside which its operators read. :meth:`HeldTensor.sealed` decides between the kinds when versions
+begin to tell of writes: for a selective frame at once, for a recorded frame when its outermost region ends.
 :meth:`HeldTensor.get` returns the tensor of forward or raises :class:`MutationError`. A recorded frame passes the error on. A
-selective frame runs the operator again instead, since an output that it holds is a cache.
+selective frame runs the operator again instead, since a held output is only a cache.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class HeldTensor:
 
     Attributes:
         tensor: The tensor; None where hooks or the host have it.
-        version: Its version when it was sealed; None before, and where nobody counts.
-        reason: Why it is held, in words.
-        path: The region that it is held for.
-        is_fickle: Whether it is likely to be written to after the region, as what the region wrote to itself.
-        by_policy: Whether a policy said so.
-        is_packed: Whether it takes work to bring it back, so that a replay does that once for all who ask.
-        steps: How many steps of fused optimizers there were when it was sealed; unset before.
+        version: Its version when sealed; None before, and where writes are not counted.
+        reason: The reason for holding, in words.
+        path: The region which needs the tensor.
+        is_fickle: Whether later writes are likely, as for a tensor written to by the region.
+        by_policy: Whether a policy asked for the tensor.
+        is_packed: Whether getting the tensor takes work, which a replay does once for all readers.
+        steps: The number of steps of fused optimizers when sealed; unset before.
     """
 
     is_packed = False
@@ -60,20 +60,20 @@ class HeldTensor:
     steps: int
 
     def describe(self) -> str:
-        """Returns dtype and shape in words; nothing for parameters and the like, which are there in any case."""
+        """Returns dtype and shape in words; nothing for parameters and the like, which exist in any case."""
         tensor = self.tensor
         return "" if tensor is None or is_kept_anyway(tensor) else describe_kind(tensor)
 
     def copy(self, clones: Clones) -> None:
-        """Holds a copy instead, since the tensor is about to be written to; see :func:`copy_in`."""
+        """Holds a copy instead, before a write to the tensor; see :func:`copy_in`."""
         assert self.tensor is not None
         self.tensor, self.version = copy_in(self.tensor, clones), None
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Decides how the tensor is held from now on, when versions begin to tell of writes; returns what holds it.
+        """Returns the holder of the tensor from now on, when versions begin to tell of writes.
 
         Args:
-            hooks: Saved-tensor hooks to hand it to, if any.
+            hooks: Saved-tensor hooks for the tensor, if any.
         """
         tensor = self.tensor
         assert tensor is not None
@@ -89,7 +89,7 @@ class HeldTensor:
             return HeldByHooks(tensor, hooks, self.path, self.reason, by_policy=self.by_policy)
         if not tensor.requires_grad:
             return self
-        # The tensor itself, should it be written to later on, would own the graph that this is part of.
+        # The tensor itself would own this graph after a later write in place.
         self.tensor = counted_detach(tensor)
         return self
 
@@ -97,7 +97,7 @@ class HeldTensor:
         """Returns the tensor.
 
         Raises:
-            MutationError: If it is not what forward saw: it was modified since, or its memory was freed.
+            MutationError: If the tensor was modified since forward, or its memory was freed.
         """
         tensor = self.tensor
         assert tensor is not None
@@ -127,7 +127,7 @@ class HeldTensor:
 
 
 def hold(tensor: torch.Tensor, path: RegionPath, reason: str) -> HeldTensor:
-    """Returns what holds a tensor as it is for a policy, until it is sealed."""
+    """Returns the holder of a tensor, as it is, for a policy; not sealed yet."""
     held = HeldTensor()
     held.tensor, held.version, held.reason, held.path = tensor, None, reason, path
     held.is_fickle, held.by_policy = False, True
@@ -135,7 +135,7 @@ def hold(tensor: torch.Tensor, path: RegionPath, reason: str) -> HeldTensor:
 
 
 class HeldByHooks(HeldTensor):
-    """A tensor that was given to saved-tensor hooks."""
+    """A tensor packed by saved-tensor hooks."""
 
     is_packed = True
     __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
@@ -155,7 +155,7 @@ class HeldByHooks(HeldTensor):
         return kind_in_words(self._kind)
 
     def holding(self, reason: str) -> Holding | None:
-        """Returns what the hooks hold; None where they are a frame's, which lists it."""
+        """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself."""
         return None if recomputes(self._unpack) else _holding(self.describe(), reason, self._kind, None)
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
@@ -164,7 +164,7 @@ class HeldByHooks(HeldTensor):
 
     @unseen
     def get(self) -> torch.Tensor:
-        """Returns what the hooks bring back, with the strides of the tensor. A frame looks at versions by itself.
+        """Returns the tensor unpacked by the hooks, with its strides in forward. Hooks of a frame check versions themselves.
 
         Raises:
             MutationError: If the hooks bring back the tensor itself, modified or freed since.
@@ -180,7 +180,7 @@ class HeldByHooks(HeldTensor):
 
 
 class HeldOnHost(HeldTensor):
-    """A tensor that is on the host."""
+    """A tensor on the host."""
 
     is_packed = True
     __slots__ = ("_kind", "_sent", "_witness")
@@ -194,15 +194,15 @@ class HeldOnHost(HeldTensor):
         self._sent = batch.send(tensor, transfers)
 
     def describe(self) -> str:
-        """Returns dtype and shape in words, and where it is."""
+        """Returns dtype and shape in words, and the place."""
         return f"{kind_in_words(self._kind)} on the host"
 
     def holding(self, reason: str) -> Holding:
-        """Returns what the host holds."""
+        """Returns a report of the copy on the host."""
         return _holding(self.describe(), reason, self._kind, torch.device("cpu"))
 
     def copy(self, clones: Clones) -> None:
-        """Has the write wait until the copy on the host is complete."""
+        """Makes the write wait until the copy on the host is complete."""
         self._sent.finish_sending()
         self._witness = None
 
@@ -214,10 +214,10 @@ class HeldOnHost(HeldTensor):
 
     @unseen
     def get(self) -> torch.Tensor:
-        """Returns the tensor on its device, in an object that nobody else has.
+        """Returns the tensor on its device, in an object of the caller's own.
 
         Raises:
-            MutationError: If it was modified since, maybe while it was copied.
+            MutationError: If the tensor was modified since, maybe during the copy.
         """
         if self._witness is not None and self.version is not None and self._witness._version != self.version:
             raise self._modified(self._witness, kind_in_words(self._kind))
@@ -226,11 +226,11 @@ class HeldOnHost(HeldTensor):
 
 
 class Lost(HeldTensor):
-    """Stands for a tensor whose content is not there any more.
+    """Stands for a tensor whose content is gone.
 
     Attributes:
-        what: Which tensor.
-        why: What has become of it; ``{region}`` stands for the region in words.
+        what: The tensor, in words.
+        why: The reason, in words; ``{region}`` stands for the region's name.
     """
 
     __slots__ = ("what", "why")
@@ -265,5 +265,5 @@ def _holding(
 
 
 def recomputes(unpack: Callable[[Any], Any]) -> bool:
-    """Whether an unpack hook is that of a region, torch's included, which runs operators again."""
+    """Whether an unpack hook belongs to a region, torch's included, which runs operators again."""
     return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"

@@ -1,9 +1,9 @@
-"""Tensors that are on the host until backward wants them, one by one and in batches.
+"""Tensors on the host until backward, single and in batches.
 
-Tensors that are moved together form a *batch*: what a policy keeps of one region, or a single saved tensor. When backward comes
-to a batch, all of it is fetched, and so are some of the batches sent before it, which backward wants next: their way overlaps
-with the computing of this one. One backward fetches a tensor once, however many nodes take it, and leaves nothing behind on the
-device that it fetched and did not use.
+Tensors which move together form a *batch*: the outputs of one region kept by a policy, or a single saved tensor. When backward
+reaches a batch, the whole batch is fetched, and so are some of the batches sent before, which backward reaches next: their
+copies overlap with computing. A backward fetches each tensor once, for any number of nodes, and leaves no fetched but unused
+tensor on the device.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ __all__ = ["Batch", "Offloaded", "Taker"]
 
 
 class Taker(Protocol):
-    """One of several who take a tensor.
+    """One of several users of a tensor.
 
     Attributes:
-        task: The graph task that it has taken the tensor in last.
+        task: The graph task of the latest use.
     """
 
     task: int
 
 
 class Offloaded:
-    """A tensor that is on the host, or on its way there or back.
+    """A tensor on the host, or on its way there or back.
 
     Attributes:
-        batch: What it was sent as part of.
-        takers: Those who take it, each once in a backward, if there are several: for them it comes back once.
+        batch: The batch of the tensor.
+        takers: The users of the tensor, if several. Each takes the tensor once in a backward, and all share one fetch.
     """
 
     __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
@@ -52,18 +52,18 @@ class Offloaded:
         """Sends a tensor.
 
         Args:
-            tensor: What nobody will write to any more, or whoever does will see to it that this is not used.
-            transfers: The way to go.
-            batch: What it is part of.
-            stream: The stream that makes the tensor; the present one if None.
-            max_stash_size: How many tensors are on their way to the host at most.
+            tensor: A tensor without later writes. A caller who writes nevertheless does not use this copy.
+            transfers: The copies of the tensor's device.
+            batch: The batch of the tensor.
+            stream: The stream which makes the tensor; the present stream if None.
+            max_stash_size: The largest number of tensors on their way to the host.
         """
         self.batch = batch
         self.takers: list[weakref.ref[Taker]] = []
         self._transfers = transfers
         self._version = tensor._version
         self._arrival: Arrival | None = None
-        # The graph task that has taken it last.
+        # The graph task of the latest use.
         self._task = -1
         self._sent: Sent | None = None
         frame = stack.innermost
@@ -77,7 +77,7 @@ class Offloaded:
             self._transfers.leave_behind(self._sent)
 
     def finish_sending(self) -> None:
-        """Has the present stream wait until the copy is there, so that what was sent may be written to."""
+        """Makes the present stream wait for the copy, so that the tensor may be written to."""
         assert self._sent is not None
         self._transfers.wait(self._sent)
 
@@ -90,17 +90,17 @@ class Offloaded:
         return arrival
 
     def _keep(self, arrival: Arrival, task: int) -> None:
-        """Has what was fetched stay for those who take it yet, until the backward ends."""
+        """Keeps a fetched tensor for further takers, until the backward ends."""
         with self._transfers.lock:
             if self._arrival is None:
                 self._arrival = arrival
         self._transfers.drop_at_end(self, task)
 
     def fetch_ahead(self, task: int) -> bool:
-        """Starts the way back, unless this backward has taken the tensor already; returns whether it has not.
+        """Starts the fetch, unless this backward has taken the tensor already; returns whether the tensor is still wanted.
 
         Args:
-            task: The id of the graph task that is running on this thread.
+            task: The id of the graph task of this thread.
         """
         if self._task == task:
             return False
@@ -109,15 +109,15 @@ class Offloaded:
         return True
 
     def drop(self) -> None:
-        """Lets go of what was fetched and not taken."""
+        """Drops the fetched, untaken tensor."""
         with self._transfers.lock:
             self._arrival = None
 
     def get(self, taker: Taker | None = None) -> torch.Tensor:
-        """Returns the tensor on its device, in an object that nobody else has.
+        """Returns the tensor on its device, in an object of the caller's own.
 
         Args:
-            taker: Who takes it, if that is one of several. As long as another one may, the tensor stays on the device.
+            taker: The user, if several share the tensor. The tensor stays on the device for the others in this backward.
         """
         task = self._task = graph_task_id()
         stays = False
@@ -127,7 +127,7 @@ class Offloaded:
         with self._transfers.lock:
             arrival = self._arrival
             if arrival is not None and arrival.tensor._version != self._version:
-                arrival = self._arrival = None  # somebody wrote to it
+                arrival = self._arrival = None  # it was written to
             if not stays:
                 self._arrival = None
         if arrival is None:
@@ -139,11 +139,11 @@ class Offloaded:
 
 
 class Batch:
-    """Tensors that are sent one after the other, and wanted together.
+    """Tensors sent in sequence, and wanted together.
 
     Attributes:
-        tensors: What was sent.
-        before: The batch that was sent before this one, to the same device, as long as it is alive.
+        tensors: The sent tensors.
+        before: The previous batch sent from the same device, as long as it is alive.
     """
 
     __slots__ = ("__weakref__", "_task", "before", "tensors")
@@ -151,13 +151,13 @@ class Batch:
     def __init__(self) -> None:
         self.tensors: list[weakref.ref[Offloaded]] = []
         self.before: weakref.ref[Batch] | None = None
-        # The graph task that has fetched it last.
+        # The graph task of the latest fetch.
         self._task = -1
 
     def send(
         self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
     ) -> Offloaded:
-        """Sends a tensor as part of this batch; see :meth:`Transfers.send`. Returns what keeps it."""
+        """Sends a tensor as part of this batch (:meth:`Transfers.send`); returns the holder of the copy."""
         if not self.tensors:
             self.before, transfers.latest = transfers.latest, weakref.ref(self)
         sent = Offloaded(tensor, transfers, self, stream, max_stash_size)
@@ -165,7 +165,7 @@ class Batch:
         return sent
 
     def _fetch(self, task: int) -> bool:
-        """Starts the way back of all that is still wanted, in the order of sending; returns whether anything is."""
+        """Starts the fetch of all tensors still wanted, in the order of sending; returns whether there are any."""
         wanted = False
         for reference in self.tensors:
             sent = reference()
@@ -177,17 +177,17 @@ class Batch:
         """Does :meth:`fetch_with_next` unless this backward has done so.
 
         Args:
-            task: The id of the graph task that is running on this thread.
+            task: The id of the graph task of this thread.
         """
         if self._task != task:
             self.fetch_with_next()
 
     def fetch_with_next(self, ahead: int = 1) -> None:
-        """Fetches this batch, and those that backward will want after it. Outside of a backward, nothing is wanted next.
+        """Fetches this batch, and the batches which backward reaches next; outside of a backward, nothing.
 
         Args:
-            ahead: How many batches besides this one. Those that the backward has taken already, as a node does that saved
-                several tensors, do not count.
+            ahead: The number of batches besides this batch. Batches taken already by this backward, as by a node with several
+                saved tensors, do not count.
         """
         task = graph_task_id()
         if task == -1:
@@ -195,7 +195,7 @@ class Batch:
         self._task = task
         self._fetch(task)
         batch = self
-        for _ in range(4 * ahead):  # not through all of a long chain that was taken
+        for _ in range(4 * ahead):  # not through all of a long chain of taken batches
             before = None if batch.before is None else batch.before()
             if before is None:
                 return

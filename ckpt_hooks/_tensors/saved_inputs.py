@@ -1,4 +1,4 @@
-"""Inputs saved as autograd saves tensors, by way of the saved-tensor hooks that are active (Rule 2)."""
+"""Inputs saved as autograd saves tensors, through the active saved-tensor hooks (Rule 2)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["save_all"]
 def save_all(
     tensors: Sequence[torch.Tensor], *, each_occurrence: bool
 ) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
-    """Saves tensors by way of the hooks that are active; returns what was saved, and those that are kept.
+    """Saves tensors through the active hooks; returns the saved tensors, and the kept tensors.
 
-    Leaves that require grad are kept besides: the graph keeps them too, and a rerun gets the very object.
+    Leaves which require grad are kept besides: the graph keeps them too, and a rerun gets the very object.
     """
     saved: list[SavedTensor | int | None] = []
     kept: list[torch.Tensor | None] = []
@@ -35,13 +35,13 @@ def save_all(
 
 
 def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
-    """Returns a tensor as saved, or None for one that autograd refuses to save: it may be passed on without being used."""
+    """Returns a tensor as saved, or None where autograd refuses to save: the function may just pass such a tensor on."""
     if tensor.is_inference():
         return None
     try:
         return save_tensor(tensor)
     except RuntimeError:
-        # Of autograd's making, as for a view whose base was modified, or of a hook's? A hook that does nothing tells.
+        # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
         push_saved_tensors_hooks(_identity, _identity)
         try:
             save_tensor(tensor)

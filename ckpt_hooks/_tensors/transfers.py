@@ -1,21 +1,21 @@
-"""The ways of tensors from a device to the host and back.
+"""Copies of tensors from a device to the host and back.
 
-Each way has a stream of its own, so that copies overlap with computing. How much memory is in use never depends on how far the
-device has come, since nothing asks it:
+Each direction has a stream of its own, so that copies overlap with computing. The memory in use never depends on the progress
+of the device, since the host never asks for it:
 
-- The last few tensors that were sent are held (the *stash*). To send one more, the stream that saved the oldest waits for its
-  copy, and lets go of it: what runs on that stream from then on may have the memory.
-- A tensor that is fetched lies in memory of the stream that runs the node of backward. The copy waits for what that stream was
-  told so far. A tensor that is dropped before its use has that stream wait for its copy first.
+- The last few sent tensors are held (the *stash*). To send another tensor, the stream which saved the oldest waits for the
+  oldest copy, and the stash drops that tensor. Later work on that stream may have the memory.
+- A fetched tensor lies in memory of the stream which runs the node of backward. The copy waits for the work queued on that
+  stream so far. If a tensor is dropped before use, the stream waits for the copy first.
 
-``Tensor.record_stream``, the other way to do this, gives memory back when the host finds a copy complete. A host that runs
-ahead of its device does not, and allocates more. It is called only where a tensor is used on another stream than it was
-fetched for.
+``Tensor.record_stream``, the other way to do this, gives memory back when the host finds a copy complete. A host ahead of its
+device finds none, and allocates more. ``record_stream`` is called only where a tensor is used on another stream than the stream
+of its fetch.
 
-What is not worth moving, or cannot be moved as it is, stays: tensors on the host, small ones, those whose elements share
-memory, subclasses, other layouts than strided ones, and what a model holds anyway: parameters, their views and their casts.
+Some tensors stay: tensors on the host, small tensors, tensors whose elements share memory, subclasses, layouts other than
+strided, and tensors of the model (parameters, their views and their casts).
 
-Source: torchtune's ``OffloadActivations``, which is where the threshold, the two streams and the stash come from.
+Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from ckpt_hooks._torch import PastFunctionModes, num_function_modes, past_all_mo
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "transfers_for"]
 
-#: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
-#: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
+#: Bytes below which a tensor stays on its device. The host needs some 60 us to start the two copies, in which a computing
+#: device frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
 DEFAULT_MIN_OFFLOAD_SIZE = 256 * 1024
 
-#: How many tensors are on their way to the host at most.
+#: The largest number of tensors on their way to the host.
 MAX_STASH_SIZE = 5
 
 
@@ -42,9 +42,9 @@ class _Leaving(NamedTuple):
     """A tensor on its way to the host.
 
     Attributes:
-        storage: The memory that is read.
-        stream: The stream that the tensor was saved on, which may use the memory again when it has waited for the copy.
-        copied: The event that says that the copy is there.
+        storage: The memory being read.
+        stream: The stream which saved the tensor, and may use the memory again after waiting for the copy.
+        copied: The event at the end of the copy.
     """
 
     storage: torch.UntypedStorage
@@ -56,9 +56,9 @@ class Sent(NamedTuple):
     """A copy on the host.
 
     Attributes:
-        number: Which one, of all that the device has sent.
+        number: Its number among all copies sent by the device.
         host: The copy.
-        copied: The event that says that it is there.
+        copied: The event at the end of the copy.
     """
 
     number: int
@@ -71,9 +71,9 @@ class Arrival:
 
     Attributes:
         tensor: The tensor, on its device.
-        fetched: The event that says that it is there.
-        stream: The stream that its memory belongs to.
-        is_used: Whether a stream has waited for it.
+        fetched: The event at the end of the copy.
+        stream: The stream which owns the tensor's memory.
+        is_used: Whether a stream has waited for the copy.
     """
 
     __slots__ = ("_back", "fetched", "is_used", "stream", "tensor")
@@ -84,24 +84,24 @@ class Arrival:
         self.is_used = False
 
     def __del__(self) -> None:
-        """Has the stream wait for a copy that nobody wants any more: it may have the memory then."""
+        """Makes the stream wait for an unused copy, since the stream may have the memory afterwards."""
         if not self.is_used:
             self.stream.wait_stream(self._back)
 
 
 class _Droppable(Protocol):
-    """What keeps a tensor that was fetched."""
+    """A holder of a fetched tensor."""
 
     def drop(self) -> None:
-        """Lets go of the tensor, if it was not taken."""
+        """Drops the tensor, if it was not taken."""
 
 
 class _Backward:
-    """What one backward has on its device ahead of use. Dropped when that backward ends or fails; nobody else holds it.
+    """The tensors fetched ahead of use by a backward. Dies when that backward ends or fails, as its callback does.
 
     Attributes:
         task: The graph task.
-        tensors: What was fetched.
+        tensors: The holders of the fetched tensors.
     """
 
     __slots__ = ("__weakref__", "task", "tensors")
@@ -118,33 +118,33 @@ class _Backward:
 
 
 class Transfers:
-    """The two ways between one device and the host.
+    """The copies between one device and the host, in both directions.
 
-    Streams and events are those of the device's module in torch: ``torch.cuda``, ``torch.xpu``, or another one.
+    Streams and events come from the device's module in torch: ``torch.cuda``, ``torch.xpu``, or another module.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Makes the streams.
 
         Args:
-            device: Which accelerator, with its index.
+            device: The accelerator, with its index.
         """
         self._module: Any = getattr(torch, device.type)
         self._device = device
         self._out: Any = self._module.Stream(device)
         self._back: Any = self._module.Stream(device)
-        #: Guards what threads share: the stash, and what was fetched. No copy is started under it.
+        #: Guards the state shared by threads: the stash, and fetched tensors. No copy is started under this lock.
         self.lock = threading.RLock()
         self._number = 0
         self._stash: dict[int, _Leaving] = {}
         self._backward: weakref.ref[_Backward] | None = None
-        #: The batch that was sent last.
+        #: The latest sent batch.
         self.latest: weakref.ref[Any] | None = None
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an uninitialised tensor of the same shape, strides and dtype, in pinned memory.
 
-        Torch pools that memory in blocks whose sizes are powers of two.
+        Torch pools pinned memory in blocks whose sizes are powers of two.
         """
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
@@ -156,9 +156,9 @@ class Transfers:
         """Starts a copy to the host, once a stream is done with the tensor.
 
         Args:
-            tensor: What to copy. Its memory is held as long as it is among the last that were sent.
-            stream: The stream that makes it; the present one if None.
-            max_stash_size: How many tensors are on their way to the host at most, this one counted.
+            tensor: The tensor. Its memory is held while the tensor is in the stash.
+            stream: The stream which makes the tensor; the present stream if None.
+            max_stash_size: The largest number of tensors on their way to the host, this tensor included.
         """
         with self.lock:
             while len(self._stash) >= max_stash_size:
@@ -179,7 +179,7 @@ class Transfers:
         return Sent(number, host, copied)
 
     def _leave_behind(self, number: int) -> None:
-        """Lets go of a tensor in the stash, if it is there."""
+        """Drops a tensor from the stash, if present."""
         with self.lock:
             leaving = self._stash.get(number)
             if leaving is not None:
@@ -187,12 +187,12 @@ class Transfers:
                 del self._stash[number]
 
     def leave_behind(self, sent: Sent) -> None:
-        """Lets go of a tensor that is in the stash, if it is: nobody wants the copy."""
+        """Drops a tensor from the stash, if present, since its copy is not wanted any more."""
         if self._stash:
             self._leave_behind(sent.number)
 
     def fetch(self, sent: Sent) -> Arrival:
-        """Starts a copy back. What was sent no later leaves the stash: its copies are waited for in any case."""
+        """Starts a copy back. Tensors sent no later leave the stash, since the fetch waits for their copies anyway."""
         with self.lock:
             for number in [number for number in self._stash if number <= sent.number]:
                 self._leave_behind(number)
@@ -211,11 +211,11 @@ class Transfers:
         return arrival
 
     def wait(self, sent: Sent) -> None:
-        """Lets the present stream wait for a copy on the host."""
+        """Makes the present stream wait for a copy on the host."""
         self.present_stream().wait_event(sent.copied)
 
     def use(self, arrival: Arrival) -> None:
-        """Lets the present stream wait for a copy on the device, and use it."""
+        """Makes the present stream wait for a copy on the device, and use the copy."""
         stream = self.present_stream()
         stream.wait_event(arrival.fetched)
         if stream != arrival.stream:
@@ -223,10 +223,10 @@ class Transfers:
         arrival.is_used = True
 
     def drop_at_end(self, fetched: _Droppable, task: int) -> None:
-        """Has a tensor that was fetched leave the device when the backward of this thread ends, unless it was taken by then.
+        """Drops a fetched tensor when the backward of this thread ends, unless it was taken by then.
 
         Args:
-            fetched: What keeps the tensor.
+            fetched: The holder of the tensor.
             task: The id of the graph task.
         """
         backward = None if self._backward is None else self._backward()
@@ -238,7 +238,7 @@ class Transfers:
 
 
 def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
-    """Calls a function without a word to anybody's modes."""
+    """Calls a function past all function modes and dispatch modes."""
     if num_function_modes():
         with PastFunctionModes():
             return past_all_modes(tensor, function, *args)
@@ -246,9 +246,9 @@ def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
 
 
 def _with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Has a tensor be the conjugate of its memory, or the negative, if another one is.
+    """Makes ``other`` the conjugate, or the negative, of its memory, if ``tensor`` is.
 
-    A copy between the two is one of memory then. Torch would conjugate what is on the host at once, before a copy lands there.
+    A copy between the two then copies memory. Otherwise torch would conjugate the host's tensor at once, before the copy lands.
     """
     if tensor.is_conj():
         set_conj(other, True)
@@ -261,7 +261,7 @@ _transfers: dict[torch.device, Transfers] = {}
 
 
 def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> Transfers | None:
-    """Returns the way to the host for a tensor, None for one that stays where it is.
+    """Returns the transfers for a tensor, or None if the tensor stays on its device.
 
     Args:
         tensor: The tensor.
@@ -285,7 +285,7 @@ def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> 
 
 
 def _is_weight(tensor: torch.Tensor) -> bool:
-    """Whether a model holds a tensor anyway: a parameter, another leaf, a view (by its base), or autocast's cast of one."""
+    """Whether a model holds a tensor anyway: a parameter, another leaf, a view (by its base), or autocast's cast of a leaf."""
     base: Any = tensor._base if tensor._is_view() else tensor
     if not base.requires_grad or base.is_leaf:
         return bool(base.requires_grad) or type(base) is torch.nn.Parameter

@@ -1,4 +1,4 @@
-"""Walks over nested values: what operators are given and return, in lists, tuples and dicts at any depth."""
+"""Walks over nested values: arguments and results of operators, in lists, tuples and dicts at any depth."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     if type(value) is torch.Tensor:
         return [value]
     found = instances_in(value, torch.Tensor)
-    for tensor in found:  # and those that are added meanwhile
+    for tensor in found:  # including tensors added in the loop
         if type(tensor) is not torch.Tensor:
             found += inner_tensors(tensor)
     return found
 
 
 def exchanged(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
-    """Returns the same lists and tuples with what a function returns in place of each instance of a class."""
+    """Returns the same lists and tuples with each instance of a class replaced by a function's result."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
