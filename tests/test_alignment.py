@@ -99,6 +99,7 @@ def gradients(seed, kind, run):
     ("kind", "right"),
     [("logging", 111), ("a table", 120), ("a table that is lost", 120), ("something else", 1)],
 )
+@pytest.mark.slow
 def test_random_programs(kind, right):
     """Tables and logging are passed over, mostly; what gradients flow through is an error, unless nothing comes of it."""
     outcomes = Counter()

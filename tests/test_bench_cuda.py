@@ -15,6 +15,7 @@ from bench.cuda import __main__ as program
 ROOT = Path(__file__).resolve().parents[1]
 
 
+@pytest.mark.slow
 def test_without_a_device():
     """One sentence, and no failure."""
     command = [sys.executable, "-m", "bench.cuda"]
@@ -23,6 +24,7 @@ def test_without_a_device():
     assert (done.returncode, done.stdout) == (0, "There is no CUDA device here, so there is nothing to measure.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("table", ["one op", "recurrent region with dropout", "offload"])
 def test_a_table(table, tmp_path, capsys):

@@ -60,6 +60,7 @@ def test_the_reentrant_engine_in_a_program():
     assert torch.equal(x.grad, expected)
 
 
+@pytest.mark.slow
 def test_the_reentrant_engine_is_not_asked_for_on_import():
     program = (
         "import torch.utils.checkpoint as theirs\n"

@@ -253,6 +253,7 @@ def peak_of(region, mode):
     return peak["Total"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch's tracker of memory comes with process groups")
 def test_the_predicted_peak_is_the_real_one():
     """As torch's tracker of memory has it; without regions it is the largest, and each policy is somewhere between."""

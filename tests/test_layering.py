@@ -41,6 +41,7 @@ def test_modules_have_room_for_one_idea(module):
     assert len(module.read_text().splitlines()) <= 400
 
 
+@pytest.mark.slow
 def test_the_core_imports_torch_and_typing_extensions_only():
     """Nothing else outside of the standard library, and of torch one small module that it had not loaded already."""
     program = (

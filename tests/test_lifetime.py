@@ -209,6 +209,7 @@ def test_a_cycle_through_python_does_not_keep_the_frame(frames):
     assert frames.alive() == [False]
 
 
+@pytest.mark.slow
 def test_memory_of_2000_regions_comes_back():
     """2,000 regions in a row, one backward: no recursion limit is met, and every Python object and tensor is gone."""
 
@@ -232,6 +233,7 @@ def test_memory_of_2000_regions_comes_back():
     assert torch.equal(gradient, x.grad)
 
 
+@pytest.mark.slow
 def test_a_chain_of_regions_is_discarded_without_recursion():
     """Dropping the output of 20,000 regions in a row without a backward is no deep recursion either."""
     x = torch.ones(1, requires_grad=True)

@@ -388,6 +388,7 @@ def test_a_region_is_not_recomputing():
 # What is loaded
 
 
+@pytest.mark.slow
 def test_regions_do_not_load_the_compiler():
     """Neither importing nor using them, with policies, names, and nesting; it takes seconds."""
     program = """

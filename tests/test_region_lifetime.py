@@ -373,6 +373,7 @@ def test_what_forward_keeps():
     assert [peak_bytes(lambda length=length: forward(length)) for length in (2, 10, 50)] == [2 * tensor] * 3
 
 
+@pytest.mark.slow
 def test_repeated_backwards_do_not_pile_up():
     """Python objects neither, once torch and the interpreter have made what they keep for the next time."""
     x = leaf(4)
@@ -392,6 +393,7 @@ def test_repeated_backwards_do_not_pile_up():
     assert abs(sys.getallocatedblocks() - before) < 50
 
 
+@pytest.mark.slow
 def test_memory_of_2000_regions_comes_back():
     """And that of the operators in them."""
 

@@ -99,6 +99,7 @@ def test_regions_side_by_side_in_a_region():
     assert replayed(program, x) == {"sin": 6 + 5, "exp": 6 + 5}
 
 
+@pytest.mark.slow
 def test_many_regions_in_a_row():
     """2,000, one backward: each its own operators, once."""
     x = leaf(3)
@@ -117,6 +118,7 @@ def test_many_regions_in_a_row():
     assert ops.counts["sin"] == 2000 + 2000  # to have what ``cos`` read, and in the derivative of that
 
 
+@pytest.mark.slow
 def test_a_long_region():
     """20,000 operators of which each reads the one before, brought back in a loop and let go without recursion."""
     x = torch.ones(1, requires_grad=True)

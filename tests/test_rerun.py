@@ -200,6 +200,7 @@ def test_a_recompute_context_is_entered_anew_each_time():
     assert entered == [True, True]
 
 
+@pytest.mark.slow
 def test_importing_and_a_first_step_leave_dynamo_alone():
     """Importing ``torch._dynamo`` costs more than a second; neither import nor a checkpointed step needs it."""
     program = (

@@ -415,6 +415,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.distributed
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="needs torch.distributed")
 def test_collectives_and_tensors_of_a_mesh():
     """In a process of its own, which is the only one of its group: gradients as eager, collectives not run again (Rule 16)."""

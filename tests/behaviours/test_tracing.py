@@ -17,6 +17,8 @@ from ckpt_hooks import checkpoint, checkpoint_region, checkpoint_sequential, cre
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import leaf
 
+pytestmark = pytest.mark.compile
+
 aten = torch.ops.aten
 
 
