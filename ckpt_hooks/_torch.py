@@ -202,10 +202,9 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = _autograd._unsafe_set_version_counter
 
 
-def node_number(node: Any) -> int:
-    """Returns the sequence number of a node, given by its thread. 2.11 to 2.15. Goes with a public way."""
-    number: int = node._sequence_nr()
-    return number
+# The sequence number of a node, given by its thread; a generator's address. 2.11 to 2.15. Both go with a public way.
+node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
+address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
@@ -237,19 +236,11 @@ def is_freed(tensor: torch.Tensor) -> bool:
         return False
 
 
-def address_of_generator(generator: torch.Generator) -> int:
-    """Returns the address of a generator's object. 2.11 to 2.15. Goes with a public way."""
-    address: int = generator._cdata  # type: ignore[attr-defined]
-    return address
-
-
-# How many ``TorchFunctionMode`` objects are active (a default device is one), and each of them, outermost first. 2.11 to 2.15.
-# Goes with a public way.
+# Active ``TorchFunctionMode`` objects (a default device is one), outermost first. 2.11 to 2.15. Goes with a public way.
 num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
 
-# Puts a mode on that stack without entering it, which for some changes their state, and takes the innermost off. 2.11 to 2.15.
-# Goes with a public way.
+# Pushes and pops a mode without entering it, which changes the state of some. 2.11 to 2.15. Goes with a public way.
 push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
 pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
 
@@ -400,12 +391,9 @@ def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             push_saved_tensors_hooks(*pair)
 
 
-def _make_saved_tensor(tensor: torch.Tensor) -> SavedTensor:
-    saved: SavedTensor = _autograd._make_saved_tensor(tensor, False)
-    return saved
-
-
 # 2.12 added the way to make a ``SavedTensor`` from Python. Its own form here goes with torch 2.11, the other with a public way.
 save_tensor: Callable[[torch.Tensor], SavedTensor] = (
-    _make_saved_tensor if hasattr(_autograd, "_make_saved_tensor") else _NodeSavedTensor
+    (lambda tensor: _autograd._make_saved_tensor(tensor, False))
+    if hasattr(_autograd, "_make_saved_tensor")
+    else _NodeSavedTensor
 )
