@@ -24,10 +24,15 @@ import statistics
 import sys
 import sysconfig
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
+
+# Torch says on import that NumPy is absent, and its profiler that memory was allocated before: neither matters here.
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+warnings.filterwarnings("ignore", "Failed to initialize NumPy")
 
 import torch
 import torch.nn.functional as F
