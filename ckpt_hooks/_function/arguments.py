@@ -329,12 +329,7 @@ class Arguments:
         raise modified_error(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
 
     def path_of(self, value: Any) -> str | None:
-        """Returns where a tensor, or an object that was not taken apart, is among the arguments, as a user would write it."""
-        for position, other in enumerate(self._tensors):
-            if other is value:
-                return path_at(self._captured, position)
-        if self._origins is not None and (place := self._origins.position_of(value)) is not None:
-            return path_at(self._captured, place)
+        """Returns where an object that was not taken apart is among the arguments, as a user would write it."""
         if self._captured is None or not any(value is other for other in self.objects):
             return None
         return path_to(self._captured, lambda captured: captured is value)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -133,7 +133,6 @@ def changed_requires_grad(
     error: DeterminismError,
     path: RegionPath,
     function: Any,
-    argument: Callable[[torch.Tensor], str | None],
     required: Collection[int],
 ) -> str:
     """Returns sentences on leaves that required grad in the forward of a region, and do not now, or the other way round.
@@ -144,7 +143,6 @@ def changed_requires_grad(
         error: What was found.
         path: The region.
         function: Its function.
-        argument: Returns where a tensor is among the arguments, or None.
         required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
     has_more = error.found.endswith(" or more") or error.expected.endswith("requires_grad=False")
@@ -166,7 +164,7 @@ def changed_requires_grad(
             ):
                 frozen[id(packed[0])] = packed[0]
     lines = [
-        f"In forward, {argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
+        f"In forward, {name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
         for leaf in frozen.values()
         if not has_more
     ]
@@ -182,8 +180,7 @@ def blame(
     error: DeterminismError,
     frame: HandleFrame,
     function: Any,
-    argument: Callable[[torch.Tensor], str | None],
-    required: Collection[int] = (),
+    required: Collection[int],
 ) -> None:
     """Lets an error say more: which operator saved the tensor, and what may be the cause.
 
@@ -191,11 +188,10 @@ def blame(
         error: What a recompute raised.
         frame: The region.
         function: Its function.
-        argument: Returns where a tensor is among the arguments, or None.
         required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
     error.grad_fn = grad_fn_of(frame, error.index)
-    parts = [str(error), changed_requires_grad(error, frame.path, function, argument, required)]
+    parts = [str(error), changed_requires_grad(error, frame.path, function, required)]
     if error.grad_fn is not None:
         parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}{_compiled(error.grad_fn)}.")
     error.args = (" ".join(filter(None, parts)),)
