@@ -46,11 +46,6 @@ class ReachedState:
         """Returns which storages hold what may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
 
-    def close_idle(self) -> None:
-        """Ends forward of a module that need not be looked at."""
-        if self._contents is not None:
-            self._contents.settle()
-
     def close(self, *, failed: bool) -> None:
         """Ends forward.
 
