@@ -37,8 +37,8 @@ __all__ = ["Recompute", "Record"]
 # What the mode of forward does with an operator.
 _PASS, _RANGE, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK, _ASK_AS_TORCH = range(9)
 
-#: An operator, what to do with it, how to call it, and what is known of it.
-_Plan = tuple[Any, int, Any, OpFacts]
+#: What to do with an operator, how to call it, and what is known of it.
+_Plan = tuple[int, Any, OpFacts]
 
 _IGNORED, _RANGES, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
 _RANDOM, _EFFECT = Kind.RANDOM, Kind.EFFECT
@@ -66,7 +66,7 @@ def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
         action = _ASK
     else:
         action = _LOOK if kind in _LOOKED_AT and decision != ASK else _ACTIONS[decision]
-    return operator, action, facts.call, facts
+    return action, facts.call, facts
 
 
 class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -97,9 +97,9 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
-        if plan is None or plan[0] is not func:
+        if plan is None:
             plan = self._plan[id(func)] = _plan_for(self._decisions, func)
-        _, action, call, facts = plan
+        action, call, facts = plan
         # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
         if action <= _RANGE or self.paused or graph_task_id() != self._task:
             output = call(*args, **kwargs) if kwargs else call(*args)
@@ -198,9 +198,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._last, self._has_stopped = selection.last, selection.has_stopped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        facts = KNOWN.get(id(func))
-        if facts is None or facts.operator is not func:
-            facts = facts_of(func)
+        facts = KNOWN.get(id(func)) or facts_of(func)
         kind, call = facts.kind, facts.call
         if (
             kind is not _VIEW

@@ -12,6 +12,7 @@ import builtins
 import dis
 import functools
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "has_variables", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_variables", "reach"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
@@ -147,14 +148,13 @@ class Search:
 #: What most functions reach.
 NOTHING = Reached((), (), ())
 
-_MOST_CODE = 10_000
 _BINDING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 _NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 
 #: Names of global variables; whether the code binds these, or variables that it closes over; whether it is code of torch or
 #: of this package. Code of functions that the function defines counts.
 _Facts = tuple[tuple[str, ...], bool, bool]
-_known: dict[int, tuple[types.CodeType, _Facts]] = {}
+_known: dict[int, tuple[weakref.ref[types.CodeType], _Facts]] = {}
 
 
 def facts_of(function: types.FunctionType) -> _Facts:
@@ -164,17 +164,16 @@ def facts_of(function: types.FunctionType) -> _Facts:
     functions are where the module has a variable of that name.
     """
     code = function.__code__
-    known = _known.get(id(code))
-    if known is None or known[0] is not code:
-        if len(_known) > _MOST_CODE:  # code that is made anew all the time
-            _known.clear()
-            _bare.clear()
+    key = id(code)
+    known = _known.get(key)
+    if known is None:
         variables, outer = function.__globals__, code.co_freevars
         package = str(variables.get("__name__")).partition(".")[0]
         steps = [(step.opname, str(step.argval)) for step in _steps_in(code)]
         names = dict.fromkeys(name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS))
         binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
-        known = _known[id(code)] = code, (tuple(names), binds, package in ("torch", "ckpt_hooks"))
+        facts = tuple(names), binds, package in ("torch", "ckpt_hooks")
+        known = _known[key] = weakref.ref(code, lambda _: _known.pop(key, None)), facts
     return known[1]
 
 
@@ -191,13 +190,8 @@ def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _steps_in(constant)
 
 
-#: Code that names no global variable.
-_bare: dict[int, types.CodeType] = {}
-
-
 def _is_dull(function: types.FunctionType) -> bool:
     """Whether nothing that a function has at hand is of any interest, in the cheapest way to see that."""
-    code = function.__code__
     for cell in function.__closure__ or ():
         try:
             if type(cell.cell_contents) not in _DULL:
@@ -206,23 +200,12 @@ def _is_dull(function: types.FunctionType) -> bool:
             continue
     if function.__defaults__ or function.__kwdefaults__:
         return False
-    if _bare.get(id(code)) is code:
-        return True
     variables = function.__globals__
-    names = facts_of(function)[0]
-    for name in names:
+    for name in facts_of(function)[0]:
         value = variables.get(name)
         if type(value) not in _DULL and issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
             return False
-    if not names:
-        _bare[id(code)] = code
     return True
-
-
-def has_names(function: types.FunctionType) -> bool:
-    """Whether the code of a function names global variables, as far as that is known already."""
-    code = function.__code__
-    return _bare.get(id(code)) is not code
 
 
 def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:

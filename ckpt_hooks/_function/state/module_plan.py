@@ -140,13 +140,11 @@ class ModulePlan:
         )
         self._has_tensors = any(note.tensors for note in self.notes.notes)
 
-    def holds(self, root: Module) -> bool:
-        """Whether this is the plan of a module that has the submodules that it had.
+    def holds(self) -> bool:
+        """Whether the module has the submodules that it had.
 
         They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
         """
-        if self.root() is not root:
-            return False
         if self.epoch == _Epoch.number and self._used > _LOOKS:
             return True
         self.epoch, self._is_looked_at = _Epoch.number, True
@@ -171,13 +169,12 @@ class ModulePlan:
             not self._has_tensors or self.learning.is_settled
         )
 
-    def is_idle(self, root: Module) -> bool:
+    def is_idle(self) -> bool:
         """Whether attributes, which are noted, and a pack of small tensors are all that a forward might change."""
         return (
             self._is_settled()
             and self.epoch == _Epoch.number
             and self._used > _LOOKS
-            and self.root() is root
             and self.note()
             and (not self._has_tensors or self.learning.is_good())
             and self._is_settled()
@@ -331,8 +328,7 @@ def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
         is_new: Whether submodules and parameters may have been added.
     """
     module = note.module()
-    if module is None:
-        return note
+    assert module is not None
     own = vars(module)
     if note.holds(own) and not (is_new and not note.has_parts_of(own)):
         return note
@@ -353,7 +349,7 @@ def _forget(plans: dict[int, ModulePlan], key: int, root: weakref.ref[Module]) -
 def plan_of(module: Module) -> ModulePlan:
     """Returns the plan of a module with its attributes noted, a new one where it has changed."""
     plan = _plans.get(id(module))
-    if plan is not None and plan.holds(module) and plan.note():
+    if plan is not None and plan.holds() and plan.note():
         return plan
     _Epoch.watch()
     with _making:  # of threads that meet at a module, one makes the plan, since a plan has a lock
@@ -369,7 +365,7 @@ _making = threading.RLock()
 def idle_plan(function: Any) -> ModulePlan | None:
     """Returns the plan of a function that is a module known well, with its attributes noted, if it need not be looked at."""
     plan = _plans.get(id(function))
-    return plan if plan is not None and plan.is_idle(function) else None
+    return plan if plan is not None and plan.is_idle() else None
 
 
 def epoch() -> int:
