@@ -73,11 +73,8 @@ class _Entry:
         if tensor is not None:
             self.after = tensor._version
 
-    def is_stale(self) -> bool:
-        """Whether the content is not what it was before forward; if it is gone, nobody can tell."""
-        tensor = self.tensor()
-        if tensor is None:
-            return False
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        """Whether the content is not what it was before forward."""
         if tensor._version != self.before:
             return True
         return self.copy is not None and has_storage(tensor) and not is_same(tensor, self.copy)
@@ -266,7 +263,7 @@ class State:
 
     def written(self) -> list[torch.Tensor]:
         """Returns the tensors that forward has written to, when it has ended."""
-        found = [tensor for entry in self.entries if entry.is_stale() and (tensor := entry.tensor()) is not None]
+        found = [tensor for entry in self.entries if (tensor := entry.tensor()) is not None and entry.is_stale(tensor)]
         return [*found, *(tensor for copy in self.packed for tensor in copy.written())]
 
     def storages(self) -> frozenset[int | None]:
@@ -300,7 +297,7 @@ class State:
             tensor, copy = entry.tensor(), entry.copy
             if tensor is None:
                 continue
-            if entry.is_stale():
+            if entry.is_stale(tensor):
                 if copy is None:
                     raise complain(tensor, entry.before)
                 # Versions count on from where they were before forward as far as they have moved since its end: what a rerun

@@ -127,10 +127,7 @@ class Walk:
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Returns what is in a dict, by names where keys are objects, which are not to be held."""
-    try:
-        items = list(dict.items(value))
-    except RuntimeError:  # another thread writes to it
-        return []
+    items = list(dict.items(value))
     if _SIMPLE.issuperset(map(type, value)):
         return items
     return [(f"<key {index}, a {type(key).__qualname__}>", one) for index, (key, one) in enumerate(items)]

@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
-from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
@@ -65,16 +65,13 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
 
 def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]:
     """Returns the parameters as they are now: a framework may have its modules hold others by the time of a rerun."""
-    try:
-        return [
-            parameter
-            for reference in modules
-            for parameter in reference()._parameters.values()  # type: ignore[union-attr]
-            if parameter is not None
-        ]
-    except AttributeError:  # a module that is gone
-        alive = [reference for reference in modules if reference() is not None]
-        return _parameters_of(alive) if len(alive) < len(modules) else []
+    return [
+        parameter
+        for reference in modules
+        if (module := reference()) is not None
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
 
 
 class Noted:
@@ -208,11 +205,13 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
-            output = func(*args, **kwargs)
-            count_writes(func, args)
-            return output
-        facts = facts_of(func)
+        if not self.paused:
+            self._look_at(facts_of(func), args, kwargs)
+        output = func(*args, **kwargs)
+        count_writes(func, args)
+        return output
+
+    def _look_at(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
         written = _places_in(facts.written_in(args, kwargs)) if facts.kind is Kind.WRITES else ()
         if written and facts.is_repeatable:
             self._about_to_write(written)
@@ -224,9 +223,6 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
                         self._collector.distrust(functools.partial(self._error, parameter, version))
         if written:
             self._about_to_write(written)
-        output = func(*args, **kwargs)
-        count_writes(func, args)
-        return output
 
     def _about_to_write(self, written: Sequence[_Place]) -> None:
         left = []
