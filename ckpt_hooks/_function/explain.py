@@ -44,14 +44,10 @@ def mutation_error(
 
 def name_of(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
     """Returns what the code of a function calls a tensor, or a view of it: a variable, a parameter, a buffer."""
-    for name, value in _named_tensors(function):
-        if value is tensor:
-            return name
-    storage = storage_of(tensor)
-    for name, value in _named_tensors(function):
-        if storage is not None and storage_of(value) == storage:
-            return name
-    return default
+    named, storage = list(_named_tensors(function)), storage_of(tensor)
+    found = [name for name, value in named if value is tensor]
+    found += [name for name, value in named if storage is not None and storage_of(value) == storage]
+    return next(iter(found), default)
 
 
 def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:

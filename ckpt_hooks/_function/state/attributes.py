@@ -291,25 +291,16 @@ class AttributeNotes:
         notes: Those notes.
     """
 
-    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_tensors", "_values", "notes")
+    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_values", "notes")
 
-    def __init__(self, notes: Sequence[ModuleNote], *, holds_tensors: bool = False) -> None:
-        """Takes notes.
-
-        Args:
-            notes: Those of the modules.
-            holds_tensors: Whether to hold tensors that are attributes or buffers, which are compared faster then. Nothing must
-                write to them: one that becomes part of a graph would own the holder.
-        """
+    def __init__(self, notes: Sequence[ModuleNote]) -> None:
+        """Takes notes of modules."""
         self.notes = notes
         self._size = sum(note.size for note in notes)
         self._rows = [(note.module, note.get) for note in notes]
         self._values = [value for note in notes for value in note.values]
         self._are_flat = all(note.is_flat for note in notes)
         self._flat = [note for note in notes if note.flat] if self._are_flat else []
-        self._tensors: Sequence[tuple[Any, ...]] | None = None
-        if holds_tensors and self._are_flat:
-            self._tensors = [tuple([reference() for reference in note.flat]) for note in self._flat]
 
     def simply_hold(self) -> bool:
         """Whether attributes can be compared by identity, and are what was noted: a third of a microsecond for each module."""
@@ -324,10 +315,6 @@ class AttributeNotes:
                 extend(get(own))
             if size != self._size or not all(map(is_, found, self._values)):
                 return False
-            if not self._flat:
-                return True
-            if self._tensors is not None:
-                return all(map(ModuleNote.has_tensors, self._flat, self._tensors))
             expected = [tuple([reference() for reference in note.flat]) for note in self._flat]
             return all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
                 map(_requires_grad, itertools.chain.from_iterable(expected))

@@ -11,7 +11,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -106,11 +105,11 @@ class ModulePlan:
     def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
         self.root = weakref.ref(root, functools.partial(_forget, _plans, id(root)))
         everything = _all_modules(root)
-        modules = [module for module in everything if type(module._modules) is dict]
+        modules = [module for module in everything if isinstance(module._modules, dict)]
         self._modules = [weakref.ref(module) for module in modules]
         self._children = list(map(_reference_to, _children_of(modules)))
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
-        self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
+        self._scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
         self.epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
         #: Parameters without gradients that forward was seen to write to: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
@@ -157,12 +156,7 @@ class ModulePlan:
         ):
             return False
         self.parameters = _parameters_of(modules)
-        before, after = self.notes.notes, [_renewed(note, is_new=True) for note in self.notes.notes]
-        if not all(map(is_, before, after)):
-            self.learning.restart()
-        self.notes = AttributeNotes(after, holds_tensors=self.learning.unwritten_are_all)
-        self._look()
-        return True
+        return self._renew_notes(is_new=True)
 
     def _is_settled(self) -> bool:
         return not (self._written or self._scripted or self.is_lazy or self._searched) and (
@@ -182,17 +176,21 @@ class ModulePlan:
 
     def note(self) -> bool:
         """Notes the attributes as they are; returns whether the plan is good for them, or a new one is needed."""
-        before = self.notes
-        if before.hold():
-            return True
-        if any(note.module() is None for note in before.notes):
+        return self.notes.hold() or self._renew_notes(is_new=False)
+
+    def _renew_notes(self, *, is_new: bool) -> bool:
+        """Notes the attributes anew; returns whether the plan is good for them."""
+        before = self.notes.notes
+        if any(note.module() is None for note in before):
             return False
-        now = self.notes = AttributeNotes(list(map(_renewed, before.notes)))
-        renewed = [(new, old) for new, old in zip(now.notes, before.notes, strict=True) if new is not old]
+        now = [_renewed(note, is_new=is_new) for note in before]
+        renewed = [(new, old) for new, old in zip(now, before, strict=True) if new is not old]
         if any(new.others != old.others for new, old in renewed):
-            return False
-        self.learning.restart(keeps_large=all(new.differs_in_numbers(old) for new, old in renewed))
-        if not all(new.is_simple and old.is_simple for new, old in renewed):
+            return False  # and again when it is asked once more
+        self.notes = AttributeNotes(now)
+        if renewed:
+            self.learning.restart(keeps_large=not is_new and all(new.differs_in_numbers(old) for new, old in renewed))
+        if is_new or not all(new.is_simple and old.is_simple for new, old in renewed):
             self._look()
         return True
 
@@ -232,10 +230,7 @@ class ModulePlan:
         for reference in self._scripted:
             scripted = reference()
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
-        before = self.learning.unwritten_are_all
         pack, loose = self.learning.to_copy(self.notes.notes)
-        if before is not self.learning.unwritten_are_all:
-            self.notes = AttributeNotes(self.notes.notes, holds_tensors=not before)
         return pack, loose, tensors, search.generators
 
     def written(self) -> list[Slot]:

@@ -131,7 +131,6 @@ class Learning:
         is_settled: Whether nothing more is to be learnt, and the tensors to be copied are small.
         pack: The small tensors that are copied; None if there are none.
         unwritten: Those that are not copied any more; None while there are none.
-        unwritten_are_all: Whether these are all that there are.
     """
 
     __slots__ = (
@@ -147,7 +146,6 @@ class Learning:
         "is_settled",
         "pack",
         "unwritten",
-        "unwritten_are_all",
     )
 
     def __init__(self, modules: Sequence[weakref.ref[Module]], before: Learning | None = None) -> None:
@@ -159,7 +157,6 @@ class Learning:
         """
         self._modules = modules
         self._hooks = _Hooks(modules)
-        self.unwritten_are_all = False
         self._written: _Written = {} if before is None else before._written
         self._looks = self._looks_at_large = 0
         self.unwritten: Unwritten | None = None
@@ -181,7 +178,7 @@ class Learning:
             self._key: Any = None
             self.pack: Pack | None = None  # which would keep memory of tensors that are gone
             self._loose: list[TensorNote] = []
-            self.unwritten, self.unwritten_are_all = None, False
+            self.unwritten = None
 
     def hold(self) -> bool:
         """Whether nothing has happened for which learning starts anew; starts anew if it has."""
@@ -206,7 +203,6 @@ class Learning:
             self.unwritten = Unwritten([tensor for _, tensor in known], self._hooks, self._written) if known else None
             left_out = {id(noted) for noted, _ in known}
             rest = [noted for note in notes for noted in note.tensors if id(noted) not in left_out]
-            self.unwritten_are_all = bool(known) and not rest
             self.pack, self._loose = pack_up(rest)
             self._key = key
         self.is_settled = min(self._looks, self._looks_at_large) > _LOOKS and not self._loose
