@@ -116,14 +116,11 @@ class Noted:
         of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
         return {*map(id, self._held), *(others - of_modules)}
 
-    def have_changed(self) -> bool:
-        """Whether any was written to since."""
-        if self._read() == self._versions and self._steps == num_fused_steps():
-            return False
-        return bool(self.changed())  # one that is gone has no version, and steps may be those of others
-
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns those that were written to since, and the versions that they should have."""
+        if self._read() == self._versions and self._steps == num_fused_steps():
+            return []
+        # One that is gone has no version, and steps may be those of others.
         return [
             (tensor, version)
             for tensor, version in zip(self._tensors(), self._versions, strict=True)
