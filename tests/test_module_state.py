@@ -557,3 +557,10 @@ def test_a_module_that_has_lost_a_part_is_known_well_again():
     for _ in range(6):
         checkpoint(module, x)
     assert idle_plan(module) is not None
+
+
+def test_a_module_with_buffers_in_inference_mode_with_gradients_enabled():
+    norm, plain, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.rand(4, 3)
+    with torch.inference_mode(), torch.enable_grad():
+        assert torch.equal(checkpoint(norm, x), plain(x))
+    assert torch.equal(norm.running_mean, plain.running_mean)

@@ -356,8 +356,6 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     Returns:
         The state, and random generators that the modules hold.
     """
-    if torch.is_inference_mode_enabled():  # no backward will come
-        return None, []
     found: list[tuple[torch.Tensor, _Refer, bool]] = []
     packs: list[Pack] = []
     generators: list[torch.Generator] = []
