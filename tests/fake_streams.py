@@ -46,6 +46,8 @@ class FakeAccelerator(types.SimpleNamespace):
         reads: How often the current device was asked for.
     """
 
+    __hash__ = object.__hash__  # as modules have it
+
     def __init__(self, devices=1, *, initialized=True):
         super().__init__(initialized=initialized, notes=[], reads=0, host=torch.cpu, here=threading.local())
         self.default_generators = tuple(torch.Generator().manual_seed(i) for i in range(devices))

@@ -143,6 +143,8 @@ def test_states_are_compared_without_a_word_to_dispatch_modes(mode):
 class FakeDevice(types.SimpleNamespace):
     """A device module as backends register them: one generator a device, uninitialised at first."""
 
+    __hash__ = object.__hash__  # as modules have it
+
     def __init__(self, devices=1, *, generators=True, initialized=True):
         super().__init__(initialized=initialized)
         self.reads = 0

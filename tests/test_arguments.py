@@ -1185,3 +1185,11 @@ def test_open_files_are_handed_on() -> None:
     log = io.StringIO()
     checkpoint(lambda x, file: (file.write("ran "), x.sin().exp())[1], leaf(), log).sum().backward()
     assert log.getvalue() == "ran ran "
+
+
+def test_a_copy_of_somebodys_hooks_that_a_rerun_wrote_to_is_no_argument_any_more():
+    with saved_tensors_hooks(lambda tensor: tensor.detach().clone(), lambda tensor: tensor):
+        y = checkpoint(lambda h: h.mul_(2).sin(), leaf(3) * 1)
+    y.sum().backward(retain_graph=True)
+    with pytest.raises(MutationError, match=r"args\[0\]"):
+        y.sum().backward()

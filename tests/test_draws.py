@@ -359,3 +359,37 @@ def test_a_program_of_one_thread_runs_without_a_mode():
     frame = next(n for n, _ in y.grad_fn.next_functions)
     assert frame is not None
     assert y.grad_fn._raw_saved_result.data[0]._draws is None
+
+
+KEPT = {
+    "dropout": [torch.ops.aten.native_dropout.default],
+    "rand": [torch.ops.aten.rand_like.default],
+    "all": [torch.ops.aten.native_dropout.default, torch.ops.aten.rand_like.default, torch.ops.aten.bernoulli.default],
+}
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a region"])
+@pytest.mark.parametrize("kept", KEPT.values(), ids=KEPT)
+def test_a_policy_keeps_draws_where_several_threads_draw(worker, kept, nested):
+    """What is skipped has drawn, for what draws after it."""
+
+    def function(x):
+        y = torch.native_dropout(x.sin(), 0.5, True)[0]
+        z = torch.rand_like(y) * y.exp()
+        return torch.native_dropout(z.cos() + torch.bernoulli(x.sigmoid().detach()), 0.5, True)[0].exp()
+
+    inner = checkpoint(policy=kept)(function)
+    region = (lambda x: checkpoint(lambda x: inner(x.cos()).sin(), x)) if nested else inner
+    plain = (lambda x: function(x.cos()).sin()) if nested else function
+    checkpoint(torch.sin, leaf(2))
+    worker.run(lambda: checkpoint(torch.sin, leaf(2)))
+    x = leaf(6)
+    torch.manual_seed(5)
+    y, after = region(x), torch.get_rng_state()
+    worker.run(lambda: torch.rand(3))
+    before = torch.get_rng_state()
+    (found,) = grad(y.sum(), x)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(5)
+    assert torch.equal(found, grad(plain(x).sum(), x)[0])
+    assert torch.equal(torch.get_rng_state(), after)

@@ -144,3 +144,14 @@ def test_backward_in_two_stages(impl, group_class):
 
 def test_error_class_is_the_engines():
     assert issubclass(OverlapError, CheckpointError)
+
+
+def test_tensors_that_are_packed_after_the_recompute_of_a_backward_inside_forward():
+    def function(x):
+        (inner,) = grad((x * 1).sin().sum(), x)
+        return (x * 3).cos() * inner
+
+    x = leaf(3)
+    with GraphExecGroup():
+        (found,) = grad(checkpoint(function, x).sum(), x)
+    assert torch.equal(found, grad(function(x).sum(), x)[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import types
 import weakref
@@ -18,6 +19,8 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import shared_copies
+from ckpt_hooks._function.state.closure_scan import facts_of
+from ckpt_hooks._function.state.objects import tag_of
 from ckpt_hooks._tensors.held import HeldByHooks
 from ckpt_hooks._tensors.walk import instances_in
 from tests.measure import Frames, leaf
@@ -575,3 +578,15 @@ def test_what_a_region_returns_written_to_its_argument_is_no_cycle(made, write, 
             h.sum().backward()
     del h
     assert memory.expired()
+
+
+def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
+    kind, code = type("Made", (), {}), compile("lambda x: x", "made", "eval")
+    tag_of(kind)
+    facts_of(eval(code))
+    gone = weakref.ref(kind), weakref.ref(code.co_consts[0])
+    for _ in range(10_001):
+        tag_of(type("Made", (), {}))
+    del kind, code
+    gc.collect()
+    assert [one() for one in gone] == [None, None]

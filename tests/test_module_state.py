@@ -501,3 +501,66 @@ def test_an_attribute_that_the_caller_has_replaced_is_in_a_rerun_what_it_was():
         for _ in range(2):
             assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], (x * number).cos() * number)
         assert not module.scale.any()
+
+
+def after_others(change, norm, forwards=6):
+    """Returns what a module's gradient and statistics are when a norm has come into it after some forwards."""
+
+    def outcome(run):
+        torch.manual_seed(0)
+        module, x, own = Helped(), torch.rand(4, 3, requires_grad=True), copy.deepcopy(norm)
+        for _ in range(forwards):
+            run(module, x)
+        change(module, own)
+        for _ in range(2):
+            run(module, x).sum().backward()
+        return [x.grad, *own.buffers()]
+
+    return outcome(checkpoint), outcome(lambda module, x: module(x))
+
+
+class Helped(nn.Module):
+    """Has a part, and may have a helper, which is no module."""
+
+    def __init__(self):
+        super().__init__()
+        self.helper = None
+        self.parts = nn.Sequential(nn.Tanh(), nn.Tanh(), nn.Tanh())
+        del self.parts[2]  # which has the modules be in an ``OrderedDict``
+        self.before = list(self.parts)
+
+    def forward(self, x):
+        y = self.parts(x).exp()
+        return y if self.helper is None else self.helper.norm(y).sin().exp()
+
+
+CHANGES = {
+    "in an object": lambda module, norm: setattr(module, "helper", types.SimpleNamespace(norm=norm)),
+    "in place of another": lambda module, norm: module.parts.__setitem__(1, norm),
+}
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["made then", "made before"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_module_that_comes_into_another_after_some_forwards_is_rewound(change, is_new):
+    change_then = (lambda module, norm: (nn.Linear(1, 1), change(module, norm))) if is_new else change
+    found, expected = after_others(change_then, nn.BatchNorm1d(3))
+    assert all(map(torch.equal, found, expected))
+
+
+def test_a_module_that_has_lost_a_part_is_known_well_again():
+    module, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Tanh()), torch.rand(4, 3, requires_grad=True)
+    for _ in range(6):
+        checkpoint(module, x)
+    assert idle_plan(module) is not None
+    del module[2]
+    for _ in range(6):
+        checkpoint(module, x)
+    assert idle_plan(module) is not None
+
+
+def test_a_module_with_buffers_in_inference_mode_with_gradients_enabled():
+    norm, plain, x = nn.BatchNorm1d(3), nn.BatchNorm1d(3), torch.rand(4, 3)
+    with torch.inference_mode(), torch.enable_grad():
+        assert torch.equal(checkpoint(norm, x), plain(x))
+    assert torch.equal(norm.running_mean, plain.running_mean)

@@ -43,7 +43,7 @@ class Holder:
 class Slotted:
     """An object with a slot."""
 
-    __slots__ = ("value",)
+    __slots__ = ("unset", "value")
 
     def __init__(self, value):
         self.value = value

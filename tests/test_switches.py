@@ -347,3 +347,25 @@ def test_switches_for_devices_cost_nothing_without_one(monkeypatch):
     monkeypatch.setattr(flags, "_read_device_flags", lambda: pytest.fail("was read"))
     monkeypatch.setattr(flags, "are_devices_in_use", lambda: False)
     checkpoint(torch.sin, leaf(3)).sum().backward()
+
+
+def test_precisions_of_one_backend_that_only_the_newer_way_can_say():
+    """The older getter raises, in forward, before the recompute and after it."""
+    conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
+    before, seen = (conv.fp32_precision, rnn.fp32_precision), []
+
+    def function(x):
+        seen.append((conv.fp32_precision, rnn.fp32_precision))
+        return x.sin()
+
+    try:
+        conv.fp32_precision, rnn.fp32_precision = "ieee", "tf32"
+        with pytest.raises(RuntimeError):
+            torch._C._get_cudnn_allow_tf32()
+        y = checkpoint(function, leaf(3))
+        conv.fp32_precision, rnn.fp32_precision = "tf32", "ieee"
+        y.sum().backward()
+        assert seen == [("ieee", "tf32")] * 2
+        assert (conv.fp32_precision, rnn.fp32_precision) == ("tf32", "ieee")
+    finally:
+        conv.fp32_precision, rnn.fp32_precision = before

@@ -10,6 +10,7 @@ Reading the state initialises no accelerator. Without accelerators there is noth
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -94,20 +95,16 @@ class _Accelerator:
 #: An accelerator, its current device and the handle of the current stream of each device.
 _Place = tuple[_Accelerator, "int | None", tuple[Any, ...]]
 
-_known: dict[int, tuple[Any, int, _Accelerator]] = {}
+_accelerator = functools.cache(_Accelerator)
 
 
-def _accelerator(module: Any) -> _Accelerator:
+def _num_devices(module: Any) -> int:
     generators = getattr(module, "default_generators", None)
-    count = len(generators) if generators else module.device_count() if hasattr(module, "device_count") else 1
-    known = _known.get(id(module))
-    if known is None or known[0] is not module or known[1] != count:
-        known = _known[id(module)] = module, count, _Accelerator(module, count)
-    return known[2]
+    return len(generators) if generators else module.device_count() if hasattr(module, "device_count") else 1
 
 
 def _read() -> list[_Place]:
-    used = [_accelerator(module) for initialised, module in streams.find_devices() if initialised()]
+    used = [_accelerator(module, _num_devices(module)) for initialised, module in streams.find_devices() if initialised()]
     return [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
 
 

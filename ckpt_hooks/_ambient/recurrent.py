@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch.nn import Module, RNNBase
+
+from .draws import default_generator
 
 __all__ = ["recurrent_layers", "seed_masks_anew"]
 
@@ -35,8 +36,6 @@ def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:
         for parameter in layer.parameters(recurse=False)
     )
     for device in devices:
-        module: Any = getattr(torch, device.type, None)
-        generators = getattr(module, "default_generators", None)
-        if generators:
-            generator = generators[module.current_device() if device.index is None else device.index]
+        if getattr(getattr(torch, device.type, None), "default_generators", None):
+            generator = default_generator(device)
             generator.set_state(generator.get_state())

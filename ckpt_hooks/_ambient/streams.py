@@ -186,20 +186,14 @@ def device_streams(*, needed: bool) -> list[Stream]:
     return streams
 
 
-_known: dict[int, tuple[Any, object, tuple[Stream, ...]]] = {}
-
-
 def _streams_of(module: Any) -> tuple[Stream, ...]:
     # The devices, as the tuple of generators, or their number.
     generators = getattr(module, "default_generators", None)
-    devices = generators or (module.device_count() if hasattr(module, "device_count") else 1)
-    known = _known.get(id(module))
-    if known is None or known[0] is not module or known[1] != devices:
-        known = _known[id(module)] = module, devices, _make_streams(module, devices)
-    return known[2]
+    return _streams_on(module, generators or (module.device_count() if hasattr(module, "device_count") else 1))
 
 
-def _make_streams(module: Any, devices: Any) -> tuple[Stream, ...]:
+@functools.cache
+def _streams_on(module: Any, devices: Any) -> tuple[Stream, ...]:
     if not isinstance(devices, int):
         return tuple(map(_stream_of_default, devices))
     if devices == 1:

@@ -35,14 +35,14 @@ from .packing import unpack, unpack_watched
 
 __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
 
-#: The position of a tensor, the tensor handed out by hooks, and its version then if the hooks are foreign.
+#: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
 
-#: Positional and keyword arguments, and stand-ins for tensors of forward, by the ``id`` of the latter.
+#: Positional and keyword arguments, and those tensors that are other ones than in forward, by the ``id`` that these had.
 Restored = tuple[Sequence[Any], dict[str, Any], dict[int, torch.Tensor]]
 
 _NO_KWARGS: dict[str, Any] = {}
@@ -53,7 +53,7 @@ _NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
 
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
-#: Version, and whether grad is required; -1 and None if unknown.
+#: Version, and whether grad is required; -1 and None where that is not to be had.
 _Facts = tuple[int, "bool | None"]
 _NO_FACTS: _Facts = (-1, None)
 _facts_of = operator.attrgetter("_version", "requires_grad")
@@ -70,7 +70,7 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
     version = -1 if tensor.is_inference() else tensor._version  # inference tensors refuse to tell
     try:
         return version, tensor.requires_grad
-    except RuntimeError:  # a multi-output view of a modified base, which has lost its graph
+    except RuntimeError:  # a view of many whose base was modified, which has lost its graph
         return version, None
 
 
@@ -118,34 +118,34 @@ class Arguments:
         "objects",
     )
 
-    #: Arguments neither tensors nor taken apart: modules, generators, functions, and the like.
+    #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
-    #: Where hooks were active: all tensors as they came, None after the end of forward, during which the caller has the tensors
+    #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
     #: at hand.
     live: Sequence[torch.Tensor] | None
 
     _captured: Captured
-    # For kept tensors whose ``requires_grad`` was changed by the function itself: the value before, by position.
+    # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
     _flags: dict[int, bool]
-    # Whether saved tensors come back through foreign hooks, which may hand out the same tensor each time.
+    # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
     _foreign: bool
-    # Where saved-tensor hooks were active: the hooks registered on each tensor, for which a rerun gets another tensor.
+    # Where hooks of saved tensors were active: the hooks that are registered on each tensor, of which a rerun gets another one.
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
-    # The ``id`` of each tensor in forward; unset where no hooks were active.
+    # Of all tensors: the ``id`` that each had in forward; unset where no hooks were active.
     _ids: Sequence[int]
     _kept_facts: list[_Facts]
-    # Where hooks were active: the saved form of each tensor; None for a kept tensor, a position for a repeated tensor.
+    # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
     _saved: list[SavedTensor | int | None] | None
-    # The tensors held by aliases, if any.
+    # Of those tensors that aliases are kept of, if any.
     _origins: Origins | None
-    # The number of steps of fused optimizers before forward.
+    # How many steps of fused optimizers there were.
     _steps: int
     _tensors: Sequence[torch.Tensor | None]
-    # Where hooks were active: the storage of each tensor, which foreign hooks may hand out unchanged.
+    # Where hooks were active: which storage each is in, which foreign hooks may hand on as it is.
     _storages: tuple[int | None, ...]
-    # The facts of all tensors; unset where no hooks were active.
+    # Of all tensors; unset where no hooks were active.
     _facts: list[_Facts]
-    # The strides of tensors that are not contiguous, by position; unset where no hooks were active.
+    # Of those that are not contiguous, by position; unset where no hooks were active.
     _strides: dict[int, tuple[int, ...]]
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
@@ -202,7 +202,7 @@ class Arguments:
         for position, tensor in enumerate(held):
             if tensor is None or not now[position][1]:
                 continue
-            # A tensor written by the function cannot be brought back, and needs no stand-in.
+            # What the function has written to cannot be brought back, and needs no stand-in.
             if has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 if self._origins is None:
                     self._origins = Origins()
@@ -248,8 +248,8 @@ class Arguments:
         if self._saved is None and self._captured is None:
             return kept, _NO_KWARGS, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
-        # A backward in the middle of forward need not ask the outer region, which would have to run up to here once more, this
-        # backward included: with every level of nesting, twice as much.
+        # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
+        # this backward with it: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
             tensors = self.live
         elif self._saved is not None:
@@ -329,12 +329,7 @@ class Arguments:
         raise modified_error(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
 
     def path_of(self, value: Any) -> str | None:
-        """Returns the place of a tensor, or an object not taken apart, among the arguments, as a user would write it."""
-        for position, other in enumerate(self._tensors):
-            if other is value:
-                return path_at(self._captured, position)
-        if self._origins is not None and (place := self._origins.position_of(value)) is not None:
-            return path_at(self._captured, place)
+        """Returns where an object that was not taken apart is among the arguments, as a user would write it."""
         if self._captured is None or not any(value is other for other in self.objects):
             return None
         return path_to(self._captured, lambda captured: captured is value)

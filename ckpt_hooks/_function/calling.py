@@ -99,8 +99,7 @@ class CallingFrame(ExplainingFrame):
         call: Restored,
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
-        parameters = self._state.parameters if self._state is not None and self.complete else None
-        changed = parameters.changed() if parameters is not None and parameters.have_changed() else []
+        changed = self._state.parameters.changed() if self._state is not None and self.complete else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
         lent = None if self._variables is None else lend(self._variables, call[2])
         try:

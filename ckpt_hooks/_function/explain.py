@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -44,14 +44,10 @@ def mutation_error(
 
 def name_of(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
     """Returns the name of a tensor, or of a view of it, in a function's code: a variable, a parameter, a buffer."""
-    for name, value in _named_tensors(function):
-        if value is tensor:
-            return name
-    storage = storage_of(tensor)
-    for name, value in _named_tensors(function):
-        if storage is not None and storage_of(value) == storage:
-            return name
-    return default
+    named, storage = list(_named_tensors(function)), storage_of(tensor)
+    found = [name for name, value in named if value is tensor]
+    found += [name for name, value in named if storage is not None and storage_of(value) == storage]
+    return next(iter(found), default)
 
 
 def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -133,19 +129,17 @@ def changed_requires_grad(
     error: DeterminismError,
     path: RegionPath,
     function: Any,
-    argument: Callable[[torch.Tensor], str | None],
     required: Collection[int],
 ) -> str:
-    """Returns sentences on leaves whose ``requires_grad`` has changed since the forward of a region.
+    """Returns sentences on leaves that required grad in the forward of a region, and do not now, or the other way round.
 
-    Only leaves that explain the error are named: more leaves that require grad save more tensors, and fewer save fewer.
+    Only those are named that explain the error: more of them save more tensors, and fewer save fewer.
 
     Args:
-        error: The difference found.
+        error: What was found.
         path: The region.
-        function: The region's function.
-        argument: Returns the place of a tensor among the arguments, or None.
-        required: The ``id`` of each tensor known to have required grad when forward began.
+        function: Its function.
+        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
     has_more = error.found.endswith(" or more") or error.expected.endswith("requires_grad=False")
     has_fewer = not has_more and error.expected.endswith((" tensors", "requires_grad=True"))
@@ -166,7 +160,7 @@ def changed_requires_grad(
             ):
                 frozen[id(packed[0])] = packed[0]
     lines = [
-        f"In forward, {argument(leaf) or name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
+        f"In forward, {name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
         for leaf in frozen.values()
         if not has_more
     ]
@@ -182,20 +176,18 @@ def blame(
     error: DeterminismError,
     frame: HandleFrame,
     function: Any,
-    argument: Callable[[torch.Tensor], str | None],
-    required: Collection[int] = (),
+    required: Collection[int],
 ) -> None:
-    """Adds to an error the operator which saved the tensor, and a possible cause.
+    """Lets an error say more: which operator saved the tensor, and what may be the cause.
 
     Args:
-        error: The error of a recompute.
+        error: What a recompute raised.
         frame: The region.
-        function: The region's function.
-        argument: Returns the place of a tensor among the arguments, or None.
-        required: The ``id`` of each tensor known to have required grad when forward began.
+        function: Its function.
+        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
     error.grad_fn = grad_fn_of(frame, error.index)
-    parts = [str(error), changed_requires_grad(error, frame.path, function, argument, required)]
+    parts = [str(error), changed_requires_grad(error, frame.path, function, required)]
     if error.grad_fn is not None:
         parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}{_compiled(error.grad_fn)}.")
     error.args = (" ".join(filter(None, parts)),)

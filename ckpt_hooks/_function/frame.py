@@ -69,7 +69,7 @@ class FunctionFrame(RerunFrame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = ("_finish", "_keeps_all", "_plain")
+    __slots__ = ("_finish", "_keeps_all")
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class FunctionFrame(RerunFrame):
                     if self._state is None:
                         if self._contexts is not None:
                             raise uninitialized(self._region())
-                        self._keeps_all, self._plain = True, False  # this once
+                        self._keeps_all = True  # this once
                         return self
                     generators = self._state.generators
                     recurrent = [layer for plan in self._state.plans for layer in plan.recurrent]
@@ -163,22 +163,14 @@ class FunctionFrame(RerunFrame):
             self._contexts = under_modes(self._contexts)
         if self.watch is not None and wants_operators(self):
             self._contexts = telling_operators(self._contexts, self.parent)
-        self._plain = (
-            (plan is not None or self._state is None)
-            and self._finish is None
-            and self._draws is None
-            and self._contexts is None
-            and self.watch is None
-        )
-        if not self._plain:
-            try:
-                if self.watch is not None:
-                    self.watch.entered()
-                if self._contexts is not None:
-                    self._contexts[0].__enter__()
-            except BaseException as error:
-                self._close(error)
-                raise
+        try:
+            if self.watch is not None:
+                self.watch.entered()
+            if self._contexts is not None:
+                self._contexts[0].__enter__()
+        except BaseException as error:
+            self._close(error)
+            raise
         return self
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
@@ -203,13 +195,6 @@ class FunctionFrame(RerunFrame):
         return [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
-        if self._plain:
-            close_frame(self)
-            self._arguments.close()
-            if self._state is not None:
-                self._state.close_idle()
-            self.complete = error is None
-            return
         if self._keeps_all:
             return
         suppressed: bool | None = False

@@ -71,11 +71,3 @@ class Origins:
                     tensor = stand_ins[number] = alias_with_history(alias, alias._version)
             tensors[position] = tensor
         return tensors, stand_ins
-
-    def position_of(self, value: Any) -> int | None:
-        """Returns the position of a tensor or its stand-in."""
-        if isinstance(value, torch.Tensor):
-            for position, (_, _, alias) in self._tensors.items():
-                if alias.is_set_to(value):
-                    return position
-        return None

@@ -132,7 +132,7 @@ class RerunFrame(CallingFrame):
             values = result_of(collector, self._options.check, self._marks)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
             required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
-            blame(found, self, self._function, self._arguments.path_of, required)
+            blame(found, self, self._function, required)
             self._explain(found)
             raise
         if self._selection is not None:

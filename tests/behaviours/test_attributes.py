@@ -236,10 +236,70 @@ class BuildsParts(Stateful):
         return [self.built, *(parameter.detach() for parameter in self.part.parameters())]
 
 
+class BindsAnew(Stateful):
+    """Has two names for one list, and a table with a default; binds all to new ones."""
+
+    def begin(self):
+        self.one = self.other = [1.0]
+        self.table = collections.defaultdict(list)
+
+    def forward(self, x):
+        self.one.append(2.0)
+        self.table["one"].append(1.0)
+        y = (self.layer(x) * sum(self.other)).sin() * len(self.table["one"])
+        self.one = self.other = [self.one[-1] + len(self.one)]
+        self.table = collections.defaultdict(list)
+        return y
+
+
+class OtherKey(Stateful):
+    """Has the same value in a dict, under another key each time."""
+
+    def begin(self):
+        self.table = {"sine": 1.0}
+
+    def forward(self, x):
+        is_sine = "sine" in self.table
+        self.table.clear()
+        self.table["cosine" if is_sine else "sine"] = 1.0
+        return self.layer(x).sin() if is_sine else self.layer(x).cos().exp()
+
+
+class Remembers(Stateful):
+    """Has objects in a list, of which there is no note."""
+
+    def begin(self):
+        self.seen = [Counter]
+
+    def forward(self, x):
+        self.seen.append(Counter)
+        return (self.layer(x) * len(self.seen) * len(self.seen[0].sizes)).sin()
+
+    def state(self):
+        return [len(self.seen)]
+
+
+class Swaps(Stateful):
+    """Has one of two attributes, in turn."""
+
+    def begin(self):
+        self.first = 2.0
+
+    def forward(self, x):
+        if hasattr(self, "first"):
+            del self.first
+            self.second = 3.0
+            return self.layer(x).sin()
+        del self.second
+        self.first = 2.0
+        return self.layer(x).cos().exp()
+
+
 KINDS = [
     AddsUp,
     Averages,
     AveragesInPlace,
+    BindsAnew,
     BuildsParts,
     ComesAndGoes,
     Counter,
@@ -248,7 +308,10 @@ KINDS = [
     Hidden,
     HiddenPair,
     HiddenWithHistory,
+    OtherKey,
+    Remembers,
     Shrinks,
+    Swaps,
     Table,
     Warmup,
 ]
@@ -420,6 +483,20 @@ def test_containers_keep_their_identity():
     assert module.seen is seen
     assert module.table is table
     assert len(seen) == 1
+
+
+def test_an_attribute_that_the_caller_has_removed_is_not_there_after_a_rerun_that_sets_it():
+    class Sets(nn.Module):
+        def forward(self, x):
+            self.extra, self.kind = 2.0, Mode
+            return (x * self.extra).sin()
+
+    module = Sets()
+    y = ckpt_hooks.checkpoint(module, leaf(3))
+    del module.extra, module.kind
+    y.sum().backward()
+    assert not hasattr(module, "extra")
+    assert not hasattr(module, "kind")
 
 
 def test_attributes_after_a_failed_rerun():

@@ -93,6 +93,8 @@ def test_preserve_rng_state_false_leaves_the_stream_outside_alone(run):
 class FakeDevice(types.SimpleNamespace):
     """A device module as backends register them: a generator for each device."""
 
+    __hash__ = object.__hash__  # as modules have it
+
     def __init__(self, devices=1, *, initialized=True):
         super().__init__(_initialized=initialized, current=0)
         self.default_generators = tuple(torch.Generator().manual_seed(i) for i in range(devices))

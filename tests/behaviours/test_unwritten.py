@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
 
@@ -366,3 +367,25 @@ def test_copies_of_buffers_that_are_written_to_go_with_their_frames(size):
     y.sum().backward()
     del x, y
     assert bytes_alive() == before
+
+
+class Starts:
+    """Begins to write to a buffer, in a way that no version tells."""
+
+    has_begun = False
+
+    def write(self, module, *_):
+        if self.has_begun:
+            module.scale.data.add_(1)
+
+
+@pytest.mark.parametrize("is_method", [True, False], ids=["method", "partial"])
+def test_hooks_that_begin_to_write_without_a_word(is_method):
+    def program(run):
+        module, starts = Scaled(size=1), Starts()
+        module.register_forward_pre_hook(starts.write if is_method else functools.partial(Starts.write, starts))
+        found = steps(run, module, STEPS)
+        starts.has_begun = True
+        return found + steps(run, module, STEPS)
+
+    assert_as_eager(program, Run("ours"))

@@ -34,16 +34,16 @@ from .selection import Selection
 
 __all__ = ["Recompute", "Record"]
 
-# The actions of the mode of forward on an operator.
+# What the mode of forward does with an operator.
 _PASS, _RANGE, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK, _ASK_AS_TORCH = range(9)
 
-#: An operator, the action, the callable to run the operator, and its facts.
-_Plan = tuple[Any, int, Any, OpFacts]
+#: What to do with an operator, how to call it, and what is known of it.
+_Plan = tuple[int, Any, OpFacts]
 
 _IGNORED, _RANGES, _VIEW, _CASTS, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.VIEW, Kind.CAST, Kind.WRITES
 _RANDOM, _EFFECT = Kind.RANDOM, Kind.EFFECT
 
-# Kinds of operators which run again in any case, and may touch a kept output.
+# What runs again in any case, and may touch an output that was kept.
 _LOOKED_AT = (Kind.WRITES, Kind.REWRITES, Kind.ALIASES)
 
 _ACTIONS = {RECOMPUTE: _REPLAY, EITHER: _REPLAY, SAVE: _SAVE, OFFLOAD: _OFFLOAD, ASK: _ASK}
@@ -66,7 +66,7 @@ def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
         action = _ASK
     else:
         action = _LOOK if kind in _LOOKED_AT and decision != ASK else _ACTIONS[decision]
-    return operator, action, facts.call, facts
+    return action, facts.call, facts
 
 
 class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
@@ -82,7 +82,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._saved: Sequence[int] = ()
         self._task = graph_task_id()
         if policy.expects:
-            selection.when_closed = self._decisions.finish  # a method of this mode would make a cycle
+            selection.when_closed = self._decisions.finish  # not this mode's: that would be a cycle
 
     def __enter__(self) -> Self:
         if self.selection.sequence.path is None:
@@ -97,10 +97,10 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         plan = self._plan.get(id(func))
-        if plan is None or plan[0] is not func:
+        if plan is None:
             plan = self._plan[id(func)] = _plan_for(self._decisions, func)
-        _, action, call, facts = plan
-        # A backward in the middle of forward adds to gradients, which a recompute finds added: its operators do not count.
+        action, call, facts = plan
+        # Operators of a backward in the middle of forward, which adds to gradients that a recompute finds there, do not count.
         if action <= _RANGE or self.paused or graph_task_id() != self._task:
             output = call(*args, **kwargs) if kwargs else call(*args)
             if action == _RANGE:
@@ -198,9 +198,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._last, self._has_stopped = selection.last, selection.has_stopped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        facts = KNOWN.get(id(func))
-        if facts is None or facts.operator is not func:
-            facts = facts_of(func)
+        facts = KNOWN.get(id(func)) or facts_of(func)
         kind, call = facts.kind, facts.call
         if (
             kind is not _VIEW
@@ -212,7 +210,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
         ):
             place = len(self.marks)
             if kind is _EFFECT:
-                if self._has_stopped():  # the function has swallowed the stop
+                if self._has_stopped():  # and the function goes on all the same
                     raise StopRecompute
                 if place not in self._entries:
                     self._selection.has_run_effects = True
@@ -226,7 +224,7 @@ class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
                     try:
                         raise error
                     finally:
-                        del error  # its traceback holds this call, and this call would hold the error: a cycle
+                        del error  # its traceback has this call, which would keep it alive in turn
             if place in self._entries:
                 output = self._selection.outputs.take(
                     place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes
@@ -259,10 +257,10 @@ class Recompute:
         if isinstance(mode, Aligning):
             return
         self.selection.marks_of_rerun = mode.marks
-        found, mode.error = mode.error, None  # the error's traceback holds the mode: a cycle
+        found, mode.error = mode.error, None  # which what the error's traceback has would keep alive
         try:
             if found is not None and error is not found:
-                raise found  # the function swallowed the error
+                raise found  # which the function swallowed
         finally:
             del found, error
 

@@ -25,8 +25,7 @@ from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import copies_of, restore_layout
-from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, recomputes
+from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold, recomputes
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._tensors.walk import exchanged, instances_in, tensors_in
@@ -157,15 +156,7 @@ class KeptOutputs:
             return HeldOnHost(tensor, self.batch, transfers, self.path, _BY_POLICY).sealed(None)
         if hooks is not None:
             return HeldByHooks(tensor, hooks, self.path, _BY_POLICY, by_policy=True)
-        held = HeldTensor()  # as ``hold`` and ``sealed`` do it
-        held.tensor = tensor
-        held.version = tensor._version
-        held.reason = _BY_POLICY
-        held.path = self.path
-        held.is_fickle = False
-        held.by_policy = True
-        held.steps = num_fused_steps()
-        return held
+        return hold(tensor, self.path, _BY_POLICY).sealed(None)
 
     def forget(self, args: Any) -> None:
         """Drops outputs which share memory with the arguments of a writing operator."""

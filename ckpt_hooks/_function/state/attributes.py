@@ -39,15 +39,15 @@ from .noted_values import (
 
 __all__ = ["MACHINERY", "PARTS", "AttributeNotes", "ModuleNote", "containers_of", "note_module"]
 
-#: The parts of every module; ``training`` is an attribute like others.
+#: What a module consists of; ``training`` is an attribute like others.
 MACHINERY = frozenset(vars(Module())) - {"training"}
 
-#: Attributes of every module which are dicts of its parts.
+#: Attributes of every module that are dicts of what it consists of.
 PARTS = ("_buffers", "_modules", "_parameters")
 
-#: Packages with torch's own wrappers of modules.
+#: Where torch's own wrappers of modules are defined.
 _FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
-#: The package of classes made by FSDP from a user's class.
+#: Where classes are that FSDP makes out of a user's.
 _MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
 
 
@@ -118,7 +118,7 @@ class ModuleNote:
         buffers = self._noted.get("_buffers")
         others = [name for name in self._noted if name != "_buffers"]
         self.get_tensors = _getter(others) if others else None
-        #: Tensors and buffers. The first tensor stands twice, as in the result of ``get_tensors``.
+        #: Twice the first of the tensors that are no buffers, as what gets them does.
         flat: list[Any] = [
             *(self._noted[name] for name in (*others, *others[:1])),
             *(buffers.entries if type(buffers) is ContainerNote else ()),
@@ -226,7 +226,7 @@ class ModuleNote:
         back = PutBack(complain, {id(one): one for one in (own["_buffers"], *containers_of(own))})
         for name, noted in self._noted.items():
             if name in own["_parameters"] or (name == "_buffers" and not with_buffers):
-                continue  # the former where a framework gathers parameters: a tensor or a parameter has the name
+                continue  # the former where a framework gathers parameters: a tensor is one or the other
             with contextlib.suppress(GoneError):
                 own[name] = noted.present(back)
         for name_of_parts, names in zip(PARTS[1:], self._parts[1:], strict=True):
@@ -291,25 +291,16 @@ class AttributeNotes:
         notes: The notes.
     """
 
-    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_tensors", "_values", "notes")
+    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_values", "notes")
 
-    def __init__(self, notes: Sequence[ModuleNote], *, holds_tensors: bool = False) -> None:
-        """Takes notes.
-
-        Args:
-            notes: The notes of the modules.
-            holds_tensors: Whether to hold the tensors of attributes and buffers, for a faster comparison. Nothing must write to
-                such tensors: in a graph, a tensor would own the holder.
-        """
+    def __init__(self, notes: Sequence[ModuleNote]) -> None:
+        """Takes notes of modules."""
         self.notes = notes
         self._size = sum(note.size for note in notes)
         self._rows = [(note.module, note.get) for note in notes]
         self._values = [value for note in notes for value in note.values]
         self._are_flat = all(note.is_flat for note in notes)
         self._flat = [note for note in notes if note.flat] if self._are_flat else []
-        self._tensors: Sequence[tuple[Any, ...]] | None = None
-        if holds_tensors and self._are_flat:
-            self._tensors = [tuple([reference() for reference in note.flat]) for note in self._flat]
 
     def simply_hold(self) -> bool:
         """Whether attributes can be compared by identity, and are as noted: a third of a microsecond for each module."""
@@ -324,15 +315,11 @@ class AttributeNotes:
                 extend(get(own))
             if size != self._size or not all(map(is_, found, self._values)):
                 return False
-            if not self._flat:
-                return True
-            if self._tensors is not None:
-                return all(map(ModuleNote.has_tensors, self._flat, self._tensors))
             expected = [tuple([reference() for reference in note.flat]) for note in self._flat]
             return all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
                 map(_requires_grad, itertools.chain.from_iterable(expected))
             )
-        except (AttributeError, KeyError):  # a module or an attribute is gone
+        except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
             return False
 
     def hold(self) -> bool:

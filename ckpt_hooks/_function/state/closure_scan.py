@@ -12,6 +12,7 @@ import builtins
 import dis
 import functools
 import types
+import weakref
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -19,16 +20,16 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_names", "has_variables", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_variables", "reach"]
 
-#: The number of levels of closures, containers and objects to open.
+#: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
-#: The largest number of values in one search.
+#: How many values one search looks at.
 _MOST_LOOKS = 2000
 #: Containers with more entries than this are data, not structure.
 _MOST = 1000
 
-# Types of values with nothing of interest inside.
+# Types whose values hold nothing of interest.
 _DULL = frozenset(
     {type(None), bool, int, float, complex, str, bytes, bytearray, range, slice, type, type(Ellipsis), types.ModuleType}
     | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType, torch.dtype, torch.device, torch.Size}
@@ -129,14 +130,14 @@ class Search:
         for cell in function.__closure__ or ():
             try:
                 value = cell.cell_contents
-            except ValueError:  # an unassigned variable
+            except ValueError:  # a variable that is not assigned yet
                 continue
             self.look(value, depth)
         if function.__defaults__:
             self._look_at_all(function.__defaults__, depth)
         if function.__kwdefaults__:
             self._look_at_all(function.__kwdefaults__.values(), depth)
-        # Called functions are not followed: their names are nearly all the names defined in a file.
+        # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
         variables = function.__globals__
         for name in facts_of(function)[0]:
             value = variables.get(name)
@@ -144,17 +145,16 @@ class Search:
                 self.look(value, 1)
 
 
-#: The finds of most functions: none.
+#: What most functions reach.
 NOTHING = Reached((), (), ())
 
-_MOST_CODE = 10_000
 _BINDING = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_DEREF", "DELETE_DEREF"})
 _NAMING = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"})
 
-#: Names of global variables; whether the code binds these, or closed-over variables; whether the code belongs to torch or
-#: to this package. Code of inner functions counts.
+#: Names of global variables; whether the code binds these, or variables that it closes over; whether it is code of torch or
+#: of this package. Code of functions that the function defines counts.
 _Facts = tuple[tuple[str, ...], bool, bool]
-_known: dict[int, tuple[types.CodeType, _Facts]] = {}
+_known: dict[int, tuple[weakref.ref[types.CodeType], _Facts]] = {}
 
 
 def facts_of(function: types.FunctionType) -> _Facts:
@@ -164,17 +164,16 @@ def facts_of(function: types.FunctionType) -> _Facts:
     functions are left out unless the file has a variable of that name.
     """
     code = function.__code__
-    known = _known.get(id(code))
-    if known is None or known[0] is not code:
-        if len(_known) > _MOST_CODE:  # code made anew all the time
-            _known.clear()
-            _bare.clear()
+    key = id(code)
+    known = _known.get(key)
+    if known is None:
         variables, outer = function.__globals__, code.co_freevars
         package = str(variables.get("__name__")).partition(".")[0]
         steps = [(step.opname, str(step.argval)) for step in _steps_in(code)]
         names = dict.fromkeys(name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS))
         binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
-        known = _known[id(code)] = code, (tuple(names), binds, package in ("torch", "ckpt_hooks"))
+        facts = tuple(names), binds, package in ("torch", "ckpt_hooks")
+        known = _known[key] = weakref.ref(code, lambda _: _known.pop(key, None)), facts
     return known[1]
 
 
@@ -191,13 +190,8 @@ def _steps_in(code: types.CodeType) -> Iterator[dis.Instruction]:
             yield from _steps_in(constant)
 
 
-#: Code without names of global variables.
-_bare: dict[int, types.CodeType] = {}
-
-
 def _is_dull(function: types.FunctionType) -> bool:
     """Whether a function has nothing of interest at hand: a cheap check."""
-    code = function.__code__
     for cell in function.__closure__ or ():
         try:
             if type(cell.cell_contents) not in _DULL:
@@ -206,23 +200,12 @@ def _is_dull(function: types.FunctionType) -> bool:
             continue
     if function.__defaults__ or function.__kwdefaults__:
         return False
-    if _bare.get(id(code)) is code:
-        return True
     variables = function.__globals__
-    names = facts_of(function)[0]
-    for name in names:
+    for name in facts_of(function)[0]:
         value = variables.get(name)
         if type(value) not in _DULL and issubclass(type(value), (Module, torch.Tensor, torch.Generator)):
             return False
-    if not names:
-        _bare[id(code)] = code
     return True
-
-
-def has_names(function: types.FunctionType) -> bool:
-    """Whether the code of a function may name global variables, as far as known already."""
-    code = function.__code__
-    return _bare.get(id(code)) is not code
 
 
 def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:

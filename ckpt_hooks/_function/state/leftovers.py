@@ -102,9 +102,7 @@ class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
         return next((change for change in found if not self._reached.isdisjoint(change.tensors_before())), None)
 
 
-def leftovers_of(notes: ObjectNotes | None) -> Leftovers | None:
+def leftovers_of(notes: ObjectNotes) -> Leftovers | None:
     """Returns a mode following the tensors put into objects since forward began; None if there are none."""
-    if notes is None:
-        return None
     now, left = notes.since()
     return Leftovers(notes, now, left) if left else None

@@ -11,7 +11,6 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import Any
 
 import torch
@@ -33,15 +32,15 @@ from .unwritten import Learning
 
 __all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
-#: A module is looked at in this many forwards and one more: early forwards may build caches, and add attributes.
+#: In how many forwards, and one more, a module is looked at in any case: they may build caches, and add attributes.
 _LOOKS = 3
-#: Levels of containers and objects opened below an attribute.
+#: Levels of containers and objects that are opened below an attribute.
 _DEPTH = 2
 
 _NUMBERS = frozenset({int, float, complex, bool})
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
 
-#: A name in a module, as the dict with the name and the key.
+#: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]
 
 #: A pack of small tensors, notes of others, tensors elsewhere, and generators.
@@ -106,15 +105,15 @@ class ModulePlan:
     def __init__(self, root: Module, before: ModulePlan | None = None) -> None:
         self.root = weakref.ref(root, functools.partial(_forget, _plans, id(root)))
         everything = _all_modules(root)
-        modules = [module for module in everything if type(module._modules) is dict]
+        modules = [module for module in everything if isinstance(module._modules, dict)]
         self._modules = [weakref.ref(module) for module in modules]
         self._children = list(map(_reference_to, _children_of(modules)))
-        # Scripted modules have their tensors elsewhere; these are taken as they are.
-        self._scripted = [weakref.ref(module) for module in everything if type(module._modules) is not dict]
+        # What TorchScript made has its tensors elsewhere; they are taken as they are.
+        self._scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
         self.epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
-        #: Parameters without gradients to which forward has written: number of the module, and name.
+        #: Parameters without gradients that forward was seen to write to: number of the module, and name.
         self._written: set[tuple[int, str]] = set()
-        #: The number of forwards with copies of parameters without gradients; not counted anew for each new attribute.
+        #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
         self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
         self.parameters = _parameters_of(modules)
         self.recurrent = recurrent_layers(modules)
@@ -131,7 +130,7 @@ class ModulePlan:
             if (module := note.module()) is not None
             for name in note.others
         ]
-        #: Attributes with tensors or generators in objects.
+        #: Attributes that are objects, or hold some, with tensors or generators in them.
         self._searched = [(module, name) for module, name, search in searches if search.tensors or search.generators]
         functions = [function for *_, search in searches for function in search.functions]
         self.functions = [weakref.ref(function) for function in functions if has_variables(function)]
@@ -140,13 +139,11 @@ class ModulePlan:
         )
         self._has_tensors = any(note.tensors for note in self.notes.notes)
 
-    def holds(self, root: Module) -> bool:
-        """Whether this is the plan of ``root``, and the submodules are the same as before.
+    def holds(self) -> bool:
+        """Whether the module has the submodules that it had.
 
-        Submodules are compared in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
+        They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
         """
-        if self.root() is not root:
-            return False
         if self.epoch == _Epoch.number and self._used > _LOOKS:
             return True
         self.epoch, self._is_looked_at = _Epoch.number, True
@@ -159,25 +156,19 @@ class ModulePlan:
         ):
             return False
         self.parameters = _parameters_of(modules)
-        before, after = self.notes.notes, [_renewed(note, is_new=True) for note in self.notes.notes]
-        if not all(map(is_, before, after)):
-            self.learning.restart()
-        self.notes = AttributeNotes(after, holds_tensors=self.learning.unwritten_are_all)
-        self._look()
-        return True
+        return self._renew_notes(is_new=True)
 
     def _is_settled(self) -> bool:
         return not (self._written or self._scripted or self.is_lazy or self._searched) and (
             not self._has_tensors or self.learning.is_settled
         )
 
-    def is_idle(self, root: Module) -> bool:
+    def is_idle(self) -> bool:
         """Whether a forward can change nothing but noted attributes and a pack of small tensors."""
         return (
             self._is_settled()
             and self.epoch == _Epoch.number
             and self._used > _LOOKS
-            and self.root() is root
             and self.note()
             and (not self._has_tensors or self.learning.is_good())
             and self._is_settled()
@@ -185,17 +176,21 @@ class ModulePlan:
 
     def note(self) -> bool:
         """Notes the present attributes; returns False if a new plan is needed."""
-        before = self.notes
-        if before.hold():
-            return True
-        if any(note.module() is None for note in before.notes):
+        return self.notes.hold() or self._renew_notes(is_new=False)
+
+    def _renew_notes(self, *, is_new: bool) -> bool:
+        """Notes the attributes anew; returns whether the plan is good for them."""
+        before = self.notes.notes
+        if any(note.module() is None for note in before):
             return False
-        now = self.notes = AttributeNotes(list(map(_renewed, before.notes)))
-        renewed = [(new, old) for new, old in zip(now.notes, before.notes, strict=True) if new is not old]
+        now = [_renewed(note, is_new=is_new) for note in before]
+        renewed = [(new, old) for new, old in zip(now, before, strict=True) if new is not old]
         if any(new.others != old.others for new, old in renewed):
-            return False
-        self.learning.restart(keeps_large=all(new.differs_in_numbers(old) for new, old in renewed))
-        if not all(new.is_simple and old.is_simple for new, old in renewed):
+            return False  # and again when it is asked once more
+        self.notes = AttributeNotes(now)
+        if renewed:
+            self.learning.restart(keeps_large=not is_new and all(new.differs_in_numbers(old) for new, old in renewed))
+        if is_new or not all(new.is_simple and old.is_simple for new, old in renewed):
             self._look()
         return True
 
@@ -235,10 +230,7 @@ class ModulePlan:
         for reference in self._scripted:
             scripted = reference()
             tensors += [] if scripted is None else scripted.buffers(recurse=False)
-        before = self.learning.unwritten_are_all
         pack, loose = self.learning.to_copy(self.notes.notes)
-        if before is not self.learning.unwritten_are_all:
-            self.notes = AttributeNotes(self.notes.notes, holds_tensors=not before)
         return pack, loose, tensors, search.generators
 
     def written(self) -> list[Slot]:
@@ -331,8 +323,7 @@ def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
         is_new: Whether submodules and parameters may have been added.
     """
     module = note.module()
-    if module is None:
-        return note
+    assert module is not None
     own = vars(module)
     if note.holds(own) and not (is_new and not note.has_parts_of(own)):
         return note
@@ -353,10 +344,10 @@ def _forget(plans: dict[int, ModulePlan], key: int, root: weakref.ref[Module]) -
 def plan_of(module: Module) -> ModulePlan:
     """Returns the plan of a module with its attributes noted; a new plan if the module has changed."""
     plan = _plans.get(id(module))
-    if plan is not None and plan.holds(module) and plan.note():
+    if plan is not None and plan.holds() and plan.note():
         return plan
     _Epoch.watch()
-    with _making:  # of several threads at a module, one makes the plan, since a plan has a lock
+    with _making:  # of threads that meet at a module, one makes the plan, since a plan has a lock
         if _plans.get(id(module)) is not plan:
             return plan_of(module)
         new = _plans[id(module)] = ModulePlan(module, plan)
@@ -369,7 +360,7 @@ _making = threading.RLock()
 def idle_plan(function: Any) -> ModulePlan | None:
     """Returns the plan of a module known well, with its attributes noted; None if the module needs another look."""
     plan = _plans.get(id(function))
-    return plan if plan is not None and plan.is_idle(function) else None
+    return plan if plan is not None and plan.is_idle() else None
 
 
 def epoch() -> int:

@@ -35,9 +35,9 @@ from .shared_copies import has_storage, is_same, known_copy, take_copy
 
 __all__ = ["State", "StateUndo", "capture_state"]
 
-#: Bytes up to which tensors outside of modules are copied.
+#: Up to this size tensors that are not a module's are copied.
 _MOST_BYTES = 1 << 20
-#: Bytes up to which parameters without gradients are copied, all of a region together, in the first few forwards of a module.
+#: Parameters without gradients are copied up to this size, all of a region together, in the first few forwards of a module.
 _MOST_FROZEN_BYTES = 1 << 24
 
 _NO_PARAMETERS: frozenset[int] = frozenset()
@@ -73,11 +73,8 @@ class _Entry:
         if tensor is not None:
             self.after = tensor._version
 
-    def is_stale(self) -> bool:
-        """Whether the content differs from the content before forward; False for a dead tensor."""
-        tensor = self.tensor()
-        if tensor is None:
-            return False
+    def is_stale(self, tensor: torch.Tensor) -> bool:
+        """Whether the content is not what it was before forward."""
         if tensor._version != self.before:
             return True
         return self.copy is not None and has_storage(tensor) and not is_same(tensor, self.copy)
@@ -266,7 +263,7 @@ class State:
 
     def written(self) -> list[torch.Tensor]:
         """Returns the tensors written by forward, once forward has ended."""
-        found = [tensor for entry in self.entries if entry.is_stale() and (tensor := entry.tensor()) is not None]
+        found = [tensor for entry in self.entries if (tensor := entry.tensor()) is not None and entry.is_stale(tensor)]
         return [*found, *(tensor for copy in self.packed for tensor in copy.written())]
 
     def storages(self) -> frozenset[int | None]:
@@ -300,11 +297,11 @@ class State:
             tensor, copy = entry.tensor(), entry.copy
             if tensor is None:
                 continue
-            if entry.is_stale():
+            if entry.is_stale(tensor):
                 if copy is None:
                     raise complain(tensor, entry.before)
-                # The version is the one before forward, plus the moves since the end of forward: a rerun which saves a tensor
-                # modified outside of the region finds the tensor modified, as in plain autograd.
+                # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
+                # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
                 after = entry.after if self._settled else tensor._version  # the latter for a backward inside of forward
                 stale.append((tensor, entry.before + tensor._version - after, copy))
             elif copy is not None:
@@ -334,7 +331,7 @@ def _entries_of(packed: PackedCopy) -> list[_Entry]:
     return entries
 
 
-#: Returns a tensor, or an alias of a dead tensor, or None.
+#: Returns a tensor, an alias where it is gone, or None.
 _Refer = Callable[[], "torch.Tensor | None"]
 
 
@@ -342,7 +339,7 @@ def _entry_of(tensor: torch.Tensor, refer: _Refer, *, is_owned: bool) -> _Entry 
     """Returns an entry for a tensor; None if changes of the tensor cannot be noticed."""
     copy = known_copy(tensor)
     if copy is None:
-        if not _is_copied(tensor):  # at most a modification can be noticed
+        if not _is_copied(tensor):  # all that there may be to say of it is that it was modified
             return _Entry(tensor, refer, None) if _is_versioned(tensor) else None
         if is_owned or tensor.nbytes <= _MOST_BYTES:
             copy = take_copy(tensor)
@@ -359,7 +356,7 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     Returns:
         The state, and random generators held by the modules.
     """
-    if torch.is_inference_mode_enabled():  # no backward will come
+    if torch.is_inference_mode_enabled():  # no backward will come; torch 2.11 refuses to pack
         return None, []
     found: list[tuple[torch.Tensor, _Refer, bool]] = []
     packs: list[Pack] = []

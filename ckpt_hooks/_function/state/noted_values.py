@@ -228,26 +228,17 @@ class ContainerNote:
             return made[self.identity]
         if not self.is_whole:
             raise GoneError
-        now: Any = back.current.get(self.identity)
-        if type(now) is not self.kind:
-            now = None
         if self.kind not in _MUTABLE:
             entries = [_present(entry, back) for entry in self.entries]
-            if now is not None and len(now) == len(entries) and all(map(is_, now, entries)):
-                return now
-            found = frozenset(entries) if self.kind is frozenset else tuple.__new__(self.kind, entries)
-            made[self.identity] = found
+            found = made[self.identity] = frozenset(entries) if self.kind is frozenset else tuple.__new__(self.kind, entries)
             return found
-        if now is None:
+        now: Any = back.current.get(self.identity)
+        if type(now) is not self.kind:
             now = deque(maxlen=self._extra) if self.kind is deque else self.kind()
             if self.kind is defaultdict:
                 now.default_factory = self._extra
         made[self.identity] = now
-        try:
-            entries = [_present(entry, back) for entry in self.entries]
-        except GoneError:
-            del made[self.identity]
-            raise
+        entries = [_present(entry, back) for entry in self.entries]
         fill(now, entries if self._keys is None else dict(zip(self._keys, entries, strict=True)))
         return now
 

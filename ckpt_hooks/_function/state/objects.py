@@ -13,9 +13,9 @@ from torch.nn import Module
 
 __all__ = ["Change", "Note", "Root", "Tag", "Walk", "changes_between", "tag_of", "tensors_in"]
 
-#: The number of opened levels of objects and containers: a cache, its parts, a list of parts, an entry, its attributes.
+#: How many levels of objects and containers are opened: a cache, its parts, their list, one of that, its attributes.
 _DEPTH = 5
-#: The largest number of values in the note of one object.
+#: How many values are noted of one object.
 _MOST = 600
 
 _ATOMS = (type(None), bool, int, float, complex, str, bytes)
@@ -35,7 +35,7 @@ class Tag(enum.IntEnum):
 _ATOM, _TENSOR, _SEQUENCE, _DICT, _SET, _OBJECT, _OTHER = Tag
 _BRANCHES = (_SEQUENCE, _DICT, _SET, _OBJECT)
 
-#: The note of a value: a simple value itself, or a tag, an id, the class and size (or shape and dtype), and the parts.
+#: What was noted of a value: a simple value itself, or its tag, its id, what tells it from others, its parts.
 Note = Any
 
 _tags: dict[type, Tag] = {}
@@ -45,7 +45,7 @@ def tag_of(kind: type) -> Tag:
     """Returns the tag of instances of a class. Objects are instances of users' classes, in which a function may keep things."""
     tag = _tags.get(kind)
     if tag is None:
-        if len(_tags) > 10_000:  # classes made anew all the time
+        if len(_tags) > 10_000:  # classes that are made anew all the time
             _tags.clear()
         tag = _tags[kind] = _look_at(kind)
     return tag
@@ -127,10 +127,7 @@ class Walk:
 
 def _items(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Returns the items of a dict; names stand for keys which are objects, since notes must not hold objects."""
-    try:
-        items = list(dict.items(value))
-    except RuntimeError:  # another thread writes to it
-        return []
+    items = list(dict.items(value))
     if _SIMPLE.issuperset(map(type, value)):
         return items
     return [(f"<key {index}, a {type(key).__qualname__}>", one) for index, (key, one) in enumerate(items)]
@@ -143,7 +140,7 @@ def _kind_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-#: The place of an object: a text with a gap for the name, and the name, both empty for an argument; and the object.
+#: Where an object is, by a text with a place for its name, and the name, or neither for one among the arguments; the object.
 Root = tuple[str, str, Any]
 
 

@@ -32,7 +32,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
-from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
@@ -48,7 +48,7 @@ __all__ = [
     "references_of",
 ]
 
-#: The places of parameters: modules (their own parameters alone), and other tensors.
+#: Where parameters are: modules whose own ones are meant, and other tensors.
 References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor]]
 
 _requires_grad = operator.attrgetter("requires_grad")
@@ -65,16 +65,13 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
 
 def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]:
     """Returns the present parameters: a framework may have exchanged the parameters of its modules by the time of a rerun."""
-    try:
-        return [
-            parameter
-            for reference in modules
-            for parameter in reference()._parameters.values()  # type: ignore[union-attr]
-            if parameter is not None
-        ]
-    except AttributeError:  # a dead module
-        alive = [reference for reference in modules if reference() is not None]
-        return _parameters_of(alive) if len(alive) < len(modules) else []
+    return [
+        parameter
+        for reference in modules
+        if (module := reference()) is not None
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
 
 
 class Noted:
@@ -103,7 +100,7 @@ class Noted:
         try:
             versions = list(map(_version, self._held))
             return versions + [reference()._version for reference in self._weak] if self._weak else versions  # type: ignore[union-attr]
-        except (AttributeError, RuntimeError, ValueError):  # dead, without versions, or not made yet
+        except (AttributeError, RuntimeError, ValueError):  # gone, without versions, or not made yet
             return list(map(_version_or_none, self._tensors()))
 
     def _tensors(self) -> list[torch.Tensor | None]:
@@ -119,14 +116,11 @@ class Noted:
         of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
         return {*map(id, self._held), *(others - of_modules)}
 
-    def have_changed(self) -> bool:
-        """Whether any tensor was written to since."""
-        if self._read() == self._versions and self._steps == num_fused_steps():
-            return False
-        return bool(self.changed())  # a dead tensor has no version, and steps may be of other parameters
-
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns the tensors written to since, with their noted versions."""
+        if self._read() == self._versions and self._steps == num_fused_steps():
+            return []
+        # One that is gone has no version, and steps may be those of others.
         return [
             (tensor, version)
             for tensor, version in zip(self._tensors(), self._versions, strict=True)
@@ -147,7 +141,7 @@ def _version_or_none(tensor: torch.Tensor | None) -> int:
     return -1 if tensor is None or is_lazy(tensor) or tensor.is_inference() else tensor._version
 
 
-#: A storage or None, and the start and the end of a tensor there, in bytes.
+#: A storage, None if there is none, and from where to where in it, in bytes.
 _Place = tuple["int | None", int, int]
 
 
@@ -169,7 +163,7 @@ def _overlap(one: _Place, other: _Place) -> bool:
     return one[0] is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
 
 
-#: Kinds of operators that hand out memory without reading it, or read nothing but shapes.
+#: Hand out memory without looking at it, or look at nothing but its shape.
 _HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
 
 
@@ -208,11 +202,13 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.paused:
-            output = func(*args, **kwargs)
-            count_writes(func, args)
-            return output
-        facts = facts_of(func)
+        if not self.paused:
+            self._look_at(facts_of(func), args, kwargs)
+        output = func(*args, **kwargs)
+        count_writes(func, args)
+        return output
+
+    def _look_at(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
         written = _places_in(facts.written_in(args, kwargs)) if facts.kind is Kind.WRITES else ()
         if written and facts.is_repeatable:
             self._about_to_write(written)
@@ -224,9 +220,6 @@ class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
                         self._collector.distrust(functools.partial(self._error, parameter, version))
         if written:
             self._about_to_write(written)
-        output = func(*args, **kwargs)
-        count_writes(func, args)
-        return output
 
     def _about_to_write(self, written: Sequence[_Place]) -> None:
         left = []

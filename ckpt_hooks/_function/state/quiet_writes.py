@@ -57,8 +57,6 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 
 def _function_may(function: types.FunctionType, levels: int = _LEVELS) -> bool:
-    if _is_torchs(function.__module__):
-        return f"{function.__module__}.".startswith(_WRITERS)
     names = set(_names_in(function.__code__))
     if not names.isdisjoint(_NAMES) or ("torch" in names and not names.isdisjoint(_NAMES_OF_TORCH)):
         return True

@@ -120,7 +120,7 @@ def _held_by(module: Module) -> list[Root]:
         holders = [
             (weakref.ref(inner), name)
             for inner in Module.modules(module)
-            if type(inner) not in weakref.ProxyTypes and type(inner._modules) is dict
+            if type(inner) not in weakref.ProxyTypes and isinstance(inner._modules, dict)
             for name, value in list(vars(inner).items())
             if tag_of(type(value)) is _OBJECT
         ]

@@ -46,11 +46,6 @@ class ReachedState:
         """Returns the storages of tensors which may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
 
-    def close_idle(self) -> None:
-        """Ends forward of an idle module."""
-        if self._contents is not None:
-            self._contents.settle()
-
     def close(self, *, failed: bool) -> None:
         """Ends forward.
 
@@ -61,7 +56,7 @@ class ReachedState:
         if contents is not None:
             if not contents.settle():
                 self._contents = None
-            elif contents.parameters:  # a rerun finds these unchanged
+            elif contents.parameters:  # which a rerun finds as they were
                 self.parameters.leave_out(contents.parameters)
             if any(plan.learning.is_learning() for plan in self.plans):
                 written = contents.written()

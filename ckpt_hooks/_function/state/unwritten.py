@@ -33,16 +33,16 @@ from .quiet_writes import may_write_unseen
 
 __all__ = ["Learning", "Unwritten"]
 
-#: Every tensor is copied in this many forwards and one more.
+#: In how many forwards and one more every tensor is copied.
 _LOOKS = 3
-#: Tensors with more bytes than this are large.
+#: From this size on a tensor is large.
 _LARGE = 1 << 20
 
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 _nbytes: Callable[[torch.Tensor], int] = operator.attrgetter("nbytes")
 
 
-#: Tensors written by a forward, by ``id``.
+#: Tensors that a forward has written to, by ``id``.
 _Written = dict[int, "weakref.ref[torch.Tensor]"]
 
 
@@ -117,7 +117,7 @@ class Unwritten:
                 raise error
 
 
-#: The remedy for a first write to a tensor after many forwards.
+#: What to do about a tensor that is written to for the first time after many forwards.
 _FIX = (
     "Forwards of the module had not written to it so far, so there is no copy of it; from the next forward on there is. Bind "
     "the name to a new tensor instead of writing to the old one, or write to it in one of the first forwards."
@@ -125,13 +125,12 @@ _FIX = (
 
 
 class Learning:
-    """Knowledge of one module's tensors, learnt from its forwards.
+    """What the forwards of one module tell about its tensors.
 
     Attributes:
-        is_settled: Whether learning has ended, and the tensors to be copied are small.
-        pack: The copied small tensors; None if there are none.
-        unwritten: Tensors not copied any more; None while there are none.
-        unwritten_are_all: Whether all tensors are in ``unwritten``.
+        is_settled: Whether nothing more is to be learnt, and the tensors to be copied are small.
+        pack: The small tensors that are copied; None if there are none.
+        unwritten: Those that are not copied any more; None while there are none.
     """
 
     __slots__ = (
@@ -147,7 +146,6 @@ class Learning:
         "is_settled",
         "pack",
         "unwritten",
-        "unwritten_are_all",
     )
 
     def __init__(self, modules: Sequence[weakref.ref[Module]], before: Learning | None = None) -> None:
@@ -159,7 +157,6 @@ class Learning:
         """
         self._modules = modules
         self._hooks = _Hooks(modules)
-        self.unwritten_are_all = False
         self._written: _Written = {} if before is None else before._written
         self._looks = self._looks_at_large = 0
         self.unwritten: Unwritten | None = None
@@ -179,9 +176,9 @@ class Learning:
             self._looks_at_large = 0
         if not keeps_large or self.unwritten is None or min(map(_nbytes, self.unwritten.tensors)) <= _LARGE:
             self._key: Any = None
-            self.pack: Pack | None = None  # a pack would keep the memory of dead tensors
+            self.pack: Pack | None = None  # which would keep memory of tensors that are gone
             self._loose: list[TensorNote] = []
-            self.unwritten, self.unwritten_are_all = None, False
+            self.unwritten = None
 
     def hold(self) -> bool:
         """Whether nothing has changed since learning began; otherwise starts learning anew."""
@@ -206,7 +203,6 @@ class Learning:
             self.unwritten = Unwritten([tensor for _, tensor in known], self._hooks, self._written) if known else None
             left_out = {id(noted) for noted, _ in known}
             rest = [noted for note in notes for noted in note.tensors if id(noted) not in left_out]
-            self.unwritten_are_all = bool(known) and not rest
             self.pack, self._loose = pack_up(rest)
             self._key = key
         self.is_settled = min(self._looks, self._looks_at_large) > _LOOKS and not self._loose

@@ -29,7 +29,7 @@ from ckpt_hooks._core.threads import on_engine_thread
 from ckpt_hooks._tensors.copies import alias_with_history, as_kind
 from ckpt_hooks._torch import is_kept_anyway
 
-from .closure_scan import NOTHING, Reached, facts_of, has_names
+from .closure_scan import NOTHING, Reached, facts_of
 from .module_plan import ModulePlan
 
 __all__ = ["Loan", "StandIns", "lend", "take_back", "variables_in", "variables_of"]
@@ -155,9 +155,7 @@ def variables_of(function: Any, reached: Reached, plans: Sequence[ModulePlan] = 
         for plan in plans:
             entries += variables_in(plan)
         return entries or None
-    if type(function) is not FunctionType or not (function.__closure__ or has_names(function)):
-        return None
-    only = _entry_of(function)
+    only = _entry_of(function) if type(function) is FunctionType else None
     return None if only is None else (only,)
 
 
