@@ -149,7 +149,6 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         value = Value()
         value.number = number
         value.op = op
-        value.index = 0
         value.before = value.saved = None
         key = id(out)
         for other in values:
@@ -197,7 +196,6 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             value = Value()
             value.tensor = reference = _weakref(tensor, partial(self._forget, key))
             value.number = number
-            value.index = 0
             value.op = value.before = None
             value.store = value.counter = store = tables.stores[address] = Store()
             store.address = address

@@ -100,13 +100,12 @@ class Op:
 class Value:
     """A tensor at a moment.
 
-    There are three kinds. A result is an output of an operator (``op``, ``index``). A value after a write is what another one
+    There are three kinds. A result is an output of an operator (``op``). A value after a write is what another one
     (``before``) has become by an operator (``op``). An input has neither; it is kept.
 
     Attributes:
         number: Larger than that of any value that existed when this one came to be.
         op: What made it; None for an input.
-        index: Which of the outputs.
         before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
         store: The storage that it is in.
         counter: Stands for its version counter: the same object for all tensors that have a version in common. One storage may
@@ -115,11 +114,10 @@ class Value:
         tensor: The tensor that it belongs to, as long as that is alive.
     """
 
-    __slots__ = ("__weakref__", "before", "counter", "index", "number", "op", "saved", "store", "tensor")
+    __slots__ = ("__weakref__", "before", "counter", "number", "op", "saved", "store", "tensor")
 
     number: int
     op: Op | None
-    index: int
     before: Value | None
     store: Store
     counter: object
@@ -140,7 +138,7 @@ def new_store(address: int, birth: int) -> Store:
 def new_value(number: int, store: Store, counter: object, op: Op | None = None, before: Value | None = None) -> Value:
     """Returns a value, of no tensor yet; where each operator pays for one, it is written out instead."""
     value = Value()
-    value.number, value.op, value.index, value.before = number, op, 0, before
+    value.number, value.op, value.before = number, op, before
     value.store, value.counter, value.saved = store, counter, None
     return value
 
