@@ -25,10 +25,10 @@ _Tensor = torch.Tensor
 
 def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator, and notes in ``op`` what it draws."""
-    if not facts.is_random:
+    if not facts.is_random or drops_nothing(func, args, kwargs):
         return facts.call(*args, **kwargs)
     if tape.draws_anew:
-        op.draw = None if drops_nothing(func, args, kwargs) else ANEW
+        op.draw = ANEW
         return facts.call(*args, **kwargs)
     out, op.draw = draw_noting(func, args, kwargs, shared=is_concurrent(tape.thread))
     return out

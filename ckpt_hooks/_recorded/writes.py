@@ -62,8 +62,6 @@ def _covers(tensor: torch.Tensor) -> bool:
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator that writes to tensors it is given."""
     targets = _targets(facts, args, kwargs)
-    if not targets and not facts.has_fresh:
-        return facts.call(*args, **kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
     # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
@@ -73,8 +71,6 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     outside: dict[int, Store] = {}
     for tensor, written in targets:
         store = tape.tables.store_of(tensor)
-        if not store.outside and id(tensor) not in tape.tables.known and id(tensor) not in tape.tables.blank:
-            tape.value_of(tensor, None)  # another face of it, which came to be unseen
         if store.blank:
             if written.overwritten and _covers(tensor):
                 overwritten.add(id(tensor))
@@ -265,8 +261,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     if facts.is_asked_about:
         decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in instances_in(out, _Tensor):
-        if all(tensor is not other for other in tensors):
-            tape.note_outside(tensor, f"returned by {func}")
+        tape.note_outside(tensor, f"returned by {func}")
     return out
 
 
@@ -275,7 +270,7 @@ def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     target: torch.Tensor = args[0]
     out = facts.call(*args, **kwargs)
     before = tape.tables.known.get(id(target))
-    if before is not None and before.saved is None and before.store.address == storage_of(target):
+    if before is not None and before.saved is None:
         op, _ = op_of(tape, facts, args, kwargs)
         op.number = tape.tables.number + 1
         tape.tables.number += 2
@@ -301,7 +296,6 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
         if pin is not None and pin.value.counter in bumped:
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tape.tables.number = op.number = tape.tables.number + 1
-    tape.tables.inputs.pop(id(target), None)
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
     # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
     if storage_of(target) != store.address:
