@@ -1185,3 +1185,16 @@ def test_open_files_are_handed_on() -> None:
     log = io.StringIO()
     checkpoint(lambda x, file: (file.write("ran "), x.sin().exp())[1], leaf(), log).sum().backward()
     assert log.getvalue() == "ran ran "
+
+
+def test_an_ordered_dict_comes_back_in_its_order() -> None:
+    """Its order is kept apart from its entries."""
+    seen: list[list[str]] = []
+
+    def function(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(list(values))
+        return values["b"].sin() * values["a"].cos()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, collections.OrderedDict(b=x, a=x * 2)).sum().backward()
+    assert seen == [["b", "a"]] * 2

@@ -154,7 +154,7 @@ def sample_of(tensor: torch.Tensor) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """Returns sizes, strides and offset of the samples of a tensor."""
+    """Returns sizes, strides and offset of the samples of a tensor; kept, since that is a third of the time of a sample."""
     sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
     # Small dimensions first, so that large ones share evenly what is left.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):

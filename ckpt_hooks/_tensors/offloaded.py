@@ -16,7 +16,7 @@ import torch
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
 
-from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers
+from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_at_end
 
 __all__ = ["Batch", "Offloaded", "Taker"]
 
@@ -74,7 +74,7 @@ class Offloaded:
 
     def __del__(self) -> None:
         if self._sent is not None:
-            self._transfers.leave_behind(self._sent)
+            self._transfers.leave_behind(self._sent.number)
 
     def finish_sending(self) -> None:
         """Has the present stream wait until the copy is there, so that what was sent may be written to."""
@@ -89,12 +89,12 @@ class Offloaded:
         set_versions((arrival.tensor,), (self._version,))
         return arrival
 
-    def _keep(self, arrival: Arrival, task: int) -> None:
+    def _keep(self, arrival: Arrival) -> None:
         """Has what was fetched stay for those who take it yet, until the backward ends."""
         with self._transfers.lock:
             if self._arrival is None:
                 self._arrival = arrival
-        self._transfers.drop_at_end(self, task)
+        drop_at_end(self)
 
     def fetch_ahead(self, task: int) -> bool:
         """Starts the way back, unless this backward has taken the tensor already; returns whether it has not.
@@ -105,7 +105,7 @@ class Offloaded:
         if self._task == task:
             return False
         if self._arrival is None:
-            self._keep(self._fetch(), task)
+            self._keep(self._fetch())
         return True
 
     def drop(self) -> None:
@@ -133,7 +133,7 @@ class Offloaded:
         if arrival is None:
             arrival = self._fetch()
             if stays:
-                self._keep(arrival, task)
+                self._keep(arrival)
         self._transfers.use(arrival)
         return counted_detach(arrival.tensor) if stays else arrival.tensor
 

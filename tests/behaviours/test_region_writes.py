@@ -525,9 +525,9 @@ def test_what_operators_read_stays_what_it_was(program):
     regions.assert_as_eager(lambda region: program(x, other.clone(), region), x)
 
 
-#: Of a complex tensor: another tensor in its storage, and one that an operator has made of it, alone alive besides.
+#: Of a complex tensor: what another tensor is given, and what else of its storage stays alive.
 UNSEEN = {
-    "conjugate of it": (lambda h: h.conj(), lambda h: None),
+    "conjugate of it": (lambda h: h.conj(), lambda h: h),
     "it, by its conjugate": (lambda h: h, lambda h: h.conj().data),
     "it, by its real numbers": (lambda h: h, lambda h: torch.view_as_real(h).data),
 }
@@ -603,3 +603,19 @@ def test_a_replay_in_order_that_lacks_a_tensor():
     with pytest.raises(MutationError, match="modified by an inplace operation"):
         torch.autograd.grad((h + k + y).sum(), x)
     del unasked
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_a_copy_of_what_is_not_what_is_in_memory(kind):
+    """A matrix product reads such a tensor as it is; the storage is written to before the region ends."""
+    x = leaf(2, 2).to(torch.complex128).detach().requires_grad_()
+
+    def program(region):
+        source = torch.arange(4.0, dtype=torch.float64).view(2, 2) * (1 + 2j)
+        read = source.conj() if kind == "conjugate" else source.conj().imag
+        with region():
+            y = (x + torch.eye(2, dtype=read.dtype) @ read).sin()
+            source.mul_(2)
+        return y.abs()
+
+    regions.assert_as_eager(program, x)
