@@ -6,7 +6,6 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable
-from threading import get_ident
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -30,23 +29,21 @@ R = TypeVar("R")
 
 
 class _Entry(weakref.ref[Any]):
-    """One entry into a region: a weak reference to the bound ``__exit__`` of a ``with`` statement.
+    """One entry into a region, and a weak reference to the object that a ``with`` statement is to leave it by.
 
-    Ctrl-C between the end of a block and the call of ``__exit__`` drops the bound method uncalled, and nothing else tells.
+    That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
 
     Attributes:
-        frame: The region's frame; None where the region runs plainly, and after the exit.
+        frame: What the region does; None where it runs plainly, and when it has been left.
         mark: How the thread was before.
         region: The region, until it is entered.
-        thread: The thread that entered it.
     """
 
-    __slots__ = ("frame", "mark", "region", "thread")
+    __slots__ = ("frame", "mark", "region")
 
     frame: RecordedFrame | None
     mark: ThreadMark
     region: checkpoint_region | None
-    thread: int
 
 
 class _Entered(threading.local):
@@ -77,10 +74,10 @@ def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseE
 
 
 def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
-    """Leaves a region which is still open, and the regions within."""
+    """Leaves a region that is not left as it should, and those within it, if it is still open on this thread."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), None)
-    if position is None or entry.thread != get_ident():
+    if position is None:
         return
     bring_back(entry.mark, error)
     for other in opened[position:]:
@@ -119,7 +116,7 @@ class _Exit:
         entries: list[_Entry] = []
         leave = _Leave(_leave, entries)
         entry = _Entry(leave, _abandon)
-        entry.region, entry.frame, entry.thread = region, None, get_ident()
+        entry.region, entry.frame = region, None
         entries.append(entry)
         _entered.next = entry
         return leave
@@ -236,7 +233,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:
             entry = _Entry(self)  # entered by hand
-            entry.frame, entry.thread = None, get_ident()
+            entry.frame = None
         entry.region, entry.mark = None, mark_thread()
         _entered.open.append(entry)
         try:

@@ -1193,3 +1193,16 @@ def test_a_copy_of_somebodys_hooks_that_a_rerun_wrote_to_is_no_argument_any_more
     y.sum().backward(retain_graph=True)
     with pytest.raises(MutationError, match=r"args\[0\]"):
         y.sum().backward()
+
+
+def test_an_ordered_dict_comes_back_in_its_order() -> None:
+    """Its order is kept apart from its entries."""
+    seen: list[list[str]] = []
+
+    def function(values: dict[str, torch.Tensor]) -> torch.Tensor:
+        seen.append(list(values))
+        return values["b"].sin() * values["a"].cos()
+
+    x = torch.ones(2, requires_grad=True)
+    checkpoint(function, collections.OrderedDict(b=x, a=x * 2)).sum().backward()
+    assert seen == [["b", "a"]] * 2

@@ -328,3 +328,15 @@ def test_hooks_inside_a_region_see_the_tensors_themselves():
     (found,) = grad(z.sum(), x)
     expected = grad(x.sin(), x, x.sin().cos().exp() * -(x.sin() * 2).sin())[0]
     assert torch.equal(found, expected)
+
+
+def test_a_saved_tensor_that_is_looked_at_outside_of_a_backward():
+    """The regions around bring back what it is made of, for this once."""
+    x = leaf(4)
+    with checkpoint_region():
+        h = x.sin()
+        with checkpoint_region():
+            y = (h * h.cos()).exp()
+            z = y.sin()
+    expected = (x.sin() * x.sin().cos()).exp()
+    assert torch.equal(z.grad_fn._saved_self, expected)

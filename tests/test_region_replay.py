@@ -432,3 +432,29 @@ def test_rule_12_values_of_one_seed():
     """The helpers here compare what they should: regions and none draw the same."""
     x = leaf(4)
     assert_same(*(gradients(lambda region: recorded(x, region), how, x) for how in (checkpoint_region, plain)))
+
+
+def test_a_backward_under_autocast():
+    """A replay runs operators in the dtypes of forward."""
+    x, w = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    found = []
+    for region in (checkpoint_region, plain):
+        with region():
+            y = ((x @ w).sin() @ w).exp()
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(list(grad(y.sum(), (x, w))))
+    assert_same(*found)
+
+
+def test_precisions_that_cannot_be_read_in_the_fast_way():
+    """Torch refuses to read some of its switches once others were set in the newer way."""
+    x, matmul, conv = leaf(4, 4), torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = matmul.fp32_precision, conv.fp32_precision
+    with checkpoint_region():
+        y = (x @ x).sin()
+        try:
+            matmul.fp32_precision, conv.fp32_precision = "tf32", "ieee"
+            z = (y @ x).exp()
+        finally:
+            matmul.fp32_precision, conv.fp32_precision = before
+    assert torch.equal(grad(z.sum(), x)[0], grad(((x @ x).sin() @ x).exp().sum(), x)[0])

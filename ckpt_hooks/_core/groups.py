@@ -51,11 +51,6 @@ class GraphExecGroup:
     def __exit__(self, *exc_info: object) -> None:
         set_graph_exec_group(None)
 
-    @classmethod
-    def _get_current_group(cls) -> object | None:
-        # torch's engine asks its own class; code that asks through ours gets the same answer.
-        return graph_exec_group()
-
 
 def group_scope(group: Any) -> Scope:
     """Returns the scope of a group, ours or torch's, and makes it on first use.

@@ -12,7 +12,6 @@ from ckpt_hooks._ambient.draws import (
     default_generator,
     device_of,
     draw_apart,
-    drops_nothing,
     form_of,
     given_generator,
     handlers,
@@ -51,8 +50,6 @@ def draw_noting(
     Raises:
         RuntimeError: If a CUDA graph is being captured on the device of the draw.
     """
-    if drops_nothing(operator, args, kwargs):
-        return operator(*args, **kwargs), None
     generator = given_generator(operator, args, kwargs)
     if generator is None:
         device = device_of(args, kwargs)

@@ -25,10 +25,10 @@ _Tensor = torch.Tensor
 
 def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs an operator, and notes its draw in ``op``."""
-    if not facts.is_random:
+    if not facts.is_random or drops_nothing(func, args, kwargs):
         return facts.call(*args, **kwargs)
     if tape.draws_anew:
-        op.draw = None if drops_nothing(func, args, kwargs) else ANEW
+        op.draw = ANEW
         return facts.call(*args, **kwargs)
     out, op.draw = draw_noting(func, args, kwargs, shared=is_concurrent(tape.thread))
     return out
@@ -41,11 +41,11 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
         if facts.drops_from_buffer(args, kwargs):
             decision = SAVE
     elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
-        decision = RECOMPUTE  # autocast makes this cast once and keeps it for a while, so only some runs have it
+        decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
     else:
         decision = tape.decisions.decide(facts, args, kwargs, out)
     if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
-        return SAVE  # to run a collective again, all ranks would have to, at the same time
+        return SAVE  # to run a collective again, all have to, at the same time
     return decision
 
 

@@ -16,14 +16,13 @@ from ckpt_hooks._torch import (
     BelowAutograd,
     PastFunctionModes,
     is_any_autocast_enabled,
-    num_dispatch_modes,
     num_function_modes,
     resume_transforms,
     set_grad_enabled,
     suspend_transforms,
 )
 
-__all__ = ["Around", "Below", "look_around"]
+__all__ = ["Around", "Below"]
 
 
 class Around:
@@ -37,26 +36,10 @@ class Around:
 
     __slots__ = ("current", "grad", "switches")
 
-    def __init__(self, switches: flags.Snapshot, grad: bool, current: Current | None = None) -> None:
-        self.switches = switches
-        self.grad = grad
+    def __init__(self, current: Current | None) -> None:
+        self.switches = flags.capture()
+        self.grad = torch.is_grad_enabled()
         self.current = current
-
-
-_latest = Around(flags.capture(), torch.is_grad_enabled())
-
-
-def look_around(current: Current | None) -> Around:
-    """Returns the present surroundings, as the same object while unchanged.
-
-    Args:
-        current: The current devices and streams.
-    """
-    global _latest
-    latest, switches, grad = _latest, flags.capture(), torch.is_grad_enabled()
-    if latest.switches is not switches or latest.grad is not grad or latest.current is not current:
-        latest = _latest = Around(switches, grad, current)
-    return latest
 
 
 class Below:
@@ -65,41 +48,20 @@ class Below:
     Dispatch modes of the user's see these operators; dispatch modes of the package do not.
     """
 
-    __slots__ = (
-        "_before",
-        "_casts",
-        "_current",
-        "_frame",
-        "_grad",
-        "_guard",
-        "_home",
-        "_modes",
-        "_operator_watch",
-        "_paused",
-        "_tensors",
-        "_transforms",
-        "_undo",
-    )
-
     def __init__(self, frame: Frame) -> None:
-        """Prepares to replay.
-
-        Args:
-            frame: The frame being replayed.
-        """
+        """Prepares to replay a frame."""
         self._frame = frame
-        self._home = self._current = frame.current
+        self._current = frame.current
         self._tensors: Mapping[int, torch.Tensor] = {}
 
     def __enter__(self) -> Below:
-        self._paused = pause_modes() if num_dispatch_modes() else ()
+        self._paused = pause_modes()
         self._transforms = suspend_transforms()
         self._casts = autocast.enter(None) if is_any_autocast_enabled() else None
         self._modes = PastFunctionModes() if num_function_modes() else None
         if self._modes is not None:
             self._modes.__enter__()
         self._grad = torch.is_grad_enabled()
-        self._before: Around | None = None
         self._undo: Any = None
         self._guard = BelowAutograd()
         self._guard.__enter__()
@@ -130,7 +92,7 @@ class Below:
     def __exit__(self, *exc_info: object) -> None:
         if self._operator_watch is not None:
             self._operator_watch.__exit__()
-        self._move(self._home)
+        self._move(self._frame.current)
         self._guard.__exit__(None, None, None)
         if self._undo is not None:
             flags.leave(self._undo)
@@ -141,5 +103,4 @@ class Below:
             autocast.leave(self._casts)
         if self._transforms is not None:
             resume_transforms(self._transforms)
-        if self._paused:
-            resume_modes(self._paused)
+        resume_modes(self._paused)

@@ -102,7 +102,6 @@ class Tape:
         value = Value()
         value.number = number = op.number + index
         value.op = op
-        value.index = index
         value.before = value.saved = None
         for other in values:
             store = other.store
@@ -221,7 +220,6 @@ class Tape:
         self.tables.number = number = self.tables.number + 1
         value = Value()
         value.number = number
-        value.index = 0
         value.op = value.before = None
         value.store = store
         value.counter = counter_in(self.tables, store, tensor) if store.members else store

@@ -67,7 +67,7 @@ class Store:
         return tensor is not None and (storage_of(tensor) or 0) == self.address
 
 
-#: Stands for the state before a draw, where a replay is to draw new numbers.
+#: Stands for the state that an operator drew from, where a replay is to draw what comes next.
 ANEW: Any = object()
 
 
@@ -100,26 +100,24 @@ class Op:
 class Value:
     """A tensor at a moment.
 
-    There are three kinds. A result is an output of an operator (``op``, ``index``). A value after a write is another value
-    (``before``) as changed by an operator (``op``). An input has neither, and is kept.
+    There are three kinds. A result is an output of an operator (``op``). A value after a write is what another one
+    (``before``) has become by an operator (``op``). An input has neither; it is kept.
 
     Attributes:
-        number: Larger than the number of any earlier value.
-        op: The operator which made the value; None for an input.
-        index: The position among the outputs.
-        before: The value before ``op`` wrote to the tensor; None for a result of ``op``.
-        store: The storage of the tensor.
-        counter: Stands for the version counter: the same object for all tensors which share a version. A storage may have
-            several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
-        saved: The held tensor, if kept.
-        tensor: Refers to the tensor, weakly.
+        number: Larger than that of any value that existed when this one came to be.
+        op: What made it; None for an input.
+        before: What it was before ``op`` wrote to it; None for one that ``op`` returned.
+        store: The storage that it is in.
+        counter: Stands for its version counter: the same object for all tensors that have a version in common. One storage may
+            have several: of ``tensor.data``, of parts by ``unsafe_chunk`` (tests/behaviours/test_region_writes.py: ``FACES``).
+        saved: The tensor, where it is kept.
+        tensor: The tensor that it belongs to, as long as that is alive.
     """
 
-    __slots__ = ("__weakref__", "before", "counter", "index", "number", "op", "saved", "store", "tensor")
+    __slots__ = ("__weakref__", "before", "counter", "number", "op", "saved", "store", "tensor")
 
     number: int
     op: Op | None
-    index: int
     before: Value | None
     store: Store
     counter: object
@@ -140,7 +138,7 @@ def new_store(address: int, birth: int) -> Store:
 def new_value(number: int, store: Store, counter: object, op: Op | None = None, before: Value | None = None) -> Value:
     """Returns a value without a tensor yet. Code which runs for each operator has this written out instead."""
     value = Value()
-    value.number, value.op, value.index, value.before = number, op, 0, before
+    value.number, value.op, value.before = number, op, before
     value.store, value.counter, value.saved = store, counter, None
     return value
 

@@ -38,14 +38,14 @@ __all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
 _Tensor = torch.Tensor
 
 
-# A kept value is needed if there is a holder besides the table: an operator which read the value, or a handle.
+# A value that is kept is needed if anybody but the table has it: an operator that read it, or a handle.
 def _holders(reference: weakref.ref[Any]) -> int:
     held = reference()
     return sys.getrefcount(held)
 
 
 _probe = Value()
-# The result of ``_holders`` for a value with one holder.
+# How many holders ``_holders`` counts of a value that has one.
 _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 
@@ -62,30 +62,26 @@ def _covers(tensor: torch.Tensor) -> bool:
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator which writes to its arguments."""
     targets = _targets(facts, args, kwargs)
-    if not targets and not facts.has_fresh:
-        return facts.call(*args, **kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
-    # The version counters moved by the write, looked up before the tape forgets tensors of storages which become outside.
+    # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
     bumped = [counter_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     overwritten = set()
     inside: dict[int, Store] = {}
     outside: dict[int, Store] = {}
     for tensor, written in targets:
         store = tape.tables.store_of(tensor)
-        if not store.outside and id(tensor) not in tape.tables.known and id(tensor) not in tape.tables.blank:
-            tape.value_of(tensor, None)  # an alias made without an operator
         if store.blank:
             if written.overwritten and _covers(tensor):
                 overwritten.add(id(tensor))
             else:
                 tape.tables.make_outside(store, "memory that was written to in part")
         (outside if store.outside else inside)[id(store)] = store
-    # If all written tensors are kept, no replay does the write again.
+    # Where all is kept that it writes, nobody will ask for the write to be done again.
     keeps = tape.decisions is not None and tape.decisions.of(facts) in (SAVE, OFFLOAD)
     keeps = keeps and not any(store.pins for store in inside.values())
     for key, store in list(inside.items()):
-        # A replay could not write to all views of a memory if some views are kept and others are not.
+        # A replay could not write to all faces of a memory of which some are kept and others are not.
         if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
             tape.tables.make_outside(store, "kept by the policy, and written to since")
             outside[key] = inside.pop(key)
@@ -94,7 +90,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         _before(tape, outside.values())
         try:
             out = facts.call(*args, **kwargs)
-        finally:  # the operator may have written to some, and then raised
+        finally:  # it may have written to some, and then raised
             _after_outside(tape, outside.values(), quiet)
         count_writes(func, args)
         return out
@@ -122,7 +118,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
 def _before(tape: Tape, stores: Iterable[Store]) -> None:
     """Copies the kept tensors of storages about to be written to, where a holder besides the tape's table needs them."""
     for store in stores:
-        if store.blank:  # no content to copy yet
+        if store.blank:  # there is nothing to copy yet
             continue
         held, store.held = store.held, None
         clones: Clones = {}
@@ -159,7 +155,7 @@ def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisi
         made.append(value)
         if decision != RECOMPUTE:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, as written by {facts.operator}")
-    # A tensor saved without a shared version now has the written content.
+    # What autograd saved without a version in common is what was written, now.
     store.pins = None
     for pin in quiet:
         tensor = pin.value.tensor()
@@ -250,10 +246,10 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     """Runs an operator with unknown effects: any of its arguments may be written to, and its results are kept."""
     tensors = tensors_in((args, kwargs))
     stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
-    if facts.kind is Kind.SAVEABLE:  # only reads
+    if facts.kind is Kind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
     else:
-        # The targets are unknown, so handles find the present content, as after writes without a shared version.
+        # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
         quiet = _look_at_pins(tape, stores.values(), [], facts, tensors)
         _before(tape, stores.values())
         try:
@@ -263,10 +259,9 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
                 tape.tables.make_outside(store, f"handed to {func}")
             _after_outside(tape, stores.values(), quiet)
     if facts.is_asked_about:
-        decide(tape, facts, args, kwargs, out)  # changes nothing: the result is kept in any case
+        decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in instances_in(out, _Tensor):
-        if all(tensor is not other for other in tensors):
-            tape.note_outside(tensor, f"returned by {func}")
+        tape.note_outside(tensor, f"returned by {func}")
     return out
 
 
@@ -275,7 +270,7 @@ def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     target: torch.Tensor = args[0]
     out = facts.call(*args, **kwargs)
     before = tape.tables.known.get(id(target))
-    if before is not None and before.saved is None and before.store.address == storage_of(target):
+    if before is not None and before.saved is None:
         op, _ = op_of(tape, facts, args, kwargs)
         op.number = tape.tables.number + 1
         tape.tables.number += 2
@@ -301,9 +296,8 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
         if pin is not None and pin.value.counter in bumped:
             pin.value = _overwritten(pin.value, facts, pin.frame.path)
     tape.tables.number = op.number = tape.tables.number + 1
-    tape.tables.inputs.pop(id(target), None)
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
-    # After ``set_``, writes through this tensor reach the other storage, whose known tensors may be gone by then.
+    # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
     if storage_of(target) != store.address:
         tape.note_outside(target, f"given to another tensor by {facts.operator}")
     return out

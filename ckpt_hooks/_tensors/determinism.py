@@ -46,7 +46,7 @@ _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor, in one dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
-    if tensor.stride(0) != 1:  # as for a tensor of one number, which is contiguous all the same
+    if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
         tensor = tensor.clone(memory_format=torch.contiguous_format)
     return tensor.view(torch.uint8)
 
@@ -65,7 +65,7 @@ def _has_bits(tensor: torch.Tensor) -> bool:
 
 def _parts_of(tensor: torch.Tensor) -> list[Any]:
     """Returns the tensors and numbers which make up a tensor of another class or layout: all its state."""
-    if tensor.layout is torch.jagged:  # its other attributes are filled in on first use
+    if tensor.layout is torch.jagged:  # its other attributes are filled in as somebody asks for them
         return [tensor.values(), tensor.offsets(), tensor.lengths()]  # type: ignore[attr-defined]
     parts = parts_of(tensor)
     if parts is not None:
@@ -96,7 +96,7 @@ def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) 
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
 
 
-#: Integers by their number of bytes.
+#: Integers by how many bytes they have.
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ODD = 0x100000001B3
 
@@ -134,7 +134,7 @@ def hash_of(tensor: torch.Tensor) -> Any:
     return torch.addcmul(rows, rows, rows, value=2).sum()
 
 
-#: The approximate number of values in a sample.
+#: How many values of a tensor are looked at, about.
 _SAMPLES = 64
 
 
@@ -148,15 +148,15 @@ def sample_of(tensor: torch.Tensor) -> Any:
     samples = torch.as_strided(tensor.detach(), sizes, strides, tensor.storage_offset() + offset)
     try:
         return samples.clone()
-    except NotImplementedError:  # for dtypes of which torch knows only the size
+    except NotImplementedError:  # for dtypes of which torch knows no more than how many bits they have
         return samples.view(torch.uint8).clone()
 
 
 @functools.lru_cache(maxsize=1024)
 def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """Returns sizes, strides and offset of a tensor's samples."""
+    """Returns sizes, strides and offset of the samples of a tensor; kept, since that is a third of the time of a sample."""
     sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
-    # Small dimensions first, so that large dimensions share the rest evenly.
+    # Small dimensions first, so that large ones share evenly what is left.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
         size = sizes[dimension]
         step = max(1, size // max(1, round(left ** (1 / (len(sizes) - rank)))))
@@ -219,7 +219,7 @@ def _equal(one: Any, other: Any) -> bool:
         return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
     try:
         return bool(one == other) or bool(one != one and other != other)
-    except (RuntimeError, ValueError):  # for tensors in other objects, and arrays of NumPy, with NaN too
+    except (RuntimeError, ValueError):  # of tensors in other objects, and of arrays of NumPy, which may have NaN in them too
         equal = one == other
         if hasattr(equal, "all") and not (same := equal.all()):
             same = (equal | ((one != one) & (other != other))).all()

@@ -16,7 +16,7 @@ import torch
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
 
-from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers
+from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_at_end
 
 __all__ = ["Batch", "Offloaded", "Taker"]
 
@@ -63,7 +63,7 @@ class Offloaded:
         self._transfers = transfers
         self._version = tensor._version
         self._arrival: Arrival | None = None
-        # The graph task of the latest use.
+        # The graph task that has taken it last.
         self._task = -1
         self._sent: Sent | None = None
         frame = stack.innermost
@@ -74,7 +74,7 @@ class Offloaded:
 
     def __del__(self) -> None:
         if self._sent is not None:
-            self._transfers.leave_behind(self._sent)
+            self._transfers.leave_behind(self._sent.number)
 
     def finish_sending(self) -> None:
         """Makes the present stream wait for the copy, so that the tensor may be written to."""
@@ -89,12 +89,12 @@ class Offloaded:
         set_versions((arrival.tensor,), (self._version,))
         return arrival
 
-    def _keep(self, arrival: Arrival, task: int) -> None:
+    def _keep(self, arrival: Arrival) -> None:
         """Keeps a fetched tensor for further takers, until the backward ends."""
         with self._transfers.lock:
             if self._arrival is None:
                 self._arrival = arrival
-        self._transfers.drop_at_end(self, task)
+        drop_at_end(self)
 
     def fetch_ahead(self, task: int) -> bool:
         """Starts the fetch, unless this backward has taken the tensor already; returns whether the tensor is still wanted.
@@ -105,7 +105,7 @@ class Offloaded:
         if self._task == task:
             return False
         if self._arrival is None:
-            self._keep(self._fetch(), task)
+            self._keep(self._fetch())
         return True
 
     def drop(self) -> None:
@@ -127,13 +127,13 @@ class Offloaded:
         with self._transfers.lock:
             arrival = self._arrival
             if arrival is not None and arrival.tensor._version != self._version:
-                arrival = self._arrival = None  # it was written to
+                arrival = self._arrival = None  # somebody wrote to it
             if not stays:
                 self._arrival = None
         if arrival is None:
             arrival = self._fetch()
             if stays:
-                self._keep(arrival, task)
+                self._keep(arrival)
         self._transfers.use(arrival)
         return counted_detach(arrival.tensor) if stays else arrival.tensor
 
@@ -151,7 +151,7 @@ class Batch:
     def __init__(self) -> None:
         self.tensors: list[weakref.ref[Offloaded]] = []
         self.before: weakref.ref[Batch] | None = None
-        # The graph task of the latest fetch.
+        # The graph task that has fetched it last.
         self._task = -1
 
     def send(
@@ -195,7 +195,7 @@ class Batch:
         self._task = task
         self._fetch(task)
         batch = self
-        for _ in range(4 * ahead):  # not through all of a long chain of taken batches
+        for _ in range(4 * ahead):  # not through all of a long chain that was taken
             before = None if batch.before is None else batch.before()
             if before is None:
                 return

@@ -28,13 +28,13 @@ import torch
 
 from ckpt_hooks._torch import PastFunctionModes, num_function_modes, past_all_modes, queue_callback, set_conj, set_neg
 
-__all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "transfers_for"]
+__all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_at_end", "transfers_for"]
 
-#: Bytes below which a tensor stays on its device. The host needs some 60 us to start the two copies, in which a computing
-#: device frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
+#: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
+#: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
 DEFAULT_MIN_OFFLOAD_SIZE = 256 * 1024
 
-#: The largest number of tensors on their way to the host.
+#: How many tensors are on their way to the host at most.
 MAX_STASH_SIZE = 5
 
 
@@ -96,25 +96,18 @@ class _Droppable(Protocol):
         """Drops the tensor, if it was not taken."""
 
 
-class _Backward:
-    """The tensors fetched ahead of use by a backward. Dies when that backward ends or fails, as its callback does.
+class _Ahead:
+    """A tensor that a backward has on its device ahead of use. It goes when that backward ends or fails."""
 
-    Attributes:
-        task: The graph task.
-        tensors: The holders of the fetched tensors.
-    """
+    __slots__ = ("_fetched",)
 
-    __slots__ = ("__weakref__", "task", "tensors")
-
-    def __init__(self, task: int) -> None:
-        self.task = task
-        self.tensors: list[weakref.ref[_Droppable]] = []
+    def __init__(self, fetched: _Droppable) -> None:
+        self._fetched = weakref.ref(fetched)
 
     def __del__(self) -> None:
-        for reference in self.tensors:
-            tensor = reference()
-            if tensor is not None:
-                tensor.drop()
+        fetched = self._fetched()
+        if fetched is not None:
+            fetched.drop()
 
 
 class Transfers:
@@ -133,12 +126,11 @@ class Transfers:
         self._device = device
         self._out: Any = self._module.Stream(device)
         self._back: Any = self._module.Stream(device)
-        #: Guards the state shared by threads: the stash, and fetched tensors. No copy is started under this lock.
+        #: Guards what threads share: the stash, and what was fetched. No copy is started under it.
         self.lock = threading.RLock()
         self._number = 0
         self._stash: dict[int, _Leaving] = {}
-        self._backward: weakref.ref[_Backward] | None = None
-        #: The latest sent batch.
+        #: The batch that was sent last.
         self.latest: weakref.ref[Any] | None = None
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -162,7 +154,7 @@ class Transfers:
         """
         with self.lock:
             while len(self._stash) >= max_stash_size:
-                self._leave_behind(next(iter(self._stash)))
+                self.leave_behind(next(iter(self._stash)))
         stream = self.present_stream() if stream is None else stream
         sent: Sent = _quietly(tensor, self._send, tensor, stream)
         return sent
@@ -178,24 +170,19 @@ class Transfers:
             self._stash[number] = _Leaving(tensor.untyped_storage(), stream, copied)
         return Sent(number, host, copied)
 
-    def _leave_behind(self, number: int) -> None:
-        """Drops a tensor from the stash, if present."""
+    def leave_behind(self, number: int) -> None:
+        """Lets go of a tensor in the stash, if it is there."""
         with self.lock:
             leaving = self._stash.get(number)
             if leaving is not None:
                 leaving.stream.wait_event(leaving.copied)
                 del self._stash[number]
 
-    def leave_behind(self, sent: Sent) -> None:
-        """Drops a tensor from the stash, if present, since its copy is not wanted any more."""
-        if self._stash:
-            self._leave_behind(sent.number)
-
     def fetch(self, sent: Sent) -> Arrival:
         """Starts a copy back. Tensors sent no later leave the stash, since the fetch waits for their copies anyway."""
         with self.lock:
             for number in [number for number in self._stash if number <= sent.number]:
-                self._leave_behind(number)
+                self.leave_behind(number)
         arrival: Arrival = _quietly(sent.host, self._fetch, sent)
         return arrival
 
@@ -222,19 +209,10 @@ class Transfers:
             _quietly(arrival.tensor, arrival.tensor.record_stream, stream)
         arrival.is_used = True
 
-    def drop_at_end(self, fetched: _Droppable, task: int) -> None:
-        """Drops a fetched tensor when the backward of this thread ends, unless it was taken by then.
 
-        Args:
-            fetched: The holder of the tensor.
-            task: The id of the graph task.
-        """
-        backward = None if self._backward is None else self._backward()
-        if backward is None or backward.task != task:
-            backward = _Backward(task)
-            queue_callback([backward].clear)
-            self._backward = weakref.ref(backward)
-        backward.tensors.append(weakref.ref(fetched))
+def drop_at_end(fetched: _Droppable) -> None:
+    """Has a tensor that was fetched leave the device when the backward of this thread ends, unless it was taken by then."""
+    queue_callback([_Ahead(fetched)].clear)
 
 
 def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:

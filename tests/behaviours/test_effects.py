@@ -395,3 +395,33 @@ def test_what_is_kept_goes_with_the_graph(kind, retain):
         assert frames.alive() == [False]
     finally:
         gc.enable()
+
+
+@functools.cache
+def peek():
+    """Returns an operator with an ordered effect that returns its argument's memory, which its schema denies."""
+    torch.library.define("ckpt_hooks_tests::peek", "(Tensor x) -> Tensor")
+
+    def kernel(x):
+        RAN.append("peek")
+        return x.detach()[:]
+
+    torch.library.impl("ckpt_hooks_tests::peek", "CPU", kernel)
+    torch.library._register_effectful_op("ckpt_hooks_tests::peek", torch.library.EffectType.ORDERED)
+    return torch.ops.ckpt_hooks_tests.peek
+
+
+def test_an_effect_that_returns_its_argument():
+    """The result cannot be kept by itself, and to have it again would repeat the effect."""
+
+    def function(x):
+        h = x.detach() * 2
+        with torch.no_grad():
+            found = peek()(h)
+        return (x * found).sin()
+
+    RAN.clear()
+    x = torch.arange(4.0, requires_grad=True)
+    found = torch.autograd.grad(recorded()(function)(x).sum(), x)[0]
+    assert RAN == ["peek"]
+    assert torch.equal(found, torch.autograd.grad(function(x).sum(), x)[0])

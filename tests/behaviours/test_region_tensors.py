@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ckpt_hooks import policies
+from ckpt_hooks import checkpoint_region, policies
+from tests import regions
 from tests.behaviours.recorded import Recorded, runs
 from tests.behaviours.runs import assert_as_eager, gradients
 from tests.measure import leaf
@@ -49,6 +50,26 @@ def test_a_transformer_layer(run, policy):
         return gradients(run(lambda x: layer(x.sin()), x), x, *layer.parameters())
 
     assert_as_eager(program, under(run, policy))
+
+
+@pytest.mark.parametrize("preserve_rng_state", [True, False])
+def test_draws_without_values(preserve_rng_state):
+    """There is no generator for the meta device, and nothing to draw."""
+    x = torch.ones(4, device="meta", requires_grad=True)
+    with checkpoint_region(preserve_rng_state=preserve_rng_state):
+        y = F.rrelu(x, training=True).exp() * torch.rand_like(x).exp()
+    assert torch.autograd.grad(y.sum(), x)[0].is_meta
+
+
+def test_sparse_results_that_a_policy_keeps():
+    """They have no storage of their own."""
+    x = leaf(3, 3)
+
+    def program(region):
+        with region(policy=policies.everything_saveable):
+            return torch.sparse.mm((x * 2).to_sparse(), x.exp()).sin()
+
+    regions.assert_as_eager(program, x)
 
 
 @runs("region", "nested")

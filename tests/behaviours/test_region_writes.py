@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks import CheckpointError, MutationError, checkpoint
+from ckpt_hooks import CheckpointError, MutationError, checkpoint, checkpoint_region
+from tests import regions
 from tests.behaviours.recorded import Recorded, runs
 from tests.behaviours.runs import SILENT, assert_as_eager, gradients, plain
 from tests.measure import leaf
@@ -459,3 +460,162 @@ def test_a_tensor_from_outside_that_gets_another_storage(is_needed):
             program(Recorded())
     else:
         assert_as_eager(program, Recorded())
+
+
+def _add_a_buffer(x, other, region):
+    with region():
+        y = (x + other).sin().exp()
+        other.t_()
+        return y.cos() + other
+
+
+def _add_a_parameter(x, other, region):
+    weight = torch.nn.Parameter(other)
+    with region():
+        y = (x + weight).sin().exp()
+        with torch.no_grad():
+            weight.t_()
+        return (y.cos() + weight).sin()
+
+
+def _read_what_a_cut_storage_had(x, other, region):
+    """The integers are a face of the storage, and no tensor of its dtype is left but the one that was saved."""
+    other = other.clone()
+    with region():
+        with torch.no_grad():
+            face = torch.empty(0, dtype=other.dtype).set_(other).view(torch.int64)
+        view = other[1:]
+        y = x[1:] * view
+        del view
+        with torch.no_grad():
+            face.add_(1 << 40)
+        return y * 2
+
+
+def _read_two_views_of_inference(x, other, region):
+    with torch.inference_mode():
+        other = other.clone()
+        view = other[:]
+    with region():
+        return ((x + other).sin() + view).exp()
+
+
+def _write_in_a_nested_region(x, other, region):
+    with region(replay_whole=False):
+        h = x.sin()
+        with region(replay_whole=False):
+            h.mul_(2)
+            z = h.exp() * (h * 3).sin()
+        return (h * z).cos()
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        _add_a_buffer,
+        _add_a_parameter,
+        _read_what_a_cut_storage_had,
+        _read_two_views_of_inference,
+        _write_in_a_nested_region,
+    ],
+)
+def test_what_operators_read_stays_what_it_was(program):
+    """Tensors are turned in place or written to between the operators that read them and backward."""
+    x, other = leaf(2, 2), torch.arange(4.0, dtype=torch.float64).view(2, 2)
+    regions.assert_as_eager(lambda region: program(x, other.clone(), region), x)
+
+
+#: Of a complex tensor: what another tensor is given, and what else of its storage stays alive.
+UNSEEN = {
+    "conjugate of it": (lambda h: h.conj(), lambda h: h),
+    "it, by its conjugate": (lambda h: h, lambda h: h.conj().data),
+    "it, by its real numbers": (lambda h: h, lambda h: torch.view_as_real(h).data),
+}
+
+
+@pytest.mark.parametrize("kind", UNSEEN)
+def test_an_unseen_face_of_complex_numbers(kind):
+    """What is in memory is not what the tensor is, or of another dtype: a face of it is no strided view of another one."""
+    given, left = UNSEEN[kind]
+    x = leaf(4).to(torch.complex128).detach().requires_grad_()
+
+    def program(region):
+        with region():
+            h, other = (x * (1 + 2j)).detach(), torch.empty(4, dtype=x.dtype)
+            other.data = given(h)
+            kept = left(h)
+            del h
+            y = (x * other).exp()
+            del kept
+        return y.abs()
+
+    regions.assert_as_eager(program, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.int64], ids=str)
+def test_a_saved_tensor_of_which_no_face_can_be_had(dtype):
+    """Its storage is written to by a tensor of another dtype or by a conjugate: an error, since nothing says what it is now."""
+    x = leaf(4).to(torch.complex128 if dtype.is_complex else torch.float64).detach().requires_grad_()
+    with checkpoint_region():
+        h = x.exp()
+        y = h * 2
+        with torch.no_grad():
+            face = torch.empty(0, dtype=dtype).set_(h.untyped_storage())
+            face = face.conj() if dtype.is_complex else face
+            del h
+            face.mul_(3)
+    with pytest.raises(MutationError, match="saved has been modified by an inplace operation"):
+        y.abs().sum().backward()
+
+
+@pytest.mark.parametrize("is_alive", [True, False])
+def test_a_saved_result_that_is_turned_in_place(is_alive):
+    """Plain autograd raises too."""
+
+    def function(x):
+        h = x.exp()
+        y = h * 2
+        with torch.no_grad():
+            h.t_()
+        return y, h if is_alive else None
+
+    x = leaf(2, 2)
+    y, _h = function(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+    with checkpoint_region():
+        y, _h = function(x)
+    with pytest.raises(MutationError, match=r"\(aten\.t_"):
+        y.sum().backward()
+
+
+def test_a_replay_in_order_that_lacks_a_tensor():
+    """It raises, though what is asked for does not need that tensor: a part of the operators would read what came later."""
+    x, other = leaf(4), torch.ones(4, dtype=torch.float64)
+    with checkpoint_region():
+        buffer = x.detach() * 2
+        h = (x * buffer.clone()).sin()
+        k = (buffer + x).sin()
+        buffer.add_(1)
+        unasked = (x + other).sin().exp()
+        y = (x * buffer).cos()
+    other.add_(1)
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        torch.autograd.grad((h + k + y).sum(), x)
+    del unasked
+
+
+@pytest.mark.parametrize("kind", ["conjugate", "negative"])
+def test_a_copy_of_what_is_not_what_is_in_memory(kind):
+    """A matrix product reads such a tensor as it is; the storage is written to before the region ends."""
+    x = leaf(2, 2).to(torch.complex128).detach().requires_grad_()
+
+    def program(region):
+        source = torch.arange(4.0, dtype=torch.float64).view(2, 2) * (1 + 2j)
+        read = source.conj() if kind == "conjugate" else source.conj().imag
+        with region():
+            y = (x + torch.eye(2, dtype=read.dtype) @ read).sin()
+            source.mul_(2)
+        return y.abs()
+
+    regions.assert_as_eager(program, x)
