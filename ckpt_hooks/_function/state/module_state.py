@@ -356,6 +356,8 @@ def capture_state(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     Returns:
         The state, and random generators that the modules hold.
     """
+    if torch.is_inference_mode_enabled():  # no backward will come; torch 2.11 refuses to pack
+        return None, []
     found: list[tuple[torch.Tensor, _Refer, bool]] = []
     packs: list[Pack] = []
     generators: list[torch.Generator] = []
