@@ -583,7 +583,7 @@ def test_what_a_region_returns_written_to_its_argument_is_no_cycle(made, write, 
 def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
     kind, code = type("Made", (), {}), compile("lambda x: x", "made", "eval")
     tag_of(kind)
-    facts_of(eval(code))
+    facts_of(eval(code, {}))
     gone = weakref.ref(kind), weakref.ref(code.co_consts[0])
     for _ in range(10_001):
         tag_of(type("Made", (), {}))
