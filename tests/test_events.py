@@ -140,7 +140,7 @@ class Ledger(Observer):
 
 def allocated(program):
     """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         result = program()
     return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
