@@ -59,7 +59,7 @@ def test_operators_that_fill_an_argument_are_known():
     "names",
     [
         "ALIASES",
-        "BLANK",
+        "UNINITIALIZED",
         "BUFFERED_MASKS",
         "LAYOUT",
         "LIKE",

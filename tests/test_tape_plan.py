@@ -53,7 +53,7 @@ def test_what_operators_write_to(operator, expected):
 
 ATTRIBUTES = (
     "has_fresh",
-    "is_blank",
+    "is_uninitialized",
     "is_collective",
     "is_fast",
     "is_inplace_view",
@@ -80,7 +80,7 @@ ATTRIBUTES = (
         (aten.unsafe_split.Tensor, "has_fresh is_fast is_trusted"),
         (aten.cat.default, "has_fresh is_trusted single"),
         (aten.index.Tensor, "has_fresh is_trusted single"),
-        (aten.empty_like.default, "has_fresh is_blank is_trusted single"),
+        (aten.empty_like.default, "has_fresh is_uninitialized is_trusted single"),
         (aten.zeros_like.default, "has_fresh is_like is_trusted single"),
         (aten.add.out, "is_trusted single"),
         (aten._foreach_mul_.Scalar, "is_trusted"),

@@ -68,7 +68,7 @@ class OpFacts:
         may_drop_out: Whether the operator draws only with a dropout probability.
         is_repeatable: Whether a second run writes the same again.
         may_be_left_out: Whether random streams and the world are the same without the operator.
-        is_blank: Whether the result is uninitialised memory.
+        is_uninitialized: Whether the result is uninitialised memory.
         is_like: Whether the operator reads only the shape of its first argument.
         is_asked_about: Whether the output can stand in for another run, so that policies are asked.
         is_fresh: Whether all results are new, and maybe worth keeping.
@@ -90,7 +90,6 @@ class OpFacts:
         "has_effect",
         "has_fresh",
         "is_asked_about",
-        "is_blank",
         "is_collective",
         "is_detach",
         "is_fast",
@@ -103,6 +102,7 @@ class OpFacts:
         "is_random",
         "is_repeatable",
         "is_trusted",
+        "is_uninitialized",
         "is_view",
         "keywords",
         "kind",
@@ -155,7 +155,7 @@ class OpFacts:
         self.has_effect = kind is Kind.EFFECT
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
-        self.is_blank = aten and self.name in unsaid.BLANK
+        self.is_uninitialized = aten and self.name in unsaid.UNINITIALIZED
         self.is_like = aten and self.name in unsaid.LIKE
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
@@ -179,7 +179,7 @@ class OpFacts:
             or self.written
             or self.lists
             or self.is_random
-            or self.is_blank
+            or self.is_uninitialized
             or self.is_like
             or self.is_inplace_view
             or self.is_mark

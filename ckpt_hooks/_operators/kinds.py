@@ -82,7 +82,7 @@ def kind_of(operator: Any) -> Kind:
         return Kind.COLLECTIVE
     if has_effects(operator):
         return Kind.EFFECT
-    if library == "aten" and (name.endswith("_like") or name in unsaid.BLANK or _takes_no_tensor(schema)):
+    if library == "aten" and (name.endswith("_like") or name in unsaid.UNINITIALIZED or _takes_no_tensor(schema)):
         return Kind.FACTORY
     draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in unsaid.TAGGED
     return Kind.RANDOM if draws else Kind.SAVEABLE

@@ -12,7 +12,6 @@ import torch
 
 __all__ = [
     "ALIASES",
-    "BLANK",
     "BUFFERED_MASKS",
     "LAYOUT",
     "LIKE",
@@ -28,6 +27,7 @@ __all__ = [
     "REWRITING",
     "TAGGED",
     "TRUSTED",
+    "UNINITIALIZED",
     "WRITES",
 ]
 
@@ -84,7 +84,7 @@ REPLACES_STORAGE = frozenset({"_resize_output_", "resize_", "resize_as_", "resiz
 ALIASES = frozenset({"_unsafe_view", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes"})
 
 #: Return uninitialised memory.
-BLANK = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
+UNINITIALIZED = frozenset({"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"})
 
 #: Libraries whose operators return new memory, or an argument's.
 TRUSTED = frozenset({"aten", "prims", "prim", "quantized"})

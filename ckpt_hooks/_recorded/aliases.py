@@ -7,7 +7,7 @@ import torch
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import set_versions
 
-from .surroundings import Around
+from .surroundings import Surroundings
 from .tables import Tables
 from .values import Op, Store, Value, new_value
 
@@ -44,7 +44,7 @@ def counter_of(tables: Tables, tensor: torch.Tensor) -> object:
     return counter_in(tables, tables.store_of(tensor), tensor) if value is None else value.counter
 
 
-def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, around: Around) -> Value | None:
+def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, surroundings: Surroundings) -> Value | None:
     """Returns the value of such an alias, as a view of another tensor in the storage; None if no tensor there will do."""
     if tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return None
@@ -54,7 +54,7 @@ def alias_of(tables: Tables, store: Store, tensor: torch.Tensor, around: Around)
             continue
         op = Op()
         tables.number = op.number = tables.number + 1
-        op.facts, op.present, op.draw, op.around = facts_of(_AS_STRIDED), (0,), None, around
+        op.facts, op.present, op.draw, op.surroundings = facts_of(_AS_STRIDED), (0,), None, surroundings
         op.is_plain = True
         op.args, op.kwargs = [value, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()], {}
         alias = new_value(op.number, store, counter_in(tables, store, tensor), op)

@@ -73,7 +73,7 @@ def op_of(
     op.present = tuple(index for index, argument in enumerate(op.args) if type(argument) is Value)
     op.draw = None
     op.is_plain = False
-    op.around = tape.around
+    op.surroundings = tape.surroundings
     return op, values
 
 
@@ -81,7 +81,7 @@ def _recorded(tape: Tape, facts: OpFacts, overwritten: frozenset[int], values: l
     """Returns an argument with values in place of tensors; adds the values to ``values``."""
     if isinstance(argument, _Tensor):
         key = id(argument)
-        value = tape.tables.blank.get(key) if key in overwritten else None
+        value = tape.tables.uninitialized.get(key) if key in overwritten else None
         if value is None:
             value = tape.tables.known.get(key)
         if value is None or storage_of(argument) != value.store.address:

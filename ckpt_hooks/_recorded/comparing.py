@@ -18,7 +18,7 @@ from ckpt_hooks._tensors.fingerprints import Fingerprints, may_be_unfilled
 from ckpt_hooks._torch import current_node
 from ckpt_hooks.errors import DeterminismError
 
-from .replayed import Pin
+from .replayed import Handle
 
 __all__ = ["ComparedValues"]
 
@@ -62,7 +62,7 @@ class ComparedValues:
 
         def pack_compared(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
-            if type(packed) is Pin:
+            if type(packed) is Handle:
                 if not tensor.requires_grad:
                     without_grad.add(len(numbers))
                 numbers.append(packed.value.number)
@@ -75,7 +75,7 @@ class ComparedValues:
         """Ends forward; the pack hook drops the fingerprints."""
         self._fingerprints.close()
 
-    def compare(self, pin: Pin, tensor: torch.Tensor) -> None:
+    def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Compares a replayed tensor with the saved tensor.
 
         Kept tensors are not compared, and neither are tensors written to without a count of the version, which plain autograd
@@ -84,7 +84,7 @@ class ComparedValues:
         Raises:
             DeterminismError: If the values differ.
         """
-        index, value = pin.index, pin.value
+        index, value = handle.index, handle.value
         if value.saved is not None or value.number != self._numbers[index] or is_without_values():
             return
         expected = self._taken[index]
@@ -98,7 +98,7 @@ class ComparedValues:
         if index in self._without_grad and may_be_unfilled(node, tensor):
             return
         grad_fn = None if node is None else node.name()
-        region = format_path(pin.frame.path)
+        region = format_path(handle.frame.path)
         saved_by = "" if node is None else f" It was saved by {grad_fn}."
         raise DeterminismError(
             f"region {'/'.join(region)!r}: the replay of the region came to other values than forward.\n"

@@ -32,7 +32,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
 from .recorder import Recorder
-from .replayed import Pin, ReplayedFrame, fate_of
+from .replayed import Handle, ReplayedFrame, fate_of
 from .tape import Tape
 from .values import Value
 
@@ -164,31 +164,31 @@ class RecordedFrame(ReplayedFrame):
         if self._decisions is not None and error is None:
             self._decisions.finish()
 
-    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Pin | Kept], Callable[[], None]]:
+    def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[], None]]:
         """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
-        get, pins = tape.tables.known.get, self.pins
-        append = pins.append
+        get, handles = tape.tables.known.get, self.handles
+        append = handles.append
         pack_other, watch = self._pack_other if self.watch is None else self._pack_watched, self.watch
-        new, reference_to, frame = Pin, weakref.ref, self
+        new, reference_to, frame = Handle, weakref.ref, self
 
-        def pack(tensor: torch.Tensor) -> Pin | Kept:
+        def pack(tensor: torch.Tensor) -> Handle | Kept:
             value = get(id(tensor))
             if value is None or storage_address(tensor) != value.store.address or watch is not None:
                 return pack_other(tensor, value)
-            pin = new()
-            pin.frame = frame
-            pin.value = value
-            pin.index = len(pins)
-            reference = reference_to(pin)
+            handle = new()
+            handle.frame = frame
+            handle.value = value
+            handle.index = len(handles)
+            reference = reference_to(handle)
             append(reference)
             store = value.store
-            if store.pins is None:
-                store.pins = [reference]
+            if store.handles is None:
+                store.handles = [reference]
             else:
-                store.pins.append(reference)
-            pin.nbytes = nbytes = tensor.nbytes
+                store.handles.append(reference)
+            handle.nbytes = nbytes = tensor.nbytes
             frame.bytes += nbytes
-            return pin
+            return handle
 
         def release() -> None:
             nonlocal frame, pack_other
@@ -196,19 +196,19 @@ class RecordedFrame(ReplayedFrame):
 
         return pack, release
 
-    def _pin_of(self, tensor: torch.Tensor, value: Value) -> Pin:
-        pin = Pin()
-        pin.frame, pin.value, pin.index = self, value, len(self.pins)
-        reference = weakref.ref(pin)
-        self.pins.append(reference)
-        value.store.pins = [*(value.store.pins or ()), reference]
-        pin.dtype, pin.nbytes = tensor.dtype, tensor.nbytes if tensor.layout is torch.strided else 0
+    def _handle_of(self, tensor: torch.Tensor, value: Value) -> Handle:
+        handle = Handle()
+        handle.frame, handle.value, handle.index = self, value, len(self.handles)
+        reference = weakref.ref(handle)
+        self.handles.append(reference)
+        value.store.handles = [*(value.store.handles or ()), reference]
+        handle.dtype, handle.nbytes = tensor.dtype, tensor.nbytes if tensor.layout is torch.strided else 0
         if not tensor.is_nested:
-            pin.shape = tensor.shape
-        self.bytes += pin.nbytes
-        return pin
+            handle.shape = tensor.shape
+        self.bytes += handle.nbytes
+        return handle
 
-    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Pin | Kept:
+    def _pack_other(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
         """Packs a tensor which the tape does not know as the result of an operator."""
         tape = self.tape
         assert tape is not None
@@ -216,22 +216,22 @@ class RecordedFrame(ReplayedFrame):
             return [tensor, tensor._version, self.path]
         if value is None or storage_of(tensor) != value.store.address:
             store = tape.tables.store_of(tensor)
-            if store.blank:
+            if store.uninitialized:
                 value = tape.input_of(tensor, store)  # as it is after the writes
-            elif store.outside and tape.hooks is None and self.hooks_around is None:
+            elif store.external and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
                 self.externals.append(weakref.ref(external))
                 return external
             else:
                 value = tape.value_of(tensor, None)
-        return self._pin_of(tensor, value)
+        return self._handle_of(tensor, value)
 
-    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Pin | Kept:
+    def _pack_watched(self, tensor: torch.Tensor, value: Value | None) -> Handle | Kept:
         """Packs a tensor, and tells observers."""
         watch, packed = self.watch, self._pack_other(tensor, value)
         assert watch is not None
-        if not isinstance(packed, Pin):
+        if not isinstance(packed, Handle):
             return watch.kept(None, packed, tensor)
         op = packed.value.op
         watch.saved(packed.index, fate_of(packed.value), tensor, None if op is None else str(op.facts.operator))
@@ -245,7 +245,7 @@ class RecordedFrame(ReplayedFrame):
             return
         decision = self._decisions.of_name(name)
         value = tape.tables.known.get(id(tensor))
-        if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.outside:
+        if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.external:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, by the name of {name!r}")
 
 
@@ -255,19 +255,19 @@ def unpack(packed: Any) -> torch.Tensor:
     Args:
         packed: A handle, or the stand-in for a tensor from outside.
     """
-    if type(packed) is not Pin:
+    if type(packed) is not Handle:
         leaf: torch.Tensor = packed[0]
         if leaf._version != packed[1]:
             raise mutated_leaf(packed)
         return leaf
-    pin = packed
-    frame, saved = pin.frame, pin.value.saved
+    handle = packed
+    frame, saved = handle.frame, handle.value.saved
     if saved is not None and not saved.is_packed:
         tensor = saved.get()
     else:
         with frame._lock:
             replay = frame.passes.get(graph_task_id())
-            number = pin.value.number
+            number = handle.value.number
             if replay is not None and not replay.held and number in replay.tensors:
                 left = replay.readers[number] - 1
                 replay.readers[number] = left
@@ -275,16 +275,16 @@ def unpack(packed: Any) -> torch.Tensor:
                 if replay.made is not None:
                     replay.made.hand_out(tensor)
             else:
-                tensor = frame.bring_back(pin)
+                tensor = frame.bring_back(handle)
     if frame.watch is not None:
-        frame.watch.restored(pin.index, tensor)
+        frame.watch.restored(handle.index, tensor)
     return tensor
 
 
 def unpack_compared(packed: Any) -> torch.Tensor:
     """Returns the tensor of a handle as :func:`unpack` does, after a comparison with the saved tensor."""
     tensor = unpack(packed)
-    if type(packed) is Pin:
+    if type(packed) is Handle:
         frame = packed.frame
         assert type(frame) is RecordedFrame
         assert frame.compared is not None

@@ -32,7 +32,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
 from .calls import decide, op_of, run
-from .surroundings import Around
+from .surroundings import Surroundings
 from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_store, new_value
 
@@ -58,28 +58,31 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         self._tape = tape
         self._tables = tape.tables
         self._forget = tape.tables.known.pop
-        self._seen: list[Around] = []
+        self._seen: list[Surroundings] = []
         tape.current = capture_current()
         self._look()
 
     def _look(self) -> None:
         """Notes the present surroundings of operators."""
         current = None if self._tape.current is None else capture_current()
-        for around in self._seen:
-            if around.switches.guard.check() and around.current == current:
+        for surroundings in self._seen:
+            if surroundings.switches.guard.check() and surroundings.current == current:
                 break
         else:
-            around = Around(current)
-            self._seen = [around, *self._seen[:3]]  # without them, gradients off and on in a region cost 13% of a small step
-        self._tape.around = around
-        self._check = around.switches.guard.check
+            surroundings = Surroundings(current)
+            self._seen = [
+                surroundings,
+                *self._seen[:3],
+            ]  # without them, gradients off and on in a region cost 13% of a small step
+        self._tape.surroundings = surroundings
+        self._check = surroundings.switches.guard.check
         if current is not None:
             self._check = current.checking(self._check)
-        self._without_grad = not around.grad
+        self._without_grad = not surroundings.grad
 
     def _look_closely(self, facts: OpFacts) -> None:
         """Notes the surroundings for operators which depend on switches that change without notice."""
-        switches = self._tape.around.switches
+        switches = self._tape.surroundings.switches
         try:
             same = read_fast() == switches.unguarded if facts.looks_at_all_switches else read_common() == switches.common
         except RuntimeError:
@@ -139,7 +142,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         op.kwargs = kwargs or _NO_KWARGS
         op.present = present
         op.draw = None
-        op.around = tape.around
+        op.surroundings = tape.surroundings
         op.is_plain = True
         if not facts.single or type(out) is not _Tensor:
             tape.note(op, values, out)
@@ -158,7 +161,7 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         for other in values:
             store = other.store
             if store.address == address:
-                if store.blank or out is other.tensor():
+                if store.uninitialized or out is other.tensor():
                     tape.put(op, 0, values, out)
                     return out
                 shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
@@ -171,9 +174,9 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             value.counter = store = Store()
             store.address = address
             store.birth = number
-            store.outside = store.blank = store.written = False
+            store.external = store.uninitialized = store.written = False
             store.members = [reference]
-            store.pins = store.held = None
+            store.handles = store.held = None
             tables.stores[address] = store
         value.store = store
         tables.known[key] = value
@@ -201,9 +204,9 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             value.store = value.counter = store = tables.stores[address] = Store()
             store.address = address
             store.birth = number
-            store.outside = store.blank = store.written = False
+            store.external = store.uninitialized = store.written = False
             store.members = [reference]
-            store.pins = None
+            store.handles = None
             tables.known[key] = value
             saved = HeldTensor()
             saved.tensor = counted_detach(tensor)
@@ -245,9 +248,9 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             return writes.run_opaque(tape, func, facts, args, kwargs)
         if facts.is_mark:
             return writes.run_marking(tape, facts, args, kwargs)
-        if facts.is_blank:
+        if facts.is_uninitialized:
             out = facts.call(*args, **kwargs)
-            tape.note_blank(out)
+            tape.note_uninitialized(out)
             return out
         if facts.written and not facts.is_inplace_view:
             return writes.run_writing(tape, func, facts, args, kwargs)
@@ -261,6 +264,6 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
             if facts.has_effect:
                 for value in made:
                     if value.saved is None:  # another face of an argument: to have that again, the operator would run again
-                        tape.tables.make_outside(value.store, f"returned by {func}, which has an ordered effect")
+                        tape.tables.make_external(value.store, f"returned by {func}, which has an ordered effect")
             cut(op, made)
         return out

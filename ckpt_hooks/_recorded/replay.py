@@ -27,7 +27,7 @@ from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
 
 from .schedule import Work, plan_for, work_for
-from .surroundings import Around, Below
+from .surroundings import ReplayContext, Surroundings
 from .values import ANEW, Op, Value, flatten, rebuild, values_of
 
 __all__ = ["Replay", "Replayable", "bring_back"]
@@ -161,21 +161,21 @@ class Replay:
             self.frame.observed(self._run, work.steps)
 
     def _run(self, steps: dict[int, Op | Value]) -> None:
-        around: Around | None = None
+        surroundings: Surroundings | None = None
         tensors, readers = self.tensors, self.readers
         self._ran.update(steps)
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
-        with Below(self.frame) as below:
+        with ReplayContext(self.frame) as context:
             while todo:
                 op = todo.pop()
                 if type(op) is Value:
                     self._after(op)
                     continue
                 assert type(op) is Op
-                if op.around is not around:
-                    around = op.around
-                    below.under(around, tensors)
+                if op.surroundings is not surroundings:
+                    surroundings = op.surroundings
+                    context.under(surroundings, tensors)
                 facts = op.facts
                 if not op.is_plain:  # what is written out below saves 8% of a small block's step
                     self._run_any(op)

@@ -22,12 +22,12 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from .replay import Replay, Replayable, bring_back
 from .values import Value, values_below
 
-__all__ = ["Pin", "ReplayedFrame", "fate_of"]
+__all__ = ["Handle", "ReplayedFrame", "fate_of"]
 
 _number = operator.attrgetter("number")
 
 
-class Pin:
+class Handle:
     """The handle of a recorded frame: stands in autograd's graph for one saved tensor.
 
     Attributes:
@@ -54,10 +54,10 @@ class ReplayedFrame(Replayable):
 
     Attributes:
         externals: Stand-ins for saved tensors from outside.
-        pins: The frame's handles.
+        handles: The frame's handles.
     """
 
-    __slots__ = ("_children", "externals", "pins")
+    __slots__ = ("_children", "externals", "handles")
 
     kind = "recorded"
     outer: ReplayedFrame | None
@@ -70,13 +70,13 @@ class ReplayedFrame(Replayable):
         self.bytes = 0
         self.externals: list[weakref.ref[TrackedKept]] = []
         self.outer = outer
-        self.pins: list[weakref.ref[Pin]] = []
+        self.handles: list[weakref.ref[Handle]] = []
         self.start = 0
         self.whole = None
 
     def saved(self) -> list[Saved]:
         """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""
-        return [self.describe(pin) for reference in self.pins if (pin := reference()) is not None]
+        return [self.describe(handle) for reference in self.handles if (handle := reference()) is not None]
 
     def held(self) -> list[Holding]:
         """Returns the tensors kept alive by this frame, in the order of their making; see :meth:`Frame.held`."""
@@ -88,7 +88,7 @@ class ReplayedFrame(Replayable):
             for found in holdings_in(external[0], "saved, from outside of the region", seen)
         ]
         for value in sorted(
-            values_below([pin.value for reference in self.pins if (pin := reference()) is not None]), key=_number
+            values_below([handle.value for reference in self.handles if (handle := reference()) is not None]), key=_number
         ):
             if value.saved is not None:
                 held += holdings_in(value.saved, value.saved.reason, seen, (Frame,))
@@ -97,7 +97,7 @@ class ReplayedFrame(Replayable):
         replays = [[*replay.tensors.values(), *replay.held.values()] for replay in self.passes.values()]
         return held + list(holdings_in(replays, "recomputed", seen))
 
-    def describe(self, packed: Pin) -> Saved:
+    def describe(self, packed: Handle) -> Saved:
         """Returns the description of a handle's tensor; see :meth:`Frame.describe`."""
         value = packed.value
         made_by = None if value.op is None else str(value.op.facts.operator)
@@ -122,8 +122,8 @@ class ReplayedFrame(Replayable):
                 todo += frame._living_children()
         for frame in reversed(order):
             # Kept tensors need no replay, which would hold them until their last request.
-            pins = [pin for reference in frame.pins if (pin := reference()) is not None]
-            roots = [pin.value for pin in pins if pin.value.saved is None or pin.value.saved.is_packed]
+            handles = [handle for reference in frame.handles if (handle := reference()) is not None]
+            roots = [handle.value for handle in handles if handle.value.saved is None or handle.value.saved.is_packed]
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
             replay = Replay(frame, roots, key)
@@ -131,18 +131,18 @@ class ReplayedFrame(Replayable):
         opened: Replay = self.passes[key]
         return opened
 
-    def bring_back(self, pin: Pin) -> torch.Tensor:
+    def bring_back(self, handle: Handle) -> torch.Tensor:
         """Returns the tensor of a handle; the caller holds the tape's lock."""
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
         if key == -1:  # outside of a backward nothing tells when values may go
-            return self.alone(pin.value)
+            return self.alone(handle.value)
         replay = self.replay_for(key)
-        if group is not None and pin.index in replay.taken:
-            raise overlap_error(self.path, pin.index)
-        tensor = take(replay, pin.value)
+        if group is not None and handle.index in replay.taken:
+            raise overlap_error(self.path, handle.index)
+        tensor = take(replay, handle.value)
         if group is not None:
-            replay.taken.add(pin.index)
+            replay.taken.add(handle.index)
         return tensor
 
     def alone(self, value: Value) -> torch.Tensor:

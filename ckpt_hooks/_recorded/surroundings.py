@@ -22,10 +22,10 @@ from ckpt_hooks._torch import (
     suspend_transforms,
 )
 
-__all__ = ["Around", "Below"]
+__all__ = ["ReplayContext", "Surroundings"]
 
 
-class Around:
+class Surroundings:
     """The surroundings of operators.
 
     Attributes:
@@ -42,7 +42,7 @@ class Around:
         self.current = current
 
 
-class Below:
+class ReplayContext:
     """A context for replayed operators: below autograd, with no frame, transform, function mode, or autocast around.
 
     Dispatch modes of the user's see these operators; dispatch modes of the package do not.
@@ -54,7 +54,7 @@ class Below:
         self._current = frame.current
         self._tensors: Mapping[int, torch.Tensor] = {}
 
-    def __enter__(self) -> Below:
+    def __enter__(self) -> ReplayContext:
         self._paused = pause_modes()
         self._transforms = suspend_transforms()
         self._casts = autocast.enter(None) if is_any_autocast_enabled() else None
@@ -68,18 +68,18 @@ class Below:
         self._operator_watch = None if self._frame.watch is None else watch_replay(self._frame)
         return self
 
-    def under(self, around: Around, tensors: Mapping[int, torch.Tensor]) -> None:
+    def under(self, surroundings: Surroundings, tensors: Mapping[int, torch.Tensor]) -> None:
         """Restores the surroundings of forward; undone at the end.
 
         Args:
-            around: The surroundings.
+            surroundings: The surroundings.
             tensors: The tensors which the operators may read.
         """
         self._tensors = tensors
-        if around.current is not self._current:
-            self._move(around.current)
-        set_grad_enabled(around.grad)
-        undo = flags.enter(around.switches)
+        if surroundings.current is not self._current:
+            self._move(surroundings.current)
+        set_grad_enabled(surroundings.grad)
+        undo = flags.enter(surroundings.switches)
         if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 

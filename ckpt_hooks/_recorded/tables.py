@@ -28,17 +28,17 @@ class Tables:
     Attributes:
         number: The number of the latest value or operator.
         known: Values of tensors on the tape, by identity of the tensor.
-        blank: The same for uninitialised tensors.
+        uninitialized: The same for uninitialised tensors.
         inputs: Values of tensors from outside, by identity.
         stores: Storages, by address.
     """
 
-    __slots__ = ("blank", "inputs", "known", "number", "stores")
+    __slots__ = ("inputs", "known", "number", "stores", "uninitialized")
 
     def __init__(self) -> None:
         self.number = 0
         self.known: dict[int, Value] = {}
-        self.blank: dict[int, Value] = {}
+        self.uninitialized: dict[int, Value] = {}
         self.inputs: dict[int, weakref.ref[Value]] = {}
         self.stores: dict[int, Store] = {}
 
@@ -47,10 +47,10 @@ class Tables:
 
         Then the weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
         """
-        key, table = id(tensor), self.blank if value.store.blank else self.known
+        key, table = id(tensor), self.uninitialized if value.store.uninitialized else self.known
         value.tensor = _weakref(tensor, partial(table.pop, key))
         value.store.members.append(value.tensor)
-        (self.known if value.store.blank else self.blank).pop(key, None)
+        (self.known if value.store.uninitialized else self.uninitialized).pop(key, None)
         table[key] = value
 
     def is_taken(self, address: int) -> bool:
@@ -58,19 +58,19 @@ class Tables:
         store = self.stores.get(address)
         return store is not None and store.is_alive()
 
-    def store_outside(self, address: int | None) -> Store:
+    def external_store(self, address: int | None) -> Store:
         """Returns a new outside storage at ``address``, which is None for a tensor without a storage so far."""
         store = new_store(address or 0, 0)
-        store.outside = True
+        store.external = True
         if address is not None:
             self.stores[address] = store
         return store
 
-    def make_outside(self, store: Store, reason: str) -> None:
+    def make_external(self, store: Store, reason: str) -> None:
         """Makes a storage an outside storage: from now on its tensors are kept where needed."""
-        if not store.outside:
-            store.outside = True
-            store.blank = False
+        if not store.external:
+            store.external = True
+            store.uninitialized = False
             self.forget_members(store)
         store.reason = reason
 
@@ -79,12 +79,12 @@ class Tables:
         for tensor in self.live_members(store):
             key = id(tensor)
             self.known.pop(key, None)
-            self.blank.pop(key, None)
+            self.uninitialized.pop(key, None)
             self.inputs.pop(key, None)
 
     def value_now(self, tensor: torch.Tensor) -> Value | None:
         """Returns the value of a tensor, if known."""
-        return self.known.get(id(tensor)) or self.blank.get(id(tensor)) or self.input(tensor)
+        return self.known.get(id(tensor)) or self.uninitialized.get(id(tensor)) or self.input(tensor)
 
     def input(self, tensor: torch.Tensor) -> Value | None:
         """Returns the value which keeps a tensor as it is now, if there is one."""
@@ -100,7 +100,7 @@ class Tables:
             return value.store
         store = None if address is None else self.stores.get(address)
         if store is None or not store.is_alive():
-            store = self.store_outside(address)
+            store = self.external_store(address)
             store.members.append(_weakref(tensor))
         return store
 
@@ -112,5 +112,5 @@ class Tables:
 
     def clear(self) -> None:
         """Forgets everything, at the end of a region."""
-        for table in (self.known, self.blank, self.inputs, self.stores):
+        for table in (self.known, self.uninitialized, self.inputs, self.stores):
             table.clear()

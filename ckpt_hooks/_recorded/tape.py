@@ -26,7 +26,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .aliases import alias_of, counter_in
 from .held import TensorsHeld, lost_to_exchange
-from .surroundings import Around
+from .surroundings import Surroundings
 from .tables import Tables
 from .values import Op, Store, Value, flatten, new_store, new_value
 
@@ -41,7 +41,7 @@ class Tape:
     """The recording of a thread's outermost region, and of the regions directly within.
 
     Attributes:
-        around: The present surroundings of operators.
+        surroundings: The present surroundings of operators.
         current: Devices and streams as the outermost region began; None where no accelerator was in use.
         decisions: The decisions of the innermost region's policy; None without a policy.
         draws_anew: Whether a replay of the innermost region draws other random numbers.
@@ -58,7 +58,7 @@ class Tape:
         users_modes: Names of the user's dispatch modes around the outermost region.
     """
 
-    around: Around
+    surroundings: Surroundings
     current: Current | None
 
     def __init__(self, thread: RegionThread, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
@@ -111,22 +111,22 @@ class Tape:
                 value.store = store
                 shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
                 value.counter = other.counter if shares_counter else object()
-                if store.blank:
-                    table = self.tables.blank
+                if store.uninitialized:
+                    table = self.tables.uninitialized
                 value.tensor = reference = _weakref(tensor, partial(table.pop, key))
                 store.members.append(reference)
                 break
         else:
             if not facts.is_trusted and self.tables.is_taken(address):
-                self.note_outside(tensor, f"returned by {facts.operator}")
+                self.note_external(tensor, f"returned by {facts.operator}")
                 return None
             value.tensor = reference = _weakref(tensor, partial(table.pop, key))
             value.store = value.counter = store = Store()
             store.address = address
             store.birth = number
-            store.outside = store.blank = store.written = False
+            store.external = store.uninitialized = store.written = False
             store.members = [reference]
-            store.pins = store.held = None
+            store.handles = store.held = None
             self.tables.stores[address] = store
         table[key] = value
         return value
@@ -158,26 +158,26 @@ class Tape:
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
             elif isinstance(tensor, _Tensor):
-                self.note_outside(tensor, _reason_for(tensor))
+                self.note_external(tensor, _reason_for(tensor))
         return made
 
-    def note_outside(self, tensor: torch.Tensor, reason: str) -> None:
+    def note_external(self, tensor: torch.Tensor, reason: str) -> None:
         """Makes a tensor's storage an outside storage, since the tensor's operator cannot be replayed."""
         address = storage_of(tensor)
         if address is not None:
             store = self.tables.stores.get(address)
             if store is None or not store.is_alive():
-                store = self.tables.store_outside(address)
-            self.tables.make_outside(store, reason)
+                store = self.tables.external_store(address)
+            self.tables.make_external(store, reason)
             store.members.append(_weakref(tensor))
 
-    def note_blank(self, tensor: Any) -> None:
+    def note_uninitialized(self, tensor: Any) -> None:
         """Puts uninitialised memory on the tape."""
         address = storage_of(tensor) if isinstance(tensor, _Tensor) else None
         if address is None or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized:
             return
-        value = self._blank_like(tensor, address)
-        value.store.blank = True
+        value = self._uninitialized_like(tensor, address)
+        value.store.uninitialized = True
         self.tables.stores[address] = value.store
         self.tables.register(tensor, value)
 
@@ -190,10 +190,10 @@ class Tape:
         """
         key = id(tensor)
         self.tables.known.pop(key, None)  # a tensor given another storage
-        if self.tables.blank and (blank := self.tables.blank.get(key)) is not None:
+        if self.tables.uninitialized and (uninitialized := self.tables.uninitialized.get(key)) is not None:
             if facts is not None and facts.is_view:
-                return blank
-            self.tables.make_outside(blank.store, "memory that was not written to as a whole")
+                return uninitialized
+            self.tables.make_external(uninitialized.store, "memory that was not written to as a whole")
         address, reference = storage_of(tensor), self.tables.inputs.get(key)
         if reference is not None:
             found = reference()
@@ -205,14 +205,14 @@ class Tape:
                 found.saved = lost_to_exchange(self.path)
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
-            store = self.tables.store_outside(address)
+            store = self.tables.external_store(address)
             if type(tensor) not in PLAIN_OR_FAKE:
                 store.reason = _reason_for(tensor)
-        elif not store.outside:
-            value = alias_of(self.tables, store, tensor, self.around)
+        elif not store.external:
+            value = alias_of(self.tables, store, tensor, self.surroundings)
             if value is not None:
                 return value
-            self.tables.make_outside(store, "written or seen by other ways than operators")
+            self.tables.make_external(store, "written or seen by other ways than operators")
         return self.input_of(tensor, store)
 
     def input_of(self, tensor: torch.Tensor, store: Store) -> Value:
@@ -250,15 +250,21 @@ class Tape:
         """Returns a value with the shape, strides and so on of a tensor, but uninitialised."""
         if not is_dense(tensor):
             return self.tables.known.get(id(tensor)) or self.value_of(tensor, None)
-        value = self._blank_like(tensor, 0)
+        value = self._uninitialized_like(tensor, 0)
         value.tensor = _weakref(tensor)
         return value
 
-    def _blank_like(self, tensor: torch.Tensor, address: int) -> Value:
+    def _uninitialized_like(self, tensor: torch.Tensor, address: int) -> Value:
         """Returns a value for uninitialised memory like a tensor's, at an address."""
         op = Op()
         self.tables.number = op.number = self.tables.number + 1
-        op.facts, op.present, op.draw, op.around, op.is_plain = facts_of(_EMPTY_STRIDED), (), None, self.around, True
+        op.facts, op.present, op.draw, op.surroundings, op.is_plain = (
+            facts_of(_EMPTY_STRIDED),
+            (),
+            None,
+            self.surroundings,
+            True,
+        )
         if type(tensor) is FAKE:
             op.facts = op.facts.under(tensor.fake_mode)  # type: ignore[attr-defined]
         op.args = [tuple(tensor.shape), tensor.stride()]

@@ -31,24 +31,35 @@ class Store:
     Attributes:
         address: The address of the storage object.
         birth: The number of the operator which made the storage; 0 for a storage from outside.
-        outside: Whether the contents come from outside: tensors in the storage are kept, not brought back.
-        blank: Whether the storage is uninitialised.
+        external: Whether the contents come from outside: tensors in the storage are kept, not brought back.
+        uninitialized: Whether the storage is uninitialised.
         written: Whether an operator on the tape wrote to the storage.
         members: The tensors in the storage seen by the tape, weakly.
-        pins: The handles of tensors in the storage, or None.
+        handles: The handles of tensors in the storage, or None.
         held: The values in the storage whose tensor is kept, or None.
         reason: The reason why the contents come from outside; unset for other storages.
     """
 
-    __slots__ = ("__weakref__", "address", "birth", "blank", "held", "members", "outside", "pins", "reason", "written")
+    __slots__ = (
+        "__weakref__",
+        "address",
+        "birth",
+        "external",
+        "handles",
+        "held",
+        "members",
+        "reason",
+        "uninitialized",
+        "written",
+    )
 
     address: int
     birth: int
-    outside: bool
-    blank: bool
+    external: bool
+    uninitialized: bool
     written: bool
     members: list[weakref.ref[torch.Tensor]]
-    pins: list[weakref.ref[Any]] | None
+    handles: list[weakref.ref[Any]] | None
     held: list[weakref.ref[Value]] | None
     reason: str
 
@@ -81,11 +92,11 @@ class Op:
         kwargs: Keyword arguments, likewise.
         present: The positions of values among the positional arguments.
         draw: The state of the generator before the draw, :data:`ANEW`, or None.
-        around: The surroundings of the operator.
+        surroundings: The surroundings of the operator.
         is_plain: Whether a plain call will do: all tensors are in ``present``.
     """
 
-    __slots__ = ("args", "around", "draw", "facts", "is_plain", "kwargs", "number", "present")
+    __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "surroundings")
 
     number: int
     facts: OpFacts
@@ -93,7 +104,7 @@ class Op:
     kwargs: dict[str, Any]
     present: tuple[int, ...]
     draw: Any
-    around: Any
+    surroundings: Any
     is_plain: bool
 
 
@@ -129,9 +140,9 @@ def new_store(address: int, birth: int) -> Store:
     """Returns a storage. Code which runs for each operator has this written out instead."""
     store = Store()
     store.address, store.birth, store.reason = address, birth, "from outside of the region"
-    store.outside = store.blank = store.written = False
+    store.external = store.uninitialized = store.written = False
     store.members = []
-    store.pins = store.held = None
+    store.handles = store.held = None
     return store
 
 

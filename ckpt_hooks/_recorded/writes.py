@@ -68,57 +68,57 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     bumped = [counter_of(tape.tables, tensor) for tensor, written in targets if written.counted]
     overwritten = set()
     inside: dict[int, Store] = {}
-    outside: dict[int, Store] = {}
+    external: dict[int, Store] = {}
     for tensor, written in targets:
         store = tape.tables.store_of(tensor)
-        if store.blank:
+        if store.uninitialized:
             if written.overwritten and _covers(tensor):
                 overwritten.add(id(tensor))
             else:
-                tape.tables.make_outside(store, "memory that was written to in part")
-        (outside if store.outside else inside)[id(store)] = store
+                tape.tables.make_external(store, "memory that was written to in part")
+        (external if store.external else inside)[id(store)] = store
     # Where all is kept that it writes, nobody will ask for the write to be done again.
     keeps = tape.decisions is not None and tape.decisions.of(facts) in (SAVE, OFFLOAD)
-    keeps = keeps and not any(store.pins for store in inside.values())
+    keeps = keeps and not any(store.handles for store in inside.values())
     for key, store in list(inside.items()):
         # A replay could not write to all faces of a memory of which some are kept and others are not.
-        if not keeps and not store.blank and any(holder() is not None for holder in store.held or ()):
-            tape.tables.make_outside(store, "kept by the policy, and written to since")
-            outside[key] = inside.pop(key)
-    quiet = _look_at_pins(tape, outside.values(), bumped, facts, [tensor for tensor, _ in targets])
+        if not keeps and not store.uninitialized and any(holder() is not None for holder in store.held or ()):
+            tape.tables.make_external(store, "kept by the policy, and written to since")
+            external[key] = inside.pop(key)
+    quiet = _look_at_handles(tape, external.values(), bumped, facts, [tensor for tensor, _ in targets])
     if not inside and not facts.has_fresh:
-        _before(tape, outside.values())
+        _before(tape, external.values())
         try:
             out = facts.call(*args, **kwargs)
         finally:  # it may have written to some, and then raised
-            _after_outside(tape, outside.values(), quiet)
+            _after_outside(tape, external.values(), quiet)
         count_writes(func, args)
         return out
     _before(tape, inside.values())
     op, values = op_of(tape, facts, args, kwargs, frozenset(overwritten))
-    _before(tape, outside.values())
+    _before(tape, external.values())
     try:
         out = run(tape, op, func, facts, args, kwargs)
         count_writes(func, args)
         decision = decide(tape, facts, args, kwargs, out)
     except BaseException:
         for store in inside.values():
-            tape.tables.make_outside(store, f"written to by {func}, which raised")
-        _after_outside(tape, (*inside.values(), *outside.values()), quiet)
+            tape.tables.make_external(store, f"written to by {func}, which raised")
+        _after_outside(tape, (*inside.values(), *external.values()), quiet)
         raise
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     for store in inside.values():
         made += _after_inside(tape, op, store, bumped, decision)
     if decision != RECOMPUTE:
         cut(op, made)
-    _after_outside(tape, outside.values(), quiet)
+    _after_outside(tape, external.values(), quiet)
     return out
 
 
 def _before(tape: Tape, stores: Iterable[Store]) -> None:
     """Copies the kept tensors of storages about to be written to, where a holder besides the tape's table needs them."""
     for store in stores:
-        if store.blank:  # there is nothing to copy yet
+        if store.uninitialized:  # there is nothing to copy yet
             continue
         held, store.held = store.held, None
         clones: Clones = {}
@@ -136,13 +136,13 @@ def _before(tape: Tape, stores: Iterable[Store]) -> None:
 def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
     """Makes a new value of every tensor in a written storage; returns the new values."""
     facts, made = op.facts, []
-    pins = [pin for reference in store.pins or () if (pin := reference()) is not None]
-    quiet = [pin for pin in pins if pin.value.counter not in bumped]
-    for pin in pins:
-        if pin.value.counter in bumped:
-            pin.value = _overwritten(pin.value, facts, pin.frame.path)
-    tables = tape.tables.blank if store.blank else tape.tables.known
-    store.blank = False
+    handles = [handle for reference in store.handles or () if (handle := reference()) is not None]
+    quiet = [handle for handle in handles if handle.value.counter not in bumped]
+    for handle in handles:
+        if handle.value.counter in bumped:
+            handle.value = _overwritten(handle.value, facts, handle.frame.path)
+    tables = tape.tables.uninitialized if store.uninitialized else tape.tables.known
+    store.uninitialized = False
     store.written = True
     members = list(tape.tables.live_members(store))
     store.members = []
@@ -156,15 +156,15 @@ def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisi
         if decision != RECOMPUTE:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, as written by {facts.operator}")
     # What autograd saved without a version in common is what was written, now.
-    store.pins = None
-    for pin in quiet:
-        tensor = pin.value.tensor()
+    store.handles = None
+    for handle in quiet:
+        tensor = handle.value.tensor()
         now = None if tensor is None else tape.tables.known.get(id(tensor))
         if now is None:
-            now = _after(tape, op, pin.value)
+            now = _after(tape, op, handle.value)
             made.append(now)
-        pin.value = now
-        store.pins = [*(store.pins or ()), weakref.ref(pin)]
+        handle.value = now
+        store.handles = [*(store.handles or ()), weakref.ref(handle)]
     return made
 
 
@@ -181,17 +181,17 @@ def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
     return changed
 
 
-def _handed_over(pin: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
+def _handed_over(handle: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     """Returns the value of a handle whose tensor goes to saved-tensor hooks, as in plain autograd when it saves the tensor."""
-    value = new_value(pin.value.number, pin.value.store, pin.value.counter)
+    value = new_value(handle.value.number, handle.value.store, handle.value.counter)
     value.tensor, value.saved = (
-        pin.value.tensor,
-        HeldByHooks(tensor, hooks, pin.frame.path, pin.value.store.reason, by_policy=False),
+        handle.value.tensor,
+        HeldByHooks(tensor, hooks, handle.frame.path, handle.value.store.reason, by_policy=False),
     )
     return value
 
 
-def _look_at_pins(
+def _look_at_handles(
     tape: Tape, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
     """Finds the handles of tensors in outside storages which are about to be written to.
@@ -201,24 +201,24 @@ def _look_at_pins(
     """
     quiet = []
     for store in stores:
-        pins, store.pins = store.pins, None
-        for reference in pins or ():
-            pin = reference()
-            if pin is None:
+        handles, store.handles = store.handles, None
+        for reference in handles or ():
+            handle = reference()
+            if handle is None:
                 continue
-            if pin.value.counter in bumped:
-                pin.value = _overwritten(pin.value, facts, pin.frame.path)
+            if handle.value.counter in bumped:
+                handle.value = _overwritten(handle.value, facts, handle.frame.path)
                 continue
-            kept = None if pin.value.saved is None else pin.value.saved.tensor
-            tensor = pin.value.tensor() if kept is None else kept
+            kept = None if handle.value.saved is None else handle.value.saved.tensor
+            tensor = handle.value.tensor() if kept is None else kept
             if tensor is None:
-                tensor = _face_of(store, pin.frame.alone(pin.value), targets)
+                tensor = _face_of(store, handle.frame.alone(handle.value), targets)
             if tensor is None:
-                pin.value = _overwritten(pin.value, facts, pin.frame.path)
-            elif pin.frame.hooks_around is not None:
-                pin.value = _handed_over(pin, tensor, pin.frame.hooks_around)
+                handle.value = _overwritten(handle.value, facts, handle.frame.path)
+            elif handle.frame.hooks_around is not None:
+                handle.value = _handed_over(handle, tensor, handle.frame.hooks_around)
             else:
-                quiet.append((pin, tensor, store))
+                quiet.append((handle, tensor, store))
     return quiet
 
 
@@ -237,9 +237,9 @@ def _after_outside(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, t
     for store in stores:
         store.written = True
         tape.tables.forget_members(store)
-    for pin, tensor, store in quiet:
-        pin.value = tape.input_of(tensor, store)
-        store.pins = [*(store.pins or ()), weakref.ref(pin)]
+    for handle, tensor, store in quiet:
+        handle.value = tape.input_of(tensor, store)
+        store.handles = [*(store.handles or ()), weakref.ref(handle)]
 
 
 def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -250,18 +250,18 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
         out = facts.call(*args, **kwargs)
     else:
         # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
-        quiet = _look_at_pins(tape, stores.values(), [], facts, tensors)
+        quiet = _look_at_handles(tape, stores.values(), [], facts, tensors)
         _before(tape, stores.values())
         try:
             out = facts.call(*args, **kwargs)
         finally:
             for store in stores.values():
-                tape.tables.make_outside(store, f"handed to {func}")
+                tape.tables.make_external(store, f"handed to {func}")
             _after_outside(tape, stores.values(), quiet)
     if facts.is_asked_about:
         decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in instances_in(out, _Tensor):
-        tape.note_outside(tensor, f"returned by {func}")
+        tape.note_external(tensor, f"returned by {func}")
     return out
 
 
@@ -291,13 +291,13 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
         held = holder()
         if held is not None and held.saved is not None and held.saved.version is not None:
             tape.held.note_version_later(held)
-    for reference in store.pins or ():
-        pin = reference()
-        if pin is not None and pin.value.counter in bumped:
-            pin.value = _overwritten(pin.value, facts, pin.frame.path)
+    for reference in store.handles or ():
+        handle = reference()
+        if handle is not None and handle.value.counter in bumped:
+            handle.value = _overwritten(handle.value, facts, handle.frame.path)
     tape.tables.number = op.number = tape.tables.number + 1
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
     # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.
     if storage_of(target) != store.address:
-        tape.note_outside(target, f"given to another tensor by {facts.operator}")
+        tape.note_external(target, f"given to another tensor by {facts.operator}")
     return out
