@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._function.state.closure_scan import NOTHING, reach
+from ckpt_hooks._function.state.closure_scan import NOTHING, scan_closure
 
 MODULE = nn.Tanh()
 GENERATOR = torch.Generator()
@@ -73,18 +73,18 @@ MODULES = {
 
 @pytest.mark.parametrize("way", MODULES.values(), ids=MODULES)
 def test_modules_are_found(way):
-    assert list(reach(*way).modules) == [module]
+    assert list(scan_closure(*way).modules) == [module]
 
 
 def test_generators_and_tensors_are_found():
-    found = reach(closing_over([generator, (tensor, {"m": module})]))
+    found = scan_closure(closing_over([generator, (tensor, {"m": module})]))
     assert (found.generators, found.tensors, found.modules) == ([generator], [tensor], [module])
 
 
 def test_globals_that_a_function_names_are_found():
-    found = reach(by_global)
+    found = scan_closure(by_global)
     assert (found.modules, found.generators) == ([MODULE], [GENERATOR])
-    assert reach(by_attribute_of_the_same_name) is NOTHING
+    assert scan_closure(by_attribute_of_the_same_name) is NOTHING
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_globals_that_a_function_names_are_found():
     [torch.sin, lambda x: x.sin(), closing_over(3), closing_over("a"), closing_over(torch.float32), len],
 )
 def test_most_functions_reach_nothing(function):
-    assert reach(function) is NOTHING
-    assert reach(function) is NOTHING  # what is known of its code says the same
+    assert scan_closure(function) is NOTHING
+    assert scan_closure(function) is NOTHING  # what is known of its code says the same
 
 
 def test_what_a_closure_holds_is_looked_at_each_time():
     value = 3
     function = lambda x: (x, value)  # noqa: E731
-    assert reach(function) is NOTHING
+    assert scan_closure(function) is NOTHING
     value = module
-    assert list(reach(function).modules) == [module]
+    assert list(scan_closure(function).modules) == [module]
 
 
 def test_cycles_and_variables_that_are_not_assigned():
@@ -111,10 +111,10 @@ def test_cycles_and_variables_that_are_not_assigned():
     def function(x):
         return loop, later
 
-    assert reach(function) is not None
+    assert scan_closure(function) is not None
     later = module
-    assert list(reach(function).modules) == [later]
+    assert list(scan_closure(function).modules) == [later]
 
 
 def test_data_is_not_searched():
-    assert reach(closing_over([module] * 2000)).modules == []
+    assert scan_closure(closing_over([module] * 2000)).modules == []

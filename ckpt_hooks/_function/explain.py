@@ -14,7 +14,7 @@ from ckpt_hooks._torch import current_node, storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .handles import FIRST, HandleFrame
-from .state.closure_scan import reach
+from .state.closure_scan import scan_closure
 
 __all__ = ["blame", "grad_fn_of", "mutation_error", "name_of", "node_of", "uninitialized"]
 
@@ -68,7 +68,7 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
             value = function.__globals__.get(name)
             if isinstance(value, torch.Tensor):
                 yield f"the global {name!r}", value
-    for module in reach(function).modules:
+    for module in scan_closure(function).modules:
         kind = type(module).__name__
         for name, value in module.named_parameters(remove_duplicate=False):
             yield f"the parameter {name!r} of {kind}", value

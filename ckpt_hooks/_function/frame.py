@@ -42,7 +42,7 @@ from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
 from .rerun import RerunFrame
-from .state.closure_scan import NOTHING, reach
+from .state.closure_scan import NOTHING, scan_closure
 from .state.module_plan import ModulePlan, idle_plan
 from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
@@ -130,7 +130,7 @@ class FunctionFrame(RerunFrame):
                 self._variables = variables_in(plan) if plan.functions else None
                 self._objects = notes_of(function, objects)
             else:
-                reached = reach(function, objects)
+                reached = scan_closure(function, objects)
                 if reached is not NOTHING:
                     self._objects = notes_of(function, objects)
                     self._state = state_of(reached, preserve_buffers=options.preserve_buffers)

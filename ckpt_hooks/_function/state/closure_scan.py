@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_variables", "reach"]
+__all__ = ["NOTHING", "Reached", "Search", "facts_of", "has_variables", "scan_closure"]
 
 #: How many levels of closures, containers and objects are opened.
 _DEPTH = 4
@@ -208,7 +208,7 @@ def _is_dull(function: types.FunctionType) -> bool:
     return True
 
 
-def reach(function: Any, objects: Sequence[Any] = ()) -> Reached:
+def scan_closure(function: Any, objects: Sequence[Any] = ()) -> Reached:
     """Scans a function for state; returns :data:`NOTHING` itself if there is none.
 
     Args:
