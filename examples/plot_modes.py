@@ -1,8 +1,9 @@
-"""Draw peak memory and time of the modes of `train_charlm.py` (needs matplotlib: `pip install ckpt_hooks[plot]`).
+r"""Draw peak memory and time of the modes of `train_charlm.py` (needs matplotlib: `pip install ckpt_hooks[plot]`).
 
 ::
 
-    python examples/train_charlm.py --mode none,torch,checkpoint,selective,region:dots_saveable --json > run.json
+    python examples/train_charlm.py --policy dots_saveable --json > run.json \
+        --mode none,torch,torch_selective,checkpoint,selective,region,region:dots_saveable
     python examples/plot_modes.py run.json examples/modes.svg
 """
 
@@ -13,8 +14,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-COLOURS = {"none": "0.6", "torch": "tab:orange"}
-LABELS = {"none": "no checkpointing", "torch": "torch.utils.checkpoint"}
+COLOURS = {"none": "0.6", "torch": "tab:orange", "torch_selective": "tab:orange"}
+LABELS = {"none": "no checkpointing", "torch": "torch.utils.checkpoint", "torch_selective": "the same, selective"}
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
