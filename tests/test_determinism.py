@@ -80,6 +80,7 @@ def are_equal(one, other):
 @pytest.mark.filterwarnings("ignore:B?Complex")
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.slow
 def test_values_of_any_kind(dtype, layout):
     """The same numbers are the same wherever they lie, and to change one of them is seen, where all are looked at.
 

@@ -104,6 +104,7 @@ def test_the_same_is_kept(policy, hooks):
 @pytest.mark.parametrize("backward", ["in the mode", "outside of it", "in the mode entered again", "twice", "alone"])
 @pytest.mark.parametrize("forward", ["in the mode", "with the mode in the region", "outside of it"])
 @pytest.mark.parametrize("region", ["none", "checkpoint", "policy", "region", "region with a policy", "checkpoint in a region"])
+@pytest.mark.slow
 def test_wherever_the_mode_is(region, forward, backward):
     """What is made of nothing in a recompute is as fake as in forward, whether its mode is active or not."""
     mode = FakeTensorMode()
@@ -164,6 +165,7 @@ def num_active_modes():
 
 @pytest.mark.parametrize("around", ["all", "forward"])
 @pytest.mark.parametrize("region", list(REGIONS))
+@pytest.mark.slow
 def test_a_model_with_values_under_a_mode_that_takes_it(region, around):
     """The model has as real a state as without regions."""
 

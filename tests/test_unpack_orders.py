@@ -15,6 +15,8 @@ from tests.measure import Calls, CountOps, leaf
 
 ORDERS = ["forward", "backward", *range(8)]
 
+pytestmark = pytest.mark.slow
+
 
 def ordered(things, order):
     """Returns a list in an order: that of packing, its reverse, or one at random by a seed."""

@@ -122,6 +122,7 @@ def several_steps(run, module, steps=3):
 @pytest.mark.parametrize("check", ["default", "none", "values"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("kind", [Cached, Lazy, InAnObject])
+@pytest.mark.slow
 def test_tables_that_forward_builds(kind, policy, check):
     """The first step and later ones, whatever is kept."""
     run = Run("ours").selecting(POLICIES[policy], determinism_check=check)

@@ -86,6 +86,7 @@ def steps(run, module, count, *, backward=True):
     ("way", "size"), [*((way, size) for way in WAYS for size in (3, 200_000)), ("data", 3), ("data", 9000)]
 )
 @pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.slow
 def test_a_flag_has_a_buffer_written_to_later(form, way, size, depth):
     """One that is frozen for ten steps, then trained for ten, and so on."""
 
