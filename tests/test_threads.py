@@ -11,6 +11,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
+from ckpt_hooks._function.state import variables
 from tests.measure import Calls, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -224,3 +225,33 @@ def test_numbers_of_hooks_are_saved_as_the_integers_that_they_are(save):
     assert b"ckpt_hooks" not in (saved if type(saved) is bytes else b"")
     loaded = pickle.loads(saved) if type(saved) is bytes else saved
     assert [type(number) for number in loaded._forward_hooks] == [int]
+
+
+def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_through_with_it():
+    """The variable is bound to what one of the two wants, so that one takes no lock, and tells the other at its end."""
+    x, through = leaf(3), threading.Event()
+    in_rerun = threading.Event()
+
+    def function(x):
+        if is_recomputing() and scale == 2.0:
+            in_rerun.set()
+            while not variables._waiting:
+                assert not through.wait(0.001)
+        return (x * scale).sin()
+
+    outputs = []
+    for scale in (1.0, 2.0):  # noqa: B007 -- the function reads it
+        outputs.append(checkpoint(function, x).sum())
+
+    def other():
+        assert in_rerun.wait(20)
+        outputs[0].backward()
+        through.set()
+
+    threads = [threading.Thread(target=run, daemon=True) for run in (outputs[1].backward, other)]
+    for thread in threads:
+        thread.start()
+    assert through.wait(20)
+    for thread in threads:
+        thread.join()
+    assert torch.equal(x.grad, x.cos() + 2 * (x * 2).cos()) or torch.equal(x.grad, 2 * (x * 2).cos() + x.cos())

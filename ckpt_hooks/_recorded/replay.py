@@ -191,7 +191,7 @@ class Replay:
                     if number in readers:
                         tensors[number] = out
                 else:
-                    for tensor in out if type(out) is tuple else flatten(out):
+                    for tensor in flatten(out):
                         if number in readers:
                             tensors[number] = tensor
                         number += 1
