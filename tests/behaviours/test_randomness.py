@@ -501,7 +501,6 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
     assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("no_gc")
 @runs(torch_fails=SILENT)
 def test_training_in_two_threads(run):
