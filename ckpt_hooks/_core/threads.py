@@ -3,7 +3,7 @@
 Torch's default generators belong to the process, so a recompute may set a generator back only where no other thread counts on
 the generator. Threads are concurrent while two have a region open, a region's graph alive, or ran one of the last
 :data:`RECENT` regions. The last clause is for threads training side by side: between two steps such a thread has no graph, and
-its next draw may come while another thread's forward is under way.
+its next draw may come while another thread's forward is under way. A thread that draws before its first region is not known.
 
 A thread of autograd's engine, on which torch's reentrant checkpoint or a backward of the user's runs regions, does not count as
 recent: the thread outlives every backward, and idles between two backwards.

@@ -420,6 +420,12 @@ def result_of(forward, seed):
     return x.grad
 
 
+def meet(run, barrier):
+    """Runs a region on this thread, and waits for the other: before its first region, a thread is not known to draw."""
+    run(torch.sin, leaf(1))
+    barrier.wait(60)
+
+
 @runs(torch_fails=SILENT)
 def test_two_recomputes_at_once(run):
     """Each draws twice from the default generator, the second one in between the draws of the first; masks do not mix."""
@@ -468,7 +474,7 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
     """A thread runs a region while another one's recompute has drawn once and has to draw again."""
     alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
     one_is_forward, two_has_seeded, one_has_drawn, two_is_forward = (threading.Event() for _ in range(4))
-    lock = threading.Lock()
+    lock, barrier = threading.Lock(), threading.Barrier(2)
     inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
 
     def function(x):
@@ -479,6 +485,7 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
         return dropout(h)
 
     def one():
+        meet(run, barrier)
         with lock:
             torch.manual_seed(1)
             loss = run(function, inputs[0]).sum()
@@ -488,6 +495,7 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
         loss.backward()
 
     def two():
+        meet(run, barrier)
         assert (one_is_forward if seeded == "before" else one_has_drawn).wait(10)
         with lock:
             torch.manual_seed(2)
@@ -507,6 +515,8 @@ def test_training_in_two_threads(run):
     """Two models with dropout, each bitwise as alone: forward under a lock, backward at the same time."""
 
     def train(seed, run, lock, steps=200):
+        if run is not plain:
+            meet(run, barrier)
         weight = torch.linspace(-1, 1, 8).requires_grad_()
         for step in range(steps):
             with lock:
@@ -519,7 +529,7 @@ def test_training_in_two_threads(run):
 
     expected = [train(seed, plain, contextlib.nullcontext()) for seed in (1, 2)]
     found: dict[int, torch.Tensor] = {}
-    lock = threading.Lock()
+    lock, barrier = threading.Lock(), threading.Barrier(2)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
