@@ -29,7 +29,7 @@ R = TypeVar("R")
 
 
 class _Entry(weakref.ref[Any]):
-    """One entry into a region, and a weak reference to the object that a ``with`` statement is to leave it by.
+    """One entry into a region: a weak reference to the ``__exit__`` object of a ``with`` statement.
 
     That object dies uncalled where an exception, that of Ctrl-C, comes just when the block has ended. Nothing else would tell.
 
@@ -74,7 +74,7 @@ def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseE
 
 
 def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
-    """Leaves a region that is not left as it should, and those within it, if it is still open on this thread."""
+    """Leaves a region which is still open on this thread, and the regions within, without their ``__exit__``."""
     opened = _entered.open
     position = next((position for position, other in enumerate(opened) if other is entry), None)
     if position is None:

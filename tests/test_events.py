@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.numbers import storage_number
+from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Fate
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
@@ -127,7 +127,7 @@ class Ledger(Observer):
 
     def kept_bytes(self, *inputs, before=()):
         """Returns the bytes of all that regions keep, but for what the caller has and what was there before."""
-        others = {*map(storage_number, inputs), *before}
+        others = {*(storage_and_size(tensor)[0] for tensor in inputs), *before}
         return sum(nbytes for storage, (_, nbytes) in self.reasons.items() if storage not in others) + self.on_host
 
     def by_reason(self):

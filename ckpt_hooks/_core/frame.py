@@ -20,7 +20,7 @@ from .events import Observer
 from .holdings import Holding, size_of
 from .mutation import mutated
 from .paths import RegionPath, format_path, region_in_words
-from .saved import Fate, Kept, Saved
+from .saved import Kept, Saved, fate_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 from .watch import Watch
@@ -184,8 +184,7 @@ def describe_packed(packed: Any) -> Saved | None:
     """
     if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed
-        fate = Fate.LEAF if tensor.is_leaf and tensor.requires_grad else Fate.EXTERNAL
         shape = None if tensor.is_nested else tensor.shape
-        return Saved(format_path(path), -1, fate, shape, tensor.dtype, size_of(tensor))
+        return Saved(format_path(path), -1, fate_of_kept(tensor), shape, tensor.dtype, size_of(tensor))
     frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
     return frame.describe(packed) if isinstance(frame, Frame) else None

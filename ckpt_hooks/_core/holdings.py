@@ -9,7 +9,7 @@ import torch
 
 from ckpt_hooks._torch import is_kept_anyway
 
-from .numbers import storage_number
+from .numbers import storage_and_size
 from .parts import parts_of
 from .words import describe_kind, kind_of
 
@@ -58,9 +58,8 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
             seen.add(id(value))
             if value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
                 dtype, shape = kind_of(value)
-                storage = storage_number(value)
-                size = 0 if storage is None else value.untyped_storage().nbytes()
-                yield Holding(describe_kind(value), reason, size_of(value), storage, size, shape, dtype, value.device)
+                storage = storage_and_size(value)
+                yield Holding(describe_kind(value), reason, size_of(value), *storage, shape, dtype, value.device)
         elif isinstance(value, dict):
             seen.add(id(value))
             todo += [*value.keys(), *value.values()]

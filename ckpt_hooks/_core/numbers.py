@@ -16,7 +16,7 @@ import torch
 
 from ckpt_hooks._torch import storage_of
 
-__all__ = ["number_of", "storage_number", "tell_when_freed"]
+__all__ = ["number_of", "storage_and_size", "tell_when_freed"]
 
 _next_number = itertools.count(1).__next__
 
@@ -55,9 +55,12 @@ def number_of(tensor: torch.Tensor) -> int:
     return _numbered(tensor)
 
 
-def storage_number(tensor: torch.Tensor) -> int | None:
-    """Returns the number of a tensor's storage, the same for all views; None for a tensor without a storage."""
-    return None if storage_of(tensor) is None else _numbered(tensor.untyped_storage())
+def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
+    """Returns the number of a tensor's storage, the same for all views, and its size in bytes; (None, 0) without a storage."""
+    if storage_of(tensor) is None:
+        return None, 0
+    storage = tensor.untyped_storage()
+    return _numbered(storage), storage.nbytes()
 
 
 def tell_when_freed(storage: int, observers: Iterable[_Told]) -> None:

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = ["Fate", "Kept", "Saved", "TrackedKept", "nbytes_of"]
+from ckpt_hooks._torch import is_kept_anyway
+
+__all__ = ["Fate", "Kept", "Saved", "TrackedKept", "fate_of_kept", "nbytes_of"]
 
 # Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
@@ -60,6 +62,11 @@ class Saved(NamedTuple):
     dtype: torch.dtype | None
     nbytes: int | None
     made_by: str | None = None
+
+
+def fate_of_kept(tensor: torch.Tensor) -> Fate:
+    """Returns the fate of a tensor that stands in the graph itself."""
+    return Fate.LEAF if is_kept_anyway(tensor) else Fate.EXTERNAL
 
 
 def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int:

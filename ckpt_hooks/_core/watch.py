@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import is_kept_anyway
-
 from .events import Observer, Operator, Region, TensorInfo, Watchable
 from .holdings import size_of
-from .numbers import number_of, storage_number, tell_when_freed
+from .numbers import number_of, storage_and_size, tell_when_freed
 from .paths import RegionPath, format_path
-from .saved import Fate, Kept, Saved, TrackedKept
+from .saved import Fate, Kept, Saved, TrackedKept, fate_of_kept
 from .whereabouts import module_in_call, site_of
 
 __all__ = ["Watch"]
@@ -85,11 +83,9 @@ class Watch:
         self._tell("exited", error)
 
     def _info_of(self, tensor: torch.Tensor) -> TensorInfo:
-        storage = storage_number(tensor)
-        size = 0
+        storage, size = storage_and_size(tensor)
         if storage is not None:
             tell_when_freed(storage, self._observers)
-            size = tensor.untyped_storage().nbytes()
         shape = None if tensor.is_nested else tensor.shape
         return TensorInfo(number_of(tensor), shape, tensor.dtype, size_of(tensor), storage, size)
 
@@ -143,7 +139,7 @@ class Watch:
             tensor: The tensor.
         """
         tracked = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
-        position = self.saved(position, Fate.LEAF if is_kept_anyway(tensor) else Fate.EXTERNAL, tensor)
+        position = self.saved(position, fate_of_kept(tensor), tensor)
         self.follow(tracked, position)
         return tracked
 
@@ -165,8 +161,11 @@ class Watch:
         """A saved tensor is handed to autograd."""
         self._tell("restored", position, self._info_of(tensor))
 
-    def settle(self, frame: Watchable) -> None:
-        """The outermost region has ended: sends fates changed since, and the frame's holdings."""
+    def settle(self) -> None:
+        """The outermost region has ended: sends fates changed since, and the frame's holdings, unless the frame is dead."""
+        frame = self.region.frame()
+        if frame is None:
+            return
         for saved in frame.saved():
             if self._fates.get(saved.position, saved.fate) is not saved.fate:
                 self._fates[saved.position] = saved.fate

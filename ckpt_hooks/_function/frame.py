@@ -28,7 +28,6 @@ from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
-from ckpt_hooks._operators.watched import wants_operators
 from ckpt_hooks._torch import (
     num_dispatch_modes,
     top_saved_tensors_hooks,
@@ -161,7 +160,7 @@ class FunctionFrame(RerunFrame):
                 resume_modes(paused)
         if paused is not None:
             self._contexts = under_modes(self._contexts)
-        if self.watch is not None and wants_operators(self):
+        if self.watch is not None and self.watch.wants_operators:
             self._contexts = telling_operators(self._contexts, self.parent)
         try:
             if self.watch is not None:
@@ -211,7 +210,7 @@ class FunctionFrame(RerunFrame):
             if self._selection is not None:
                 self._selection.close(parent, early_stop=self._options.early_stop)
             if self.watch is not None:
-                self.watch.settle(self)
+                self.watch.settle()
         elif suppressed:
             raise suppressed_error(error) from error
 

@@ -226,15 +226,14 @@ def _written(schema: Any, name: str) -> tuple[Written, ...]:
     return tuple(found)
 
 
-#: Known facts, by the identity of operators: operators hash by a Python function, integers do not. An entry with another
-#: operator does not count.
+#: Known facts, by the identity of operators, which the facts keep alive: operators hash by a Python function, integers do not.
 KNOWN: dict[int, OpFacts] = {}
 
 
 def facts_of(operator: Any) -> OpFacts:
     """Returns the facts of an operator, made once."""
     found = KNOWN.get(id(operator))
-    if found is None or found.operator is not operator:
+    if found is None:
         found = KNOWN[id(operator)] = OpFacts(operator)
     return found
 

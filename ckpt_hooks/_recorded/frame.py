@@ -155,12 +155,10 @@ class RecordedFrame(ReplayedFrame):
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
         if self.watch is not None:
             self.watch.exited(error)
-            tape.watched = (*tape.watched, weakref.ref(self))
+            tape.watched = (*tape.watched, self.watch)
         if outer is None and error is None:
-            for reference in tape.watched:
-                frame = reference()
-                if frame is not None and frame.watch is not None:
-                    frame.watch.settle(frame)
+            for watch in tape.watched:
+                watch.settle()
         if self._decisions is not None and error is None:
             self._decisions.finish()
 

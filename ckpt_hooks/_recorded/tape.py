@@ -17,6 +17,7 @@ import torch
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.threads import RegionThread
+from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
@@ -54,7 +55,7 @@ class Tape:
         tables: The tables of tensors and storages.
         task: The backward in which the outermost region runs; -1 for none.
         thread: The thread of the region.
-        watched: The watched frames which have ended.
+        watched: The watches of frames which have ended.
         users_modes: Names of the user's dispatch modes around the outermost region.
     """
 
@@ -82,7 +83,7 @@ class Tape:
         self.decisions: Decisions | None = None
         self.draws_anew = False
         self.users_modes: Sequence[str] = ()
-        self.watched: Sequence[weakref.ref[Any]] = ()
+        self.watched: Sequence[Watch] = ()
 
     def put(self, op: Op, index: int, values: list[Value], tensor: torch.Tensor) -> Value | None:
         """Puts an output of a numbered operator on the tape; returns its value, if there is one.
@@ -258,13 +259,8 @@ class Tape:
         """Returns a value for uninitialised memory like a tensor's, at an address."""
         op = Op()
         self.tables.number = op.number = self.tables.number + 1
-        op.facts, op.present, op.draw, op.surroundings, op.is_plain = (
-            facts_of(_EMPTY_STRIDED),
-            (),
-            None,
-            self.surroundings,
-            True,
-        )
+        op.facts, op.surroundings = facts_of(_EMPTY_STRIDED), self.surroundings
+        op.present, op.draw, op.is_plain = (), None, True
         if type(tensor) is FAKE:
             op.facts = op.facts.under(tensor.fake_mode)  # type: ignore[attr-defined]
         op.args = [tuple(tensor.shape), tensor.stride()]

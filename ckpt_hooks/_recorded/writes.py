@@ -91,7 +91,7 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         try:
             out = facts.call(*args, **kwargs)
         finally:  # it may have written to some, and then raised
-            _after_outside(tape, external.values(), quiet)
+            _after_external(tape, external.values(), quiet)
         count_writes(func, args)
         return out
     _before(tape, inside.values())
@@ -104,14 +104,14 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     except BaseException:
         for store in inside.values():
             tape.tables.make_external(store, f"written to by {func}, which raised")
-        _after_outside(tape, (*inside.values(), *external.values()), quiet)
+        _after_external(tape, (*inside.values(), *external.values()), quiet)
         raise
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     for store in inside.values():
         made += _after_inside(tape, op, store, bumped, decision)
     if decision != RECOMPUTE:
         cut(op, made)
-    _after_outside(tape, external.values(), quiet)
+    _after_external(tape, external.values(), quiet)
     return out
 
 
@@ -232,7 +232,7 @@ def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> t
     return None
 
 
-def _after_outside(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
+def _after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
     """Forgets the tensors of written storages from outside."""
     for store in stores:
         store.written = True
@@ -257,7 +257,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
         finally:
             for store in stores.values():
                 tape.tables.make_external(store, f"handed to {func}")
-            _after_outside(tape, stores.values(), quiet)
+            _after_external(tape, stores.values(), quiet)
     if facts.is_asked_about:
         decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in instances_in(out, _Tensor):

@@ -181,9 +181,10 @@ class ModulePlan:
     def _renew_notes(self, *, is_new: bool) -> bool:
         """Notes the attributes anew; returns whether the plan is good for them."""
         before = self.notes.notes
-        if any(note.module() is None for note in before):
+        modules = [module for note in before if (module := note.module()) is not None]
+        if len(modules) < len(before):
             return False
-        now = [_renewed(note, is_new=is_new) for note in before]
+        now = [_renewed(note, module, is_new=is_new) for note, module in zip(before, modules, strict=True)]
         renewed = [(new, old) for new, old in zip(now, before, strict=True) if new is not old]
         if any(new.others != old.others for new, old in renewed):
             return False  # and again when it is asked once more
@@ -315,15 +316,14 @@ def _search_in(value: Any) -> Search:
     return search
 
 
-def _renewed(note: ModuleNote, *, is_new: bool = False) -> ModuleNote:
-    """Returns a present note of the same module.
+def _renewed(note: ModuleNote, module: Module, *, is_new: bool = False) -> ModuleNote:
+    """Returns a present note of a module.
 
     Args:
-        note: A note which may still hold.
+        note: A note of the module, which may still hold.
+        module: The module.
         is_new: Whether submodules and parameters may have been added.
     """
-    module = note.module()
-    assert module is not None
     own = vars(module)
     if note.holds(own) and not (is_new and not note.has_parts_of(own)):
         return note
