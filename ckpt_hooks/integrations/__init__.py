@@ -1,0 +1,4 @@
+"""The library under other packages' names: regions for code that calls ``torch.utils.checkpoint``, and for models of others.
+
+Nothing here imports the other package before a call of its function.
+"""
