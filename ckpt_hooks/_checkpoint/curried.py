@@ -103,8 +103,13 @@ _classes: dict[type[Module], type[CheckpointedModule]] = {}
 def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
     found = _classes.get(kind)
     if found is None:
-        # By the metaclass of both, as a class statement has it.
-        found = types.new_class(f"Checkpointed{kind.__name__}", (CheckpointedModule, kind), exec_body=_fill)
+        try:  # as a class statement does, with the metaclass of both
+            found = types.new_class(f"Checkpointed{kind.__name__}", (CheckpointedModule, kind), exec_body=_fill)
+        except TypeError as error:
+            raise TypeError(
+                f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
+                "Write `checkpoint_module(module, ...)`, which keeps the module as it is."
+            ) from error
         found.__module__, found.__qualname__ = kind.__module__, found.__name__
         _classes[kind] = found
     return found
