@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.utils.checkpoint
+
 from ._function.selective.modes import Recompute, Record
 from ._function.selective.selection import Selection
 from ._operators.kinds import SAC_IGNORED_OPS
@@ -57,6 +60,9 @@ def create_selective_checkpoint_contexts(
         >>> y = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4), context_fn=save_products)
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
+    if torch.compiler.is_compiling():  # the compiler asks for the contexts when it has traced the region
+        contexts: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy.start())
+        return contexts
     if policy.knows_names:
         raise ValueError(
             f"{policy!r} decides by names, which only recorded regions know: use `with checkpoint_region(policy=...):`, or a "

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
+from ckpt_hooks._compiling import run_traced, skipped
 from ckpt_hooks._core.misuse import checked_flag, explain_call, reentrant_error
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._function.callables import check_swallowed
@@ -79,6 +80,7 @@ def checkpoint(
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
 
+@skipped
 def checkpoint(
     function: Callable[..., Any] | None = None,
     *args: Any,
@@ -179,6 +181,8 @@ def checkpoint(
     """
     if use_reentrant:
         raise reentrant_error(use_reentrant)
+    if function is not None and torch.compiler.is_dynamo_compiling():
+        return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     check = DEFAULT_CHECK if determinism_check == "default" else check_of(determinism_check)
     options = DEFAULT_OPTIONS
     if not (

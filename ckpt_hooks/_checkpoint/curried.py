@@ -14,6 +14,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
+from ckpt_hooks._compiling import skipped
 from ckpt_hooks._core.misuse import check_alone, check_callable, checked_flag
 from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
@@ -46,6 +47,7 @@ class CheckpointedFunction(Generic[P, R]):
         self._region = region
         functools.update_wrapper(self, function, updated=())
 
+    @skipped
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Calls the function as a region."""
         result: R = self._region.run(self.function, args, kwargs)
@@ -62,6 +64,10 @@ class CheckpointedFunction(Generic[P, R]):
         bind = getattr(type(self.function), "__get__", None)
         if bind is None:
             return self
+        if torch.compiler.is_dynamo_compiling() and isinstance(self.function, (types.FunctionType, staticmethod)):
+            # Dynamo follows no ``__get__`` that is called by hand.
+            is_bound = instance is not None and isinstance(self.function, types.FunctionType)
+            return functools.partial(self, instance) if is_bound else self
         bound = bind(self.function, instance, owner)
         return self if bound is self.function else CheckpointedFunction(bound, self._region)
 
@@ -79,6 +85,7 @@ class CheckpointedModule(Module):
     __wrapped__: Module  # as a wrapped function has it
     _region: Curried
 
+    @skipped
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module as a region."""
         return self._region.run(self.__wrapped__, args, kwargs)
@@ -159,6 +166,7 @@ class Curried:
             return checkpointed_module(module, self)
         return CheckpointedFunction(function, self)
 
+    @skipped
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as a region."""
         return run(function, args, kwargs, self.options, self.context_fn, self.debug)

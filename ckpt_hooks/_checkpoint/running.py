@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
+from ckpt_hooks._compiling import run_traced, skipped
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.settings import current_settings
@@ -25,6 +25,7 @@ from .pairs import own_contexts
 __all__ = ["run"]
 
 
+@skipped
 def run(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -43,10 +44,8 @@ def run(
         context_fn: Makes the contexts of the region.
         debug: Whether an error lists the operators.
     """
-    if torch.compiler.is_dynamo_compiling():  # Dynamo knows torch's function, and the compiler decides how to recompute
-        if context_fn is noop_context_fn:
-            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    if torch.compiler.is_dynamo_compiling():
+        return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):

@@ -12,6 +12,7 @@ from torch.nn import Module
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._checkpoint.curried import Curried
+from ckpt_hooks._compiling import skipped
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun
 from ckpt_hooks.region import checkpoint_region
 
@@ -65,6 +66,7 @@ class RegionForward:
         self._reference = weakref.ref(module)
         self._region = checkpoint_region(**self.options) if self.recorded else checkpoint(**self.options)
 
+    @skipped
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's forward as a region."""
         function, region = self.__wrapped__, self._region

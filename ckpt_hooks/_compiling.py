@@ -1,0 +1,47 @@
+"""Regions in functions that ``torch.compile`` traces.
+
+Dynamo knows ``torch.utils.checkpoint.checkpoint`` by its identity: it traces the function of a call into an operator of
+operators, and tells the compiler to compute the activations again in backward. So a region that Dynamo traces is a call of
+torch's function. The compiler then decides how to recompute, and draws the random numbers of forward again by itself.
+
+Dynamo must not compile the code of this package that runs regions eagerly, after a graph break or in a rerun.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
+
+__all__ = ["run_traced", "skipped"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
+
+
+def skipped(function: F) -> F:
+    """Marks a function, and the functions that it calls, as not to be compiled when called eagerly; returns the function."""
+    set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn: Callable[[], Any] | None) -> Any:
+    """Calls a function as a region while Dynamo traces.
+
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        context_fn: Makes the contexts of a policy; None without a policy.
+    """
+    if isinstance(function, staticmethod):  # in a class body, below the decorator
+        function = function.__func__
+    if torch.compiler.is_exporting():  # which keeps no activations
+        return function(*args, **kwargs)
+    if context_fn is None:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
