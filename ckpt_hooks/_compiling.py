@@ -16,7 +16,7 @@ import torch
 import torch.utils.checkpoint
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-__all__ = ["run_traced", "skipped"]
+__all__ = ["run_traced", "skipped", "while_tracing"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +29,15 @@ def skipped(function: F) -> F:
     return function
 
 
+def while_tracing(function: F) -> F:
+    """Marks a function for Dynamo to call while it traces, with the result for a constant; returns the function.
+
+    As ``torch.compiler.assume_constant_result`` does, which imports Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn: Callable[[], Any] | None) -> Any:
     """Calls a function as a region while Dynamo traces.
 
@@ -38,8 +47,6 @@ def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn:
         kwargs: Its keyword arguments.
         context_fn: Makes the contexts of a policy; None without a policy.
     """
-    if isinstance(function, staticmethod):  # in a class body, below the decorator
-        function = function.__func__
     if torch.compiler.is_exporting():  # which keeps no activations
         return function(*args, **kwargs)
     if context_fn is None:

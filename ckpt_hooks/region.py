@@ -19,6 +19,7 @@ from ._core.stack import stack
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
 from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
+from ._recorded.traced import traced_name, traced_region
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from .policies.base import Policy, policy_from
 
@@ -207,6 +208,11 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         >>> y.sum().backward()
     """
 
+    if not TYPE_CHECKING:
+
+        def __new__(cls, *misplaced: Never, policy: Any = None, **options: Any) -> Any:
+            return traced_region(policy) if torch.compiler.is_dynamo_compiling() else super().__new__(cls)
+
     def __init__(
         self,
         *misplaced: Never,
@@ -275,7 +281,8 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
 
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_dynamo_compiling():
-                return function(*args, **kwargs)
+                with traced_region(self._policy):
+                    return function(*args, **kwargs)
             with self:
                 result = function(*args, **kwargs)
             if type(result) in UNRUN:
@@ -344,8 +351,9 @@ def checkpoint_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
         )
     if not isinstance(name, str):
         raise TypeError(f"name should be a string, but got {name!r} of type {type(name).__name__}. Pass one that a policy has.")
-    if not torch.compiler.is_dynamo_compiling():
-        frame = stack.innermost
-        if type(frame) is RecordedFrame:
-            frame.name_tensor(tensor, name)
+    if torch.compiler.is_dynamo_compiling():
+        return traced_name(tensor, name)
+    frame = stack.innermost
+    if type(frame) is RecordedFrame:
+        frame.name_tensor(tensor, name)
     return tensor

@@ -64,10 +64,9 @@ class CheckpointedFunction(Generic[P, R]):
         bind = getattr(type(self.function), "__get__", None)
         if bind is None:
             return self
-        if torch.compiler.is_dynamo_compiling() and isinstance(self.function, (types.FunctionType, staticmethod)):
+        if torch.compiler.is_dynamo_compiling() and isinstance(self.function, types.FunctionType):
             # Dynamo follows no ``__get__`` that is called by hand.
-            is_bound = instance is not None and isinstance(self.function, types.FunctionType)
-            return functools.partial(self, instance) if is_bound else self
+            return self if instance is None else functools.partial(self, instance)
         bound = bind(self.function, instance, owner)
         return self if bound is self.function else CheckpointedFunction(bound, self._region)
 

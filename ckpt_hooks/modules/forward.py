@@ -14,6 +14,7 @@ from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._checkpoint.curried import Curried
 from ckpt_hooks._compiling import skipped
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun
+from ckpt_hooks._recorded.traced import traced_region
 from ckpt_hooks.region import checkpoint_region
 
 __all__ = ["RegionForward", "forward_of_class", "region_forward_of"]
@@ -75,7 +76,8 @@ class RegionForward:
         if type(region) is Curried:
             return region.run(function, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            return function(*args, **kwargs)
+            with traced_region(self.options["policy"]):
+                return function(*args, **kwargs)
         with region:
             result = function(*args, **kwargs)
         if type(result) in UNRUN:

@@ -1,0 +1,192 @@
+"""Recorded regions in functions that ``torch.compile`` traces.
+
+Dynamo marks the nodes of a region's block with a number (``torch.fx.traceback.annotate``). AOTAutograd hands the marks on to the
+operators of the joint graph of forward and backward. There a pass, the config ``joint_custom_pass`` of functorch, tells the
+partitioner which of them backward computes again, and which the region's policy keeps. The partitioner keeps the tensors that
+go from one region to another by itself, as it does for ``torch.utils.checkpoint``.
+
+The key of the compile cache knows neither of marks nor of the pass, so the regions' places in the graph and their policies go into
+the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back when that
+compilation ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import itertools
+import pickle
+import uuid
+from collections.abc import Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.traceback import annotate
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ckpt_hooks._compiling import while_tracing
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
+
+__all__ = ["traced_name", "traced_region", "warn_of_instance"]
+
+_REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
+
+
+@dataclasses.dataclass
+class _Region:
+    """A region being traced.
+
+    Attributes:
+        outermost: The number of the outermost region around, or of this one.
+        policy: The policy; None keeps nothing.
+        start: The number of nodes of Dynamo's graph before the region.
+    """
+
+    outermost: int
+    policy: Policy | None
+    start: int
+
+
+class _Compilation:
+    """The regions traced in the present compilation, and the configs as they were before."""
+
+    def __init__(self) -> None:
+        self.regions: dict[int, _Region] = {}
+        self.places: list[str] = []
+        self.before: tuple[Any, str] = None, ""
+
+
+_now = _Compilation()
+_next_number = itertools.count(1).__next__
+
+
+@contextlib.contextmanager
+def traced_region(policy: Any) -> Iterator[None]:
+    """Marks a block as a region; for Dynamo to trace.
+
+    Args:
+        policy: The policy, as given to the region.
+    """
+    number = _begin(policy)
+    try:
+        with annotate({_REGION: number}):
+            yield
+    finally:
+        _end(number)
+
+
+def traced_name(tensor: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns a view of a tensor whose node has a name; for Dynamo to trace."""
+    with annotate({_NAME: name}):
+        return tensor.view_as(tensor)
+
+
+@while_tracing
+def _begin(policy: Any) -> int:
+    """Notes a region, and sets the configs; returns the region's number."""
+    number = _next_number()
+    around = torch.fx.traceback.current_meta.get("custom", {}).get(_REGION)
+    outermost = number if around not in _now.regions else _now.regions[around].outermost
+    if not _now.regions:
+        _install()
+    _now.regions[number] = _Region(outermost, None if policy is None else policy_from(policy), _num_nodes())
+    return number
+
+
+@while_tracing
+def _end(number: int) -> None:
+    """Adds the region's place and policy to the key of the compile cache."""
+    region = _now.regions.get(number)
+    if region is not None:
+        _now.places.append(f"{region.start}:{_num_nodes()}:{_key_of(region.policy)}")
+        digest = hashlib.sha256("|".join(_now.places).encode()).hexdigest()
+        torch.compiler.config.cache_key_tag = f"{_now.before[1]}ckpt_hooks:{digest}"
+
+
+def _num_nodes() -> int:
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return len(InstructionTranslator.current_tx().output.graph.nodes)
+
+
+def _install() -> None:
+    from torch._dynamo.callback import callback_handler
+
+    functorch: Any = torch._functorch.config
+    _now.before = functorch.joint_custom_pass, torch.compiler.config.cache_key_tag
+    functorch.joint_custom_pass = _mark
+    callback_handler.register_end_callback(_restore)
+
+
+def _restore(_: Any) -> None:
+    from torch._dynamo.callback import callback_handler
+
+    callback_handler.remove_end_callback(_restore)
+    torch._functorch.config.joint_custom_pass, torch.compiler.config.cache_key_tag = _now.before
+    _now.regions.clear()
+    _now.places.clear()
+
+
+def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
+    """Says of each forward operator of a region whether backward computes it again; a pass on the joint graph."""
+    decisions: dict[int, Decisions] = {}
+    groups: dict[int, int] = {}
+    for node in graph.graph.nodes:
+        marks = node.meta.get("custom") or {}
+        region = _now.regions.get(marks.get(_REGION))
+        if region is None or node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
+            continue
+        if "ac_graph_id" in node.meta:  # of a function frame, which decides
+            continue
+        node.meta["ac_graph_id"] = groups.setdefault(region.outermost, region.outermost)
+        node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
+        if region.policy is not None:
+            own = decisions.get(marks[_REGION])
+            if own is None:
+                own = decisions[marks[_REGION]] = Decisions(region.policy)
+            if _NAME in marks:
+                if own.of_name(marks[_NAME]) != RECOMPUTE:
+                    node.args[0].meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            elif _is_kept(own, node):
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    before = _now.before[0]
+    return before(graph, inputs) if callable(before) else graph
+
+
+def _is_kept(decisions: Decisions, node: Node) -> bool:
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
+    return isinstance(node.target, torch._ops.OpOverload) and decisions.decide(
+        facts_of(node.target), args, kwargs, node.meta.get("val")
+    ) not in (RECOMPUTE,)
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses functions, which are pickled by name whatever they do."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, FunctionType):
+            raise pickle.PicklingError
+        return NotImplemented
+
+
+def _key_of(policy: Policy | None) -> str:
+    """Returns text which differs for policies that differ; a new one each time for a policy of a function."""
+    if policy is None:
+        return ""
+    file = io.BytesIO()
+    try:
+        _Pickler(file).dump(policy)
+    except Exception:
+        return uuid.uuid4().hex
+    return hashlib.sha256(file.getvalue()).hexdigest()
+
+
+@while_tracing
+def warn_of_instance() -> None:
+    """Warns of a region made outside of the function that is traced."""
