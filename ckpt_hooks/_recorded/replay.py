@@ -237,7 +237,7 @@ class Replay:
             out = draw_again(facts.operator, args, kwargs, draw)
         del args, kwargs
         if facts.has_shape_from_data:
-            check_shapes(self.frame.path, op, out)
+            check_shapes(self.frame, op, out)
         self._ran.add(op.number)
         self._let_go(values)
         self._keep(op.number, out)

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._core.paths import RegionPath, format_path
+from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.routing import advice_for, chooses
 from ckpt_hooks.errors import DeterminismError
 
@@ -37,8 +38,8 @@ def routed(op: Op, args: Any, kwargs: Any, out: Any) -> Routed:
     return Routed(_shapes_of(out), chooses(op.facts.operator, args, kwargs))
 
 
-def check_shapes(path: RegionPath, op: Op, out: Any) -> None:
-    """Compares the shapes of a replay with the shapes of forward.
+def check_shapes(frame: Frame, op: Op, out: Any) -> None:
+    """Compares the shapes of a replay of a frame with the shapes of forward.
 
     Raises:
         DeterminismError: If they differ.
@@ -46,7 +47,7 @@ def check_shapes(path: RegionPath, op: Op, out: Any) -> None:
     expected, found = op.routed.shapes, _shapes_of(out)
     if expected is None or found is None or expected == found:
         return
-    region, operators = format_path(path), _choices_above(op)
+    region, operators = format_path(frame.path), _choices_above(op)
     error = DeterminismError(
         f"region {'/'.join(region)!r}: the replay of {op.facts.operator} came to a result of another shape than forward.\n"
         f"shape in forward: {_in_words(expected)}\nshape in the replay: {_in_words(found)}\n"
