@@ -46,11 +46,11 @@ def ties():
 class Experts(nn.Module):
     """A mixture of experts whose first two experts have equal scores for every row."""
 
-    def __init__(self, *, reads=False, under_no_grad=False):
+    def __init__(self, *, reads=False, under_no_grad=False, writes=False):
         super().__init__()
         self.gate = nn.Linear(4, 3, bias=False)
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-        self.reads, self.under_no_grad = reads, under_no_grad
+        self.reads, self.under_no_grad, self.writes = reads, under_no_grad, writes
         with torch.no_grad():
             self.gate.weight[1] = self.gate.weight[0]
             self.gate.weight[2] = 0
@@ -60,9 +60,14 @@ class Experts(nn.Module):
         """Returns weights and numbers of experts."""
         scores = self.gate(x).softmax(-1)
         if not self.under_no_grad:
-            return scores.topk(1)
+            weights, chosen = scores.topk(1)
+            if self.writes:
+                weights /= weights.sum(-1, keepdim=True) + 1
+            return weights, chosen
         with torch.no_grad():  # as DeepSeek's models do
             chosen = scores.topk(1).indices
+            if self.writes:
+                chosen.clamp_(max=1)
         return scores.gather(1, chosen), chosen
 
     def forward(self, x):
@@ -116,6 +121,24 @@ def test_with_the_policy_a_tie_is_broken_as_in_forward(ties, kind, policy, exper
             found = grad(y.sum(), (x, *module.parameters()), allow_unused=True, retain_graph=retain_graph)
         assert equal(found, expected)
         assert ops.counts["topk"] == ops.counts["nonzero"] == ops.counts["_local_scalar_dense"] == 0
+
+
+@pytest.mark.parametrize("form", ["weights", "weights, nested", "routes"])
+@pytest.mark.parametrize("kind", ["function", "recorded"])
+def test_a_write_to_weights_or_routes_does_not_let_the_top_k_go(ties, kind, form):
+    """Many routers normalise in place the weights which top-k returned, and some change the numbers of experts."""
+    module, x = made(writes=True, under_no_grad=form == "routes")
+    expected = gradients(module(x), x, module)
+    if form == "weights, nested":  # its recompute finds what the region inside kept, or what it keeps anew
+        y = region(kind, routing_saveable, lambda x: region(kind, routing_saveable, module, x * 1), x)
+    else:
+        y = region(kind, routing_saveable, module, x)
+    ties.last = True
+    for retain_graph in (True, False):
+        with CountOps() as ops:
+            found = grad(y.sum(), (x, *module.parameters()), allow_unused=True, retain_graph=retain_graph)
+        assert equal(found, expected)
+        assert ops.counts["topk"] == 0
 
 
 @pytest.mark.parametrize("experts", ["loop", "no grad"])
