@@ -111,6 +111,15 @@ def saves_another_shape():
 
 
 @provokes
+def a_replay_to_another_shape():
+    x = torch.tensor([1.0, 2.0, -3.0], requires_grad=True)
+    with checkpoint_region():
+        y = x.sin()[(x > 0).nonzero()].exp()
+    x.data.neg_()
+    backward(y)
+
+
+@provokes
 def saves_other_values():
     changing(lambda x: (x.sin() * 2).exp(), lambda x: (x.sin() * 3).exp(), determinism_check="values")
 
