@@ -19,7 +19,7 @@ from ._core.stack import stack
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
 from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
-from ._recorded.traced import traced_name, traced_region
+from ._recorded.traced import traced_name, traced_region, warn_of_instance
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from .policies.base import Policy, policy_from
 
@@ -211,6 +211,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
     if not TYPE_CHECKING:
 
         def __new__(cls, *misplaced: Never, policy: Any = None, **options: Any) -> Any:
+            """Makes a region; while Dynamo traces, a context manager that it follows."""
             return traced_region(policy) if torch.compiler.is_dynamo_compiling() else super().__new__(cls)
 
     def __init__(
@@ -235,6 +236,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
 
     def __enter__(self) -> Self:
         if torch.compiler.is_dynamo_compiling():
+            warn_of_instance()
             return self
         entry, _entered.next = _entered.next, None
         if entry is None or entry.region is not self or entry() is None:

@@ -1,13 +1,13 @@
 """Recorded regions in functions that ``torch.compile`` traces.
 
-Dynamo marks the nodes of a region's block with a number (``torch.fx.traceback.annotate``). AOTAutograd hands the marks on to the
-operators of the joint graph of forward and backward. There a pass, the config ``joint_custom_pass`` of functorch, tells the
-partitioner which of them backward computes again, and which the region's policy keeps. The partitioner keeps the tensors that
-go from one region to another by itself, as it does for ``torch.utils.checkpoint``.
+Dynamo marks the nodes of a region's block with a number (``torch.fx.traceback.annotate``). AOTAutograd hands the marks on to
+the operators of the joint graph of forward and backward. There a pass, the config ``joint_custom_pass`` of functorch, tells the
+partitioner which operators run again in backward, and which outputs the region's policy keeps. The partitioner keeps the
+tensors which go from one region to another, as it does for ``torch.utils.checkpoint``.
 
-The key of the compile cache knows neither of marks nor of the pass, so the regions' places in the graph and their policies go into
-the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back when that
-compilation ends.
+The key of the compile cache knows neither of marks nor of the pass. So the places of regions in the graph, with their policies,
+go into the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back when
+that compilation ends.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._compiling import while_tracing
+from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._torch import OVERLOAD
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
@@ -161,9 +163,10 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
 
 def _is_kept(decisions: Decisions, node: Node) -> bool:
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-    return isinstance(node.target, torch._ops.OpOverload) and decisions.decide(
-        facts_of(node.target), args, kwargs, node.meta.get("val")
-    ) not in (RECOMPUTE,)
+    return (
+        isinstance(node.target, OVERLOAD)
+        and decisions.decide(facts_of(node.target), args, kwargs, node.meta.get("val")) != RECOMPUTE
+    )
 
 
 class _Pickler(pickle.Pickler):
@@ -189,4 +192,8 @@ def _key_of(policy: Policy | None) -> str:
 
 @while_tracing
 def warn_of_instance() -> None:
-    """Warns of a region made outside of the function that is traced."""
+    """Warns of a region made outside of the traced function, which Dynamo enters as it is."""
+    warn_user(
+        "A checkpoint_region made outside of a function does nothing where torch.compile traces the function. Write `with "
+        "checkpoint_region(...):` in the function, or decorate a function with it."
+    )

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+
+
 from .base import (
     OpsPolicy,
     Policy,
@@ -130,6 +132,7 @@ save_compute_and_communication: Policy = OpsPolicy(
 )
 
 
+@makes_policies
 def save_ops(*ops: Any) -> Policy:
     """Returns a policy which keeps the outputs of some operators.
 
@@ -148,6 +151,7 @@ def save_ops(*ops: Any) -> Policy:
     return saving(checked_operators(ops, "ops")).warn_of_views()
 
 
+@makes_policies
 def offload_ops(*ops: Any) -> Policy:
     """Returns a policy which moves the outputs of some operators to the host until backward. Outputs on the host stay.
 
@@ -188,6 +192,7 @@ class _SaveEvery(Policy):
         return f"<save_every: keeps the output of one in {self._n} runs of {self._op}, counted in each region>"
 
 
+@makes_policies
 def save_every(op: Any, n: int) -> Policy:
     """Returns a policy which keeps the output of every n-th run of an operator in a region: the n-th, the 2n-th, and so on.
 
@@ -252,6 +257,7 @@ class _Both(Policy):
         return f"<save_from_both_policies: {self._one!r} or {self._other!r}>"
 
 
+@makes_policies
 def save_from_both_policies(one: Any, other: Any) -> Policy:
     """Returns a policy which keeps all outputs kept by either of two policies; on the device rather than on the host.
 
@@ -299,6 +305,7 @@ def _checked_names(names: Iterable[str], argument: str) -> list[str]:
     return names
 
 
+@makes_policies
 def save_only_these_names(*names: str) -> Policy:
     """Returns a policy which keeps the tensors of some names, and nothing else. For recorded regions.
 
@@ -318,6 +325,7 @@ def save_only_these_names(*names: str) -> Policy:
     return _Names("save_only_these_names", dict.fromkeys(checked, _SAVE), None, meaning)
 
 
+@makes_policies
 def save_any_names_but_these(*names: str) -> Policy:
     """Returns a policy which keeps every tensor with a name, but for some names. For recorded regions.
 
@@ -332,6 +340,7 @@ def save_any_names_but_these(*names: str) -> Policy:
     return _Names("save_any_names_but_these", dict.fromkeys(checked, _RECOMPUTE), _SAVE, meaning)
 
 
+@makes_policies
 def save_and_offload_only_these_names(
     *, names_which_can_be_saved: Iterable[str], names_which_can_be_offloaded: Iterable[str]
 ) -> Policy:
