@@ -14,7 +14,7 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-__all__ = ["Region", "engine", "reentrant_engine", "settings_of_torch", "without_composable"]
+__all__ = ["FUNCTION_OF_ENGINE", "Region", "engine", "reentrant_engine", "settings_of_torch", "without_composable"]
 
 #: A generator function that opens a region, yields for the call of the function, and closes the region:
 #: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
@@ -25,9 +25,8 @@ _torchs: Any = torch.utils.checkpoint
 # The generator function of all non-reentrant calls: of ``checkpoint``, of the curried form, and of the composable form in
 # ``torch.distributed``, which imports the name. 2.14 and 2.15: ``..._impl(function, args, kwargs, *, options)``. 2.11 to
 # 2.13: without ``_impl``, options second, the function's arguments last. Goes with a public way to register an engine.
-_NAME = "_checkpoint_without_reentrant_generator"
-_ARGUMENTS_LAST = not hasattr(_torchs, f"{_NAME}_impl")
-_NAME_HERE = _NAME if _ARGUMENTS_LAST else f"{_NAME}_impl"
+_ARGUMENTS_LAST = not hasattr(_torchs, "_checkpoint_without_reentrant_generator_impl")
+FUNCTION_OF_ENGINE = f"_checkpoint_without_reentrant_generator{'' if _ARGUMENTS_LAST else '_impl'}"
 
 
 def _called(*args: Any, **kwargs: Any) -> Any:
@@ -57,10 +56,10 @@ class _Engine:
         """
         if self._before is not None:
             return
-        function: Any = getattr(_torchs, _NAME_HERE, None)
+        function: Any = getattr(_torchs, FUNCTION_OF_ENGINE, None)
         if type(function) is not FunctionType or function.__closure__ is not None:
             raise RuntimeError(
-                f"patch_torch diverts torch.utils.checkpoint.{_NAME_HERE}, a function of torch 2.11 to 2.15, but found "
+                f"patch_torch diverts torch.utils.checkpoint.{FUNCTION_OF_ENGINE}, a function of torch 2.11 to 2.15, but found "
                 f"{function!r} in torch {torch.__version__}. Apply patch_torch before the program that replaces it, or call "
                 "ckpt_hooks.checkpoint."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import inspect
@@ -24,12 +25,12 @@ from ckpt_hooks import is_recomputing, patch_torch
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._torch_checkpoint import _NAME_HERE
+from ckpt_hooks._torch_checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
 from tests.measure import leaf
 
 aten = torch.ops.aten
-ENGINE = getattr(torch.utils.checkpoint, _NAME_HERE)
+ENGINE = getattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE)
 HAS_CURRIED = inspect.signature(imported_early).parameters["function"].default is None
 
 
@@ -124,7 +125,7 @@ def _undone():
 def state_of_torch():
     module = torch.utils.checkpoint
     return (
-        (module.checkpoint, module.CheckpointFunction, ENGINE, getattr(module, _NAME_HERE)),
+        (module.checkpoint, module.CheckpointFunction, ENGINE, getattr(module, FUNCTION_OF_ENGINE)),
         (ENGINE.__code__, ENGINE.__defaults__, ENGINE.__kwdefaults__, dict(vars(ENGINE))),
         dict(vars(CheckpointFunction)),
         set(vars(module)),
@@ -879,8 +880,10 @@ def test_an_engine_that_cannot_be_diverted_is_an_error(monkeypatch):
 
     for other in (None, keeps(1), functools.partial(ENGINE)):
         with monkeypatch.context() as context:
-            context.setattr(torch.utils.checkpoint, _NAME_HERE, other)
-            with pytest.raises(RuntimeError, match=f"patch_torch diverts torch.utils.checkpoint.{_NAME_HERE}, .* but found"):
+            context.setattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE, other)
+            with pytest.raises(
+                RuntimeError, match=f"patch_torch diverts torch.utils.checkpoint.{FUNCTION_OF_ENGINE}, .* but found"
+            ):
                 patch_torch(reentrant=True)
     assert not runs_here()
 
@@ -889,6 +892,77 @@ def test_torch_s_function_is_pickled_as_before():
     with patch_torch():
         assert pickle.loads(pickle.dumps(imported_early)) is imported_early
         assert pickle.loads(pickle.dumps(ENGINE)) is ENGINE
+
+
+def plain_lambda(module):
+    return lambda x: imported_early(lambda x: module(x).sin(), x, use_reentrant=False)
+
+
+def selective(module):
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, [aten.addmm.default])
+    return lambda x: imported_early(lambda x: module(x).sin(), x, use_reentrant=False, context_fn=contexts)
+
+
+def compiled(program, patched, **options):
+    """Runs two steps; returns the results, the number of graph breaks and that of regions of this package."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    module, x, count = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True), Count()
+    function = torch.compile(program(module), **options)
+    with observe(count), patch_torch() if patched else contextlib.nullcontext():
+        for _ in range(2):
+            y = function(x)
+            y.sum().backward()
+    found = [tensor.clone() for tensor in (y.detach(), x.grad, *(p.grad for p in module.parameters()))]
+    return found, sum(counters["graph_break"].values()), len(count.names)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("program", [plain_lambda, selective, wrapper], ids=lambda program: program.__name__)
+def test_a_compiler_understands_the_calls_as_torchs(program):
+    """In one graph; nothing is left for an engine to do."""
+    options = {"backend": "aot_eager", "fullgraph": True}
+    expected, *_ = compiled(program, False, **options)
+    found, breaks, regions = compiled(program, True, **options)
+    assert_same(found, expected)
+    assert (breaks, regions) == (0, 0)
+
+
+def broken(module):
+    def body(x):
+        x = module(x).sin()
+        torch._dynamo.graph_break()
+        return x.cos().sin()
+
+    return lambda x: imported_early(body, x, use_reentrant=False)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_call_that_a_compiler_gives_up_runs_here(backend):
+    expected, breaks, _ = compiled(broken, False, backend=backend)
+    found, same_breaks, regions = compiled(broken, True, backend=backend)
+    assert_same(found, expected)
+    assert (same_breaks, regions) == (breaks, 2)
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")
+def test_a_compiled_module_in_a_region():
+    torch._dynamo.reset()
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU()).double()
+    call = torch.compile(module, backend="aot_eager")
+    count, x = Count(), leaf(4, 8)
+    with observe(count), patch_torch():
+        imported_early(call, x, use_reentrant=False).sum().backward()
+    assert count.recomputes == 1
+    plain = x.detach().requires_grad_()
+    assert torch.equal(x.grad, torch.autograd.grad(call(plain).sum(), plain)[0])
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
-from ckpt_hooks._function.options import RegionOptions
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
 from ckpt_hooks._tensors.determinism import check_of
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
@@ -91,12 +91,11 @@ class TorchPatch:
             yield
             return
         preserve = preserve_rng_state if self._preserve_rng_state is None else self._preserve_rng_state
-        options = RegionOptions(
-            bool(preserve),
-            bool(early_stop),
-            check=check_of(determinism_check),
-            respect_hooks=respect_saved_tensors_hooks is None or bool(respect_saved_tensors_hooks),
-        )
+        respect = respect_saved_tensors_hooks is None or respect_saved_tensors_hooks
+        options = DEFAULT_OPTIONS
+        if not (preserve and early_stop and respect and determinism_check == "default"):
+            check = check_of(determinism_check)
+            options = RegionOptions(bool(preserve), bool(early_stop), check=check, respect_hooks=bool(respect))
         watch_fused_steps()
         mark = mark_thread()
         left_behind = False
