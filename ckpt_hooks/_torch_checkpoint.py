@@ -14,7 +14,15 @@ from typing import Any
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
 
-__all__ = ["FUNCTION_OF_ENGINE", "Region", "engine", "reentrant_engine", "settings_of_torch", "without_composable"]
+__all__ = [
+    "FUNCTION_OF_ENGINE",
+    "Region",
+    "engine",
+    "is_compiled",
+    "reentrant_engine",
+    "settings_of_torch",
+    "without_composable",
+]
 
 #: A generator function that opens a region, yields for the call of the function, and closes the region:
 #: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
@@ -165,6 +173,15 @@ def settings_of_torch() -> tuple[bool | None, bool | None]:
     2.11 to 2.15. Goes with a public way.
     """
     return _torchs._enable_checkpoint_early_stop, _torchs._checkpoint_debug_enabled
+
+
+def is_compiled() -> bool:
+    """Whether a compiler traces the operators of this thread.
+
+    Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. 2.11 to
+    2.15. Goes with torch 2.12.
+    """
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
 
 
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"

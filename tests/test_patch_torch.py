@@ -454,7 +454,7 @@ def test_it_is_exported():
 # Threads
 
 
-def test_all_threads_run_here():
+def test_all_threads_run_here(no_gc):
     count, failures = Count(), []
 
     def work():
@@ -480,7 +480,7 @@ def test_all_threads_run_here():
     assert len(count.names) == 80
 
 
-def test_patches_come_and_go_while_others_call():
+def test_patches_come_and_go_while_others_call(no_gc):
     """A call runs here or on torch's engine, right in both cases."""
     failures, done = [], threading.Event()
 

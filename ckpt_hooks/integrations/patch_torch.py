@@ -23,7 +23,7 @@ from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
 from ckpt_hooks._tensors.determinism import check_of
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
-from ckpt_hooks._torch_checkpoint import Region, engine, reentrant_engine, settings_of_torch, without_composable
+from ckpt_hooks._torch_checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
 from ckpt_hooks.policies.base import policy_from
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
@@ -216,7 +216,7 @@ def _divert(patches: tuple[TorchPatch, ...]) -> None:
 
 def _choose() -> Region | None:
     """Returns the region of the latest patch; None where torch runs the call."""
-    if torch.compiler.is_compiling() or is_any_transform_active():
+    if is_compiled() or is_any_transform_active():
         return None
     if (num_dispatch_modes() or num_function_modes()) and is_traced():
         return None
