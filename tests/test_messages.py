@@ -28,11 +28,13 @@ from ckpt_hooks import (
     checkpoint_region,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
+    patch_torch,
     policies,
     track_rng,
 )
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
 from tests.fake_device import fake_device
@@ -573,8 +575,24 @@ calls = {
     "a size that is none": lambda: offload_saved_tensors("1 MB"),
     "a stash for nothing": lambda: offload_saved_tensors(max_fwd_stash_size=0),
     "a name that is not there": lambda: ckpt_hooks.nothing,
+    "a patch for a word": lambda: patch_torch(preserve_rng_state="yes"),
 }
 PROVOCATIONS.update(calls)
+
+
+@provokes
+def a_patch_entered_after_its_end():
+    patch = patch_torch()
+    patch.undo()
+    patch.__enter__()
+
+
+@provokes
+def a_patch_of_what_another_program_has_put_there():
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE, torch.sin)
+        patch_torch()
+
 
 #: Parts of messages that nothing here provokes, and why.
 NOT_PROVOKED = {
