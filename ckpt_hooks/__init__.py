@@ -23,6 +23,7 @@ from ._core.stack import is_recomputing
 from ._function.contexts import noop_context_fn
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
+from .integrations.patch_torch import patch_torch
 from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
@@ -58,6 +59,7 @@ __all__ = [
     "get_device_states",
     "is_recomputing",
     "noop_context_fn",
+    "patch_torch",
     "remove_checkpointing",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",

@@ -2,3 +2,7 @@
 
 Nothing here imports the other package before a call of its function.
 """
+
+from .patch_torch import patch_torch
+
+__all__ = ["patch_torch"]
