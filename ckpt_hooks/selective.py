@@ -61,7 +61,8 @@ def create_selective_checkpoint_contexts(
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
     if torch.compiler.is_compiling():  # the compiler asks for the contexts when it has traced the region
-        contexts: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts(policy.start())
+        create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
+        contexts: tuple[Any, Any] = create(policy.start())
         return contexts
     if policy.knows_names:
         raise ValueError(

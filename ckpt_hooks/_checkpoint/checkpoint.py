@@ -9,13 +9,13 @@ from typing import Any, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
-from ckpt_hooks._compiling import run_traced, skipped
 from ckpt_hooks._core.misuse import checked_flag, explain_call, reentrant_error
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._function.callables import check_swallowed
 from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
 from ckpt_hooks._tensors.determinism import DEFAULT_CHECK, check_of
+from ckpt_hooks._torch.compiling import run_traced, skipped
 
 from .curried import curried
 from .running import run

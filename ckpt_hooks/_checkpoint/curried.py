@@ -14,11 +14,11 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
-from ckpt_hooks._compiling import skipped
 from ckpt_hooks._core.misuse import check_alone, check_callable, checked_flag
 from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
 from ckpt_hooks._function.options import RegionOptions
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._compiling import run_traced, skipped
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.settings import Settings, current_settings
@@ -18,6 +17,7 @@ from ckpt_hooks._function.options import RegionOptions
 from ckpt_hooks._function.transforms import run_plainly
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks.report.debug import OperatorLogs
 
 from .pairs import own_contexts

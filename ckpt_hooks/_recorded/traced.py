@@ -6,8 +6,8 @@ partitioner which operators run again in backward, and which outputs the region'
 tensors which go from one region to another, as it does for ``torch.utils.checkpoint``.
 
 The key of the compile cache knows neither of marks nor of the pass. So the places of regions in the graph, with their policies,
-go into the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back when
-that compilation ends.
+go into the config ``cache_key_tag``. Both configs belong to the process. They are set when a region is traced, and set back
+when that compilation ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._compiling import while_tracing
 from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import OVERLOAD
+from ckpt_hooks._torch.compiling import while_tracing
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
@@ -141,7 +141,7 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
     groups: dict[int, int] = {}
     for node in graph.graph.nodes:
         marks = node.meta.get("custom") or {}
-        region = _now.regions.get(marks.get(_REGION))
+        region = _now.regions.get(marks.get(_REGION, 0))
         if region is None or node.op != "call_function" or node.meta.get("partitioner_tag") == "is_backward":
             continue
         if "ac_graph_id" in node.meta:  # of a function frame, which decides
@@ -170,10 +170,10 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses functions, which are pickled by name whatever they do."""
+    """Refuses functions, which are pickled by name whatever they do; but for those by which objects are made."""
 
     def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, FunctionType):
+        if isinstance(value, FunctionType) and value.__module__ != "copyreg":
             raise pickle.PicklingError
         return NotImplemented
 

@@ -12,9 +12,9 @@ from torch.nn import Module
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._checkpoint.curried import Curried
-from ckpt_hooks._compiling import skipped
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun
 from ckpt_hooks._recorded.traced import traced_region
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
 __all__ = ["RegionForward", "forward_of_class", "region_forward_of"]

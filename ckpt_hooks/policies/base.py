@@ -16,6 +16,8 @@ from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._torch import OPERATOR_PACKET, OPERATORS
 
+from .traced import made_while_tracing
+
 __all__ = [
     "OpsPolicy",
     "Policy",
@@ -295,6 +297,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
         TypeError: If the argument is none of these.
         ValueError: If the list has something else than operators.
     """
+    policy = made_while_tracing(policy)
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy)
     if isinstance(policy, Policy):

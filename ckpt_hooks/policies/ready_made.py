@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-
-
 from .base import (
     OpsPolicy,
     Policy,
@@ -22,6 +20,7 @@ from .base import (
     policy_from,
     saving,
 )
+from .traced import makes_policies
 
 __all__ = [
     "dots_saveable",

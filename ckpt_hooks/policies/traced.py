@@ -1,6 +1,6 @@
 """Policies made in a function that ``torch.compile`` traces.
 
-Dynamo would trace their constructors, and build the object when the compiled function runs, long after a region has asked it. So
+Dynamo would trace their constructors, and build the object when the compiled function runs, long after a region has asked. So
 there the functions which make policies return a key, a string, and regions look the policy up.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from ckpt_hooks._compiling import while_tracing
+from ckpt_hooks._torch.compiling import while_tracing
 
 __all__ = ["made_while_tracing", "makes_policies"]
 
