@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import hashlib
-import io
 import itertools
-import pickle
 import uuid
 from collections.abc import Iterator
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -30,7 +28,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch import OVERLOAD
+from ckpt_hooks._torch import OPERATORS, OVERLOAD
 from ckpt_hooks._torch.compiling import while_tracing
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
@@ -162,32 +160,30 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
 
 
 def _is_kept(decisions: Decisions, node: Node) -> bool:
+    if not isinstance(node.target, OVERLOAD):
+        return False
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
-    return (
-        isinstance(node.target, OVERLOAD)
-        and decisions.decide(facts_of(node.target), args, kwargs, node.meta.get("val")) != RECOMPUTE
-    )
+    with torch.enable_grad():  # without, operators are taken for those of compiled code at work
+        return decisions.decide(facts_of(node.target), args, kwargs, node.meta.get("val")) != RECOMPUTE
 
 
-class _Pickler(pickle.Pickler):
-    """Refuses functions, which are pickled by name whatever they do; but for those by which objects are made."""
-
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, FunctionType) and value.__module__ != "copyreg":
-            raise pickle.PicklingError
-        return NotImplemented
+#: What policies learn from the regions that ask them.
+_LEARNED = frozenset({"decisions", "expected_names", "expects", "has_views", "looked_through", "plan"})
 
 
-def _key_of(policy: Policy | None) -> str:
-    """Returns text which differs for policies that differ; a new one each time for a policy of a function."""
-    if policy is None:
-        return ""
-    file = io.BytesIO()
-    try:
-        _Pickler(file).dump(policy)
-    except Exception:
-        return uuid.uuid4().hex
-    return hashlib.sha256(file.getvalue()).hexdigest()
+def _key_of(value: Any) -> str:
+    """Returns text which differs for policies that differ; new text each time for policies with functions of the user's."""
+    if isinstance(value, (str, int, enum.Enum, type(None), *OPERATORS)):
+        return str(value)
+    if isinstance(value, (tuple, list)):
+        return f"[{','.join(map(_key_of, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{','.join(sorted(map(_key_of, value)))}}}"
+    if isinstance(value, dict):
+        return _key_of([_key_of(item) for item in value.items() if item[0] not in _LEARNED])
+    if isinstance(value, Policy) and type(value).__module__.startswith("ckpt_hooks."):
+        return f"{type(value).__qualname__}({_key_of(vars(value))})"
+    return uuid.uuid4().hex
 
 
 @while_tracing
