@@ -66,7 +66,8 @@ class CheckpointedFunction(Generic[P, R]):
             return self
         if torch.compiler.is_dynamo_compiling() and isinstance(self.function, types.FunctionType):
             # Dynamo follows no ``__get__`` that is called by hand.
-            return self if instance is None else functools.partial(self, instance)
+            partial: Any = functools.partial
+            return self if instance is None else partial(self, instance)
         bound = bind(self.function, instance, owner)
         return self if bound is self.function else CheckpointedFunction(bound, self._region)
 

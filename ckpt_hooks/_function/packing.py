@@ -25,12 +25,14 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._tensors.fingerprints import Fingerprints
 from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks
+from ckpt_hooks._torch.compiling import skipped
 
 from .handles import FIRST, Handle, HandleFrame
 
 __all__ = ["open_frame", "unpack", "unpack_watched"]
 
 
+@skipped
 def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor of a handle, and lets go of the tensor (Rule 4).
 
@@ -63,6 +65,7 @@ def unpack(packed: Any) -> torch.Tensor:
     return value
 
 
+@skipped
 def unpack_watched(packed: Any) -> torch.Tensor:
     """Unpacks as :func:`unpack` does, and tells observers."""
     if not isinstance(packed, WatchedHandle):

@@ -27,6 +27,7 @@ from ckpt_hooks._torch import (
     storage_of,
     top_saved_tensors_hooks,
 )
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
@@ -247,6 +248,7 @@ class RecordedFrame(ReplayedFrame):
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, by the name of {name!r}")
 
 
+@skipped
 def unpack(packed: Any) -> torch.Tensor:
     """Returns the tensor of a handle; the replay drops the tensor after the last read (Rule 4).
 
@@ -279,6 +281,7 @@ def unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
+@skipped
 def unpack_compared(packed: Any) -> torch.Tensor:
     """Returns the tensor of a handle as :func:`unpack` does, after a comparison with the saved tensor."""
     tensor = unpack(packed)
