@@ -21,6 +21,7 @@ from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
 from ._recorded.traced import traced_name, traced_region, warn_of_instance
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ._torch.compiling import skipped
 from .policies.base import Policy, policy_from
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
@@ -58,6 +59,7 @@ class _Entered(threading.local):
 _entered = _Entered()
 
 
+@skipped
 def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
     entry, opened = entries.pop(), _entered.open
     if entry.region is not None:  # it is left by hand
@@ -210,10 +212,12 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
 
     if not TYPE_CHECKING:
 
+        @skipped
         def __new__(cls, *misplaced: Never, policy: Any = None, **options: Any) -> Any:
             """Makes a region; while Dynamo traces, a context manager that it follows."""
             return traced_region(policy) if torch.compiler.is_dynamo_compiling() else super().__new__(cls)
 
+    @skipped
     def __init__(
         self,
         *misplaced: Never,
@@ -234,6 +238,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         self._replay_whole = None if replay_whole is None else checked_flag(replay_whole, "replay_whole", others=(None,))
         self._latest: weakref.ref[RecordedFrame] | None = None
 
+    @skipped
     def __enter__(self) -> Self:
         if torch.compiler.is_dynamo_compiling():
             warn_of_instance()
@@ -281,6 +286,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         check_alone(function, others, named, "checkpoint_region()")
         check_runs(function)
 
+        @skipped
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_dynamo_compiling():
                 with traced_region(self._policy):
