@@ -2,3 +2,7 @@
 
 Nothing here imports the other package before a call of its function.
 """
+
+from .transformers import enable_in_transformers
+
+__all__ = ["enable_in_transformers"]
