@@ -23,6 +23,7 @@ from ._core.stack import is_recomputing
 from ._function.contexts import noop_context_fn
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
+from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
 from .report.debug import set_checkpoint_debug_enabled
@@ -46,14 +47,18 @@ __all__ = [
     "MutationError",
     "OverlapError",
     "SelectiveCheckpointContext",
+    "apply_checkpointing",
     "checkpoint",
+    "checkpoint_module",
     "checkpoint_name",
     "checkpoint_region",
     "checkpoint_sequential",
     "create_selective_checkpoint_contexts",
+    "every",
     "get_device_states",
     "is_recomputing",
     "noop_context_fn",
+    "remove_checkpointing",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",

@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, SupportsIndex, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
-from typing_extensions import Never, ParamSpec
+from typing_extensions import ParamSpec
 
-from ckpt_hooks._core.interrupts import bring_back, mark_thread
-from ckpt_hooks._core.misuse import check_alone, check_callable, checked_flag, explain_call, reentrant_error
-from ckpt_hooks._core.settings import current_settings, override
-from ckpt_hooks._function.callables import UNRUN, check_runs, check_swallowed, refuse_unrun
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
-from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks._core.misuse import checked_flag, explain_call, reentrant_error
+from ckpt_hooks._core.settings import override
+from ckpt_hooks._function.callables import check_swallowed
+from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
-from ckpt_hooks._function.transforms import run_plainly
 from ckpt_hooks._tensors.determinism import DEFAULT_CHECK, check_of
-from ckpt_hooks._tensors.fused_steps import watch_fused_steps
-from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
-from ckpt_hooks.policies.base import Policy, policy_from
-from ckpt_hooks.report.debug import OperatorLogs
-from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
-from .pairs import own_contexts
+from .curried import curried
+from .running import run
 
 __all__ = ["checkpoint", "noop_context_fn", "set_checkpoint_early_stop"]
 
@@ -210,11 +200,11 @@ def checkpoint(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
-        return _curried(options, context_fn, debug, kwargs)
+        return curried(options, context_fn, debug, kwargs)
     if kwargs and not _CURRIED_OPTIONS.isdisjoint(kwargs):
         check_swallowed(function, _CURRIED_OPTIONS, kwargs)
     try:
-        return _run(function, args, kwargs, options, context_fn, debug)
+        return run(function, args, kwargs, options, context_fn, debug)
     except (TypeError, AttributeError):
         explained = explain_call(function, args, kwargs)
         if explained is None:
@@ -227,125 +217,3 @@ def checkpoint(
 
 #: Options that in a direct call are keyword arguments of the function, as in torch.
 _CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers"})
-
-
-def _run(
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    options: RegionOptions,
-    context_fn: Callable[[], ContextPair],
-    debug: bool,
-) -> Any:
-    if not torch.is_grad_enabled():
-        result = function(*args, **kwargs)
-    elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-        result = run_plainly(function, args, kwargs, context_fn)
-    else:
-        watch_fused_steps()
-        mark = mark_thread()
-        try:
-            contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
-            settings = current_settings()
-            if debug if settings.debug is None else settings.debug:
-                checked_flag(debug, "debug")
-                logs = OperatorLogs()
-                own = logs.forward, logs.recompute
-                pair = own if contexts is None else both(contexts, own)
-                frame = FunctionFrame(function, args, kwargs, options, pair, settings)
-                frame.explain = logs.explain
-            else:
-                frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
-            with frame:
-                result = function(*args, **kwargs)
-        except BaseException as error:
-            bring_back(mark, error)
-            raise
-    if type(result) in UNRUN:
-        refuse_unrun(function, result)
-    return result
-
-
-class CheckpointedFunction(Generic[P, R]):
-    """A function whose calls are regions: the result of :func:`checkpoint` in its curried form.
-
-    Binds to instances as the function does, and is copied with the function (``copy.deepcopy`` of a model).
-
-    Attributes:
-        function: The function to call.
-    """
-
-    __qualname__: str  # of the function
-
-    def __init__(
-        self, function: Callable[P, R], options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool
-    ) -> None:
-        self.function = function
-        self._options = (options, context_fn, debug)
-        functools.update_wrapper(self, function, updated=())
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function as a region."""
-        result: R = _run(self.function, args, kwargs, *self._options)
-        return result
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
-        # A decorated function is pickled as functions are, by its name.
-        found: Any = sys.modules.get(self.__module__)
-        for name in getattr(self, "__qualname__", "").split("."):
-            found = getattr(found, name, None)
-        return self.__qualname__ if found is self else super().__reduce_ex__(protocol)
-
-    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
-        bind = getattr(type(self.function), "__get__", None)
-        if bind is None:
-            return self
-        bound = bind(self.function, instance, owner)
-        return self if bound is self.function else CheckpointedFunction(bound, *self._options)
-
-
-def _curried(
-    options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool, own_options: dict[str, Any]
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    policy = own_options.pop("policy", None)
-    if policy is not None:
-        context_fn = _with_policy(context_fn, policy_from(policy))
-    options = dataclasses.replace(
-        options,
-        name=own_options.pop("name", None),
-        preserve_buffers=checked_flag(own_options.pop("preserve_buffers", True), "preserve_buffers"),
-    )
-    if own_options:
-        raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
-            "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, "
-            "use_reentrant, name, policy, preserve_buffers. Arguments of the function go to what that returns: "
-            "checkpoint(...)(function)(*args)."
-        )
-
-    check_context_fn(context_fn)
-    checked_flag(debug, "debug")
-
-    def as_region(function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
-        check_callable(function, "checkpoint(...)")
-        check_alone(function, others, named, "checkpoint(...)")
-        check_runs(function)
-        return CheckpointedFunction(function, options, context_fn, debug)
-
-    return as_region
-
-
-def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Callable[[], ContextPair]:
-    if context_fn is noop_context_fn:
-        return functools.partial(create_selective_checkpoint_contexts, policy)
-
-    def contexts() -> ContextPair:
-        others = own_contexts(call_context_fn(context_fn))
-        if selection_of(others[0]) is not None:
-            raise TypeError(
-                "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
-                "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
-            )
-        return both(create_selective_checkpoint_contexts(policy), others)
-
-    return contexts

@@ -1,0 +1,213 @@
+"""The curried form of ``checkpoint``, options first, and its results: checkpointed functions and checkpointed modules."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Generic, SupportsIndex, TypeVar
+
+import torch
+from torch.nn import Module
+from typing_extensions import Never, ParamSpec
+
+from ckpt_hooks._core.misuse import check_alone, check_callable, checked_flag
+from ckpt_hooks._function.callables import check_runs
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
+from ckpt_hooks._function.options import RegionOptions
+from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.selective import create_selective_checkpoint_contexts
+
+from .pairs import own_contexts
+from .running import run
+
+__all__ = ["Curried", "curried"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class CheckpointedFunction(Generic[P, R]):
+    """A function whose calls are regions: the result of :func:`checkpoint` in its curried form.
+
+    Binds to instances as the function does, and is copied with the function (``copy.deepcopy`` of a model).
+
+    Attributes:
+        function: The function to call.
+    """
+
+    __qualname__: str  # of the function
+
+    def __init__(self, function: Callable[P, R], region: Curried) -> None:
+        self.function = function
+        self._region = region
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Calls the function as a region."""
+        result: R = self._region.run(self.function, args, kwargs)
+        return result
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        # A decorated function is pickled as functions are, by its name.
+        found: Any = sys.modules.get(self.__module__)
+        for name in getattr(self, "__qualname__", "").split("."):
+            found = getattr(found, name, None)
+        return self.__qualname__ if found is self else super().__reduce_ex__(protocol)
+
+    def __get__(self, instance: object, owner: type | None = None) -> Callable[..., R]:
+        bind = getattr(type(self.function), "__get__", None)
+        if bind is None:
+            return self
+        bound = bind(self.function, instance, owner)
+        return self if bound is self.function else CheckpointedFunction(bound, self._region)
+
+
+class CheckpointedModule(Module):
+    """A module whose calls are regions: the result of :func:`checkpoint` in its curried form, for a module.
+
+    It has the attributes of the module as its own, in the same dictionary, and the module's class among its classes. So a model
+    may hold it in place of the module: names of parameters, buffers and submodules are the same, and so are ``isinstance``,
+    ``train()``, ``state_dict()`` and whatever else the module's class overrides. Hooks run inside the region.
+    """
+
+    __slots__ = ("__wrapped__", "_region")
+
+    __wrapped__: Module  # as a wrapped function has it
+    _region: Curried
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module as a region."""
+        return self._region.run(self.__wrapped__, args, kwargs)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return checkpointed_module, (self.__wrapped__, self._region)
+
+    def __copy__(self) -> Module:
+        return checkpointed_module(copy.copy(self.__wrapped__), self._region)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        return checkpointed_module(copy.deepcopy(self.__wrapped__, memo), copy.deepcopy(self._region, memo))
+
+    def _replicate_for_data_parallel(self) -> Module:
+        replica = self.__wrapped__._replicate_for_data_parallel()  # type: ignore[no-untyped-call]
+        return checkpointed_module(replica, self._region)
+
+
+_classes: dict[type[Module], type[CheckpointedModule]] = {}
+
+
+def _class_for(kind: type[Module]) -> type[CheckpointedModule]:
+    found = _classes.get(kind)
+    if found is None:
+        try:  # as a class statement does, with the metaclass of both
+            found = types.new_class(f"Checkpointed{kind.__name__}", (CheckpointedModule, kind), exec_body=_fill)
+        except TypeError as error:
+            raise TypeError(
+                f"checkpoint(...) got a module of the class {kind.__qualname__}, of which it can make no subclass ({error}). "
+                "Write `checkpoint_module(module, ...)`, which keeps the module as it is."
+            ) from error
+        found.__module__, found.__qualname__ = kind.__module__, found.__name__
+        _classes[kind] = found
+    return found
+
+
+def _fill(namespace: dict[str, Any]) -> None:
+    namespace["__slots__"] = ()
+
+
+def checkpointed_module(module: Module, region: Curried) -> Module:
+    """Returns a module whose calls run another module as a region.
+
+    Args:
+        module: The other module, whose attributes the result has.
+        region: The options.
+    """
+    kind = _class_for(type(module))
+    checkpointed = object.__new__(kind)
+    put = object.__setattr__  # nn.Module's own would look for parameters, in a dictionary that is not there yet
+    put(checkpointed, "_region", region)
+    put(checkpointed, "__wrapped__", module)
+    put(checkpointed, "__dict__", module.__dict__)
+    return checkpointed
+
+
+@dataclasses.dataclass(frozen=True)
+class Curried:
+    """Options of :func:`checkpoint`, to be called with a function.
+
+    Attributes:
+        options: Options of recomputes.
+        context_fn: Makes the contexts of a region.
+        debug: Whether errors list operators.
+    """
+
+    options: RegionOptions
+    context_fn: Callable[[], ContextPair]
+    debug: bool
+
+    def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
+        """Returns a function, or a module, whose calls are regions."""
+        check_callable(function, "checkpoint(...)")
+        check_alone(function, others, named, "checkpoint(...)")
+        check_runs(function)
+        module: Any = function
+        if isinstance(module, Module) and not isinstance(module, torch.jit.ScriptModule):  # of which no class is made
+            return checkpointed_module(module, self)
+        return CheckpointedFunction(function, self)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function as a region."""
+        return run(function, args, kwargs, self.options, self.context_fn, self.debug)
+
+
+def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool, own_options: dict[str, Any]) -> Curried:
+    """Checks the options of the curried form.
+
+    Args:
+        options: Options that the direct form has, too.
+        context_fn: Makes the contexts of a region.
+        debug: Whether errors list operators.
+        own_options: Other keyword arguments.
+
+    Raises:
+        ValueError: If an option is unknown.
+        TypeError: If an option has a value of another kind.
+    """
+    policy = own_options.pop("policy", None)
+    if policy is not None:
+        context_fn = _with_policy(context_fn, policy_from(policy))
+    options = dataclasses.replace(
+        options,
+        name=own_options.pop("name", None),
+        preserve_buffers=checked_flag(own_options.pop("preserve_buffers", True), "preserve_buffers"),
+    )
+    if own_options:
+        raise ValueError(
+            f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
+            "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, "
+            "use_reentrant, name, policy, preserve_buffers. Arguments of the function go to what that returns: "
+            "checkpoint(...)(function)(*args)."
+        )
+    check_context_fn(context_fn)
+    checked_flag(debug, "debug")
+    return Curried(options, context_fn, debug)
+
+
+def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Callable[[], ContextPair]:
+    if context_fn is noop_context_fn:
+        return functools.partial(create_selective_checkpoint_contexts, policy)
+
+    def contexts() -> ContextPair:
+        others = own_contexts(call_context_fn(context_fn))
+        if selection_of(others[0]) is not None:
+            raise TypeError(
+                "checkpoint got policy and a context_fn that returns the contexts of another policy: a region has one. Pass "
+                "ckpt_hooks.policies.save_from_both_policies(one, other) as policy, and contexts of other kinds by context_fn."
+            )
+        return both(create_selective_checkpoint_contexts(policy), others)
+
+    return contexts

@@ -1,0 +1,76 @@
+"""Running a call as a region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.misuse import checked_flag
+from ckpt_hooks._core.settings import current_settings
+from ckpt_hooks._function.callables import UNRUN, refuse_unrun
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks._function.options import RegionOptions
+from ckpt_hooks._function.transforms import run_plainly
+from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ckpt_hooks.report.debug import OperatorLogs
+
+from .pairs import own_contexts
+
+__all__ = ["run"]
+
+
+def run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    context_fn: Callable[[], ContextPair],
+    debug: bool,
+) -> Any:
+    """Calls a function, as a region where gradients are enabled.
+
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: Options of recomputes.
+        context_fn: Makes the contexts of the region.
+        debug: Whether an error lists the operators.
+    """
+    if torch.compiler.is_dynamo_compiling():  # Dynamo knows torch's function, and the compiler decides how to recompute
+        if context_fn is noop_context_fn:
+            return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+    if not torch.is_grad_enabled():
+        result = function(*args, **kwargs)
+    elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
+        result = run_plainly(function, args, kwargs, context_fn)
+    else:
+        watch_fused_steps()
+        mark = mark_thread()
+        try:
+            contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
+            settings = current_settings()
+            if debug if settings.debug is None else settings.debug:
+                checked_flag(debug, "debug")
+                logs = OperatorLogs()
+                own = logs.forward, logs.recompute
+                pair = own if contexts is None else both(contexts, own)
+                frame = FunctionFrame(function, args, kwargs, options, pair, settings)
+                frame.explain = logs.explain
+            else:
+                frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
+            with frame:
+                result = function(*args, **kwargs)
+        except BaseException as error:
+            bring_back(mark, error)
+            raise
+    if type(result) in UNRUN:
+        refuse_unrun(function, result)
+    return result

@@ -1,0 +1,231 @@
+"""Making modules of a model regions, and undoing this."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch.nn import Module
+from typing_extensions import Self
+
+from ckpt_hooks._core.misuse import checked_flag, described_as
+from ckpt_hooks._function.callables import check_runs
+from ckpt_hooks.region import checkpoint_region
+
+from .forward import RegionForward, forward_of_class, region_forward_of
+from .selecting import Select, select_modules
+
+__all__ = ["AppliedCheckpointing", "AppliedRegion", "apply_checkpointing", "checkpoint_module", "remove_checkpointing"]
+
+AModule = TypeVar("AModule", bound=Module)
+
+
+def checkpoint_module(
+    module: AModule, *, policy: Any = None, recorded: bool = False, name: str | None = None, **options: Any
+) -> AModule:
+    """Makes each call of a module a region, and returns the module.
+
+    The module stays the same object, with the same parameters, buffers, submodules and names, so that its state dict and
+    optimizers are as before. Copies and pickles of the module are checkpointed too. Hooks of the module run outside of the
+    region, once. Calls without gradients run plainly.
+
+    Args:
+        module: The module. Its parameters may be shared with others; it may be in several places of a model, and call itself.
+        policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
+        recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
+            ``forward`` again, as :func:`ckpt_hooks.checkpoint` does.
+        name: The region's name in errors; the class's name if None.
+        **options: Other options of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region` if ``recorded``.
+
+    Returns:
+        The module itself.
+
+    Raises:
+        TypeError: If ``module`` is no module, or an option has a value of another kind.
+        ValueError: If the module is checkpointed already, has no ``forward``, or an option is unknown.
+
+    Note:
+        ``copy.copy`` of a checkpointed module runs the forward of the module copied. Write ``copy.deepcopy``. A program that
+        sets ``module.forward`` afterwards removes the region, unless it calls the ``forward`` that it found.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_module
+        >>> block = checkpoint_module(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU()))
+        >>> block(torch.ones(2, 4)).sum().backward()
+    """
+    if not isinstance(module, Module):
+        raise TypeError(
+            f"module should be a torch.nn.Module, but got {described_as(module)}. For a function, write `checkpoint`."
+        )
+    forward = _forward_for(module, name or type(module).__qualname__, policy, recorded, options)
+    forward.put(module)
+    return module
+
+
+def remove_checkpointing(module: Module) -> None:
+    """Makes the calls of a module, and of each module inside, plain calls again.
+
+    For modules made regions by :func:`checkpoint_module` or :func:`apply_checkpointing`, and for their copies. Graphs of
+    earlier forwards recompute as before, if no region was inside another.
+
+    Args:
+        module: The module, checkpointed or not.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint_module, remove_checkpointing
+        >>> block = checkpoint_module(torch.nn.Linear(4, 4))
+        >>> remove_checkpointing(block)
+    """
+    for part in module.modules():
+        forward = region_forward_of(part)
+        if forward is not None:
+            forward.remove()
+
+
+class AppliedRegion(NamedTuple):
+    """One region made by :func:`apply_checkpointing`.
+
+    Attributes:
+        name: The module's name in the model.
+        kind: The module's class.
+        form: ``"checkpoint"`` or ``"checkpoint_region"``.
+        policy: The policy; None keeps nothing.
+    """
+
+    name: str
+    kind: str
+    form: str
+    policy: Any
+
+
+class AppliedCheckpointing:
+    """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
+
+    As a context manager, undoes itself at the end of the block. Holds no module.
+    """
+
+    def __init__(self, regions: Iterable[AppliedRegion], forwards: Iterable[RegionForward]) -> None:
+        self.regions = tuple(regions)
+        self._forwards = tuple(map(weakref.ref, forwards))
+
+    def undo(self) -> None:
+        """Makes the calls plain calls again. Modules made regions otherwise stay regions. A second call does nothing."""
+        for reference in self._forwards:
+            if (forward := reference()) is not None:
+                forward.remove()
+        self._forwards = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.undo()
+
+    def __iter__(self) -> Iterator[AppliedRegion]:
+        return iter(self.regions)
+
+    def __len__(self) -> int:
+        return len(self.regions)
+
+    def __repr__(self) -> str:
+        return f"<AppliedCheckpointing: {len(self)} {'region' if len(self) == 1 else 'regions'}>"
+
+    def __str__(self) -> str:
+        rows = [("module", "class", "region", "policy"), *((*region[:3], _in_words(region.policy)) for region in self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def apply_checkpointing(
+    model: Module, select: Select, *, policy: Any = None, recorded: bool = False, **options: Any
+) -> AppliedCheckpointing:
+    """Makes modules of a model regions, each as :func:`checkpoint_module` does.
+
+    Args:
+        model: The model.
+        select: The modules:
+
+            - module classes, one or several, or a predicate called with each module's name and the module: the outermost
+              modules found;
+            - :func:`every` for every n-th layer;
+            - name patterns, one or several, in which ``*`` stands for a part of a name between dots and ``**`` for any number
+              of parts: all modules found, also inside each other;
+            - a mapping of name patterns to policies: likewise, with the policy of the first matching pattern.
+        policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
+        recorded: Whether backward replays operators instead of calling ``forward`` again.
+        **options: Other options, as for :func:`checkpoint_module`.
+
+    Returns:
+        A handle, which lists the regions, prints as a table, and undoes.
+
+    Raises:
+        TypeError: If ``select`` is nothing of the kind, or an option has a value of another kind.
+        ValueError: If nothing is selected, or a selected module is checkpointed already or has no ``forward``. No module is
+            changed then.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import apply_checkpointing
+        >>> from ckpt_hooks.policies import dots_saveable
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
+        >>> print(apply_checkpointing(model, {"0": None, "1.*": dots_saveable}))
+        module  class   region      policy
+        0       Linear  checkpoint
+        1.0     Linear  checkpoint  dots_saveable
+        1.1     Tanh    checkpoint  dots_saveable
+    """
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the selection."
+        )
+    if policy is not None and isinstance(select, Mapping):
+        raise ValueError("apply_checkpointing got policy, and policies in select. Write the policy into select.")
+    if "name" in options:
+        raise ValueError("apply_checkpointing got name, but names each region after its module. Leave it out.")
+    selected = select_modules(model, select, policy)
+    forwards = [
+        _forward_for(module, name or type(module).__qualname__, own_policy, recorded, options)
+        for name, (module, own_policy) in selected.items()
+    ]
+    for forward, (module, _) in zip(forwards, selected.values(), strict=True):
+        forward.put(module)
+    form = "checkpoint_region" if recorded else "checkpoint"
+    regions = [AppliedRegion(name, type(module).__name__, form, own) for name, (module, own) in selected.items()]
+    return AppliedCheckpointing(regions, forwards)
+
+
+_REGION_OPTIONS = frozenset(inspect.signature(checkpoint_region.__init__).parameters) - {"self", "misplaced"}
+
+
+def _forward_for(module: Module, name: str, policy: Any, recorded: bool, options: dict[str, Any]) -> RegionForward:
+    recorded = checked_flag(recorded, "recorded")
+    if recorded and not _REGION_OPTIONS.issuperset(options):
+        raise ValueError(
+            f"Unexpected keyword arguments: {', '.join(sorted(set(options) - _REGION_OPTIONS))}. With recorded=True there are: "
+            f"{', '.join(sorted(_REGION_OPTIONS))}."
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
+    if region_forward_of(module) is not None:
+        raise ValueError(f"{name!r} is checkpointed already. Call `remove_checkpointing(module)` before.")
+    if "forward" not in vars(module):
+        found: Any = forward_of_class(module)
+        if getattr(found, "__func__", None) is Module.forward:
+            raise ValueError(f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it.")
+        check_runs(found)
+    return RegionForward(module, {"policy": policy, "name": name, **options}, recorded=recorded)
+
+
+def _in_words(policy: Any) -> str:
+    """Returns the name of a policy."""
+    if policy is None:
+        return ""
+    words = repr(policy)
+    if words.startswith("<") and ":" in words:
+        return words[1:].partition(":")[0]
+    return str(getattr(policy, "__qualname__", words))

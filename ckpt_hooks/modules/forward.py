@@ -1,0 +1,181 @@
+"""The ``forward`` of a module whose calls are regions."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from ckpt_hooks._checkpoint.checkpoint import checkpoint
+from ckpt_hooks._checkpoint.curried import Curried
+from ckpt_hooks._function.callables import UNRUN, refuse_unrun
+from ckpt_hooks.region import checkpoint_region
+
+__all__ = ["RegionForward", "forward_of_class", "region_forward_of"]
+
+# The method by which DataParallel copies a module. The copy would share the attribute ``forward``, and run the other's.
+_REPLICATE = "_replicate_for_data_parallel"
+
+
+def forward_of_class(module: Module) -> Callable[..., Any]:
+    """Returns the ``forward`` of a module's class, bound to the module."""
+    kind = type(module)
+    for one in kind.__mro__:
+        found: Any = one.__dict__.get("forward")
+        if found is not None:
+            break
+    bound: Callable[..., Any] = found.__get__(module, kind)
+    return bound
+
+
+class RegionForward:
+    """Calls a module's forward as a region.
+
+    Holds the module weakly, since the module holds this object. Copies and pickles belong to the copied module.
+
+    Attributes:
+        options: The region's options.
+        recorded: Whether the region is recorded.
+        replaced: The instance's own ``forward`` before; None for the class's.
+        is_active: Whether calls are regions. Not where checkpointing was removed, and another object calls this one.
+    """
+
+    _reference: weakref.ref[Module]
+    _region: Any
+
+    def __init__(self, module: Module, options: dict[str, Any], *, recorded: bool) -> None:
+        """Checks the options.
+
+        Args:
+            module: The module.
+            options: Keyword arguments of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region`.
+            recorded: Whether the region is recorded.
+        """
+        self.options = options
+        self.recorded = recorded
+        self.replaced: Callable[..., Any] | None = None
+        self.is_active = True
+        self._bind(module)
+
+    def _bind(self, module: Module) -> None:
+        self._reference = weakref.ref(module)
+        self._region = checkpoint_region(**self.options) if self.recorded else checkpoint(**self.options)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Calls the module's forward as a region."""
+        function, region = self.__wrapped__, self._region
+        if not self.is_active:
+            return function(*args, **kwargs)
+        if type(region) is Curried:
+            return region.run(function, args, kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            return function(*args, **kwargs)
+        with region:
+            result = function(*args, **kwargs)
+        if type(result) in UNRUN:
+            refuse_unrun(function, result)
+        return result
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The forward that a call runs; signatures are read from it, too."""
+        replaced = self.replaced
+        return forward_of_class(self.module) if replaced is None else replaced
+
+    @property
+    def module(self) -> Module:
+        """The module.
+
+        Raises:
+            ReferenceError: If the module is gone.
+        """
+        module = self._reference()
+        if module is None:
+            raise ReferenceError(
+                "The module of this forward is gone: a checkpointed forward holds its module weakly. Keep the module, and call "
+                "it instead of its forward."
+            )
+        return module
+
+    def __getattr__(self, name: str) -> Any:
+        if "_reference" not in self.__dict__:  # this object is being made
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def put(self, module: Module) -> None:
+        """Becomes the ``forward`` of a module."""
+        own = vars(module)
+        self.replaced = own.get("forward")
+        own["forward"] = self
+        own[_REPLICATE] = _Replication(self)
+
+    def remove(self) -> None:
+        """Takes this object off its module."""
+        module = self._reference()
+        self.is_active = False  # for another object in ``forward``, which calls this one
+        if module is None:
+            return
+        own = vars(module)
+        if own.get("forward") is self:
+            if self.replaced is None:
+                del own["forward"]
+            else:
+                own["forward"] = self.replaced
+        if region_forward_of(module) is self:
+            del own[_REPLICATE]
+
+    def replicate(self) -> Module:
+        """Returns a copy of the module as DataParallel makes it, with a forward of its own."""
+        module = self.module
+        replica: Module = type(module)._replicate_for_data_parallel(module)  # type: ignore[no-untyped-call]
+        own = vars(replica)
+        del own[_REPLICATE]
+        if own["forward"] is self:
+            del own["forward"]
+            forward = RegionForward(replica, self.options, recorded=self.recorded)
+            forward.put(replica)
+            forward.replaced = self.replaced
+        return replica
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
+        module = self.module
+        found = RegionForward(memo.get(id(module), module), copy.deepcopy(self.options, memo), recorded=self.recorded)
+        memo[id(self)] = found
+        found.replaced, found.is_active = copy.deepcopy(self.replaced, memo), self.is_active
+        return found
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            "module": self.module,
+            "options": self.options,
+            "recorded": self.recorded,
+            "replaced": self.replaced,
+            "is_active": self.is_active,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.options, self.recorded = state["options"], state["recorded"]
+        self.replaced, self.is_active = state["replaced"], state["is_active"]
+        self._bind(state["module"])
+
+
+class _Replication:
+    """Stands in a module's attributes for the method by which DataParallel copies the module."""
+
+    __slots__ = ("forward",)
+
+    def __init__(self, forward: RegionForward) -> None:
+        self.forward = forward
+
+    def __call__(self) -> Module:
+        return self.forward.replicate()
+
+
+def region_forward_of(module: Module) -> RegionForward | None:
+    """Returns the object which makes a module's calls regions, under other objects of the kind maybe; None without."""
+    found = vars(module).get(_REPLICATE)
+    return found.forward if type(found) is _Replication else None

@@ -1,0 +1,647 @@
+"""Regions on a model: ``checkpoint_module``, ``apply_checkpointing`` and ``remove_checkpointing``."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import (
+    DeterminismError,
+    MutationError,
+    apply_checkpointing,
+    checkpoint_module,
+    every,
+    is_recomputing,
+    policies,
+    remove_checkpointing,
+)
+from ckpt_hooks._core.observers import observe
+from tests.behaviours.runs import same
+from tests.measure import CountOps, Frames
+from tests.test_threads import in_threads
+
+
+class Block(nn.Module):
+    """Has parameters, buffers, a counter and dropout, and takes a keyword."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.calls = 0
+
+    def forward(self, x, *, scale=1.0):
+        self.calls += 1
+        return torch.dropout(self.norm(self.linear(x)).sin() * scale, 0.5, self.training)
+
+
+class Net(nn.Module):
+    """Three blocks and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x, scale=2.0)
+        return self.head(x)
+
+
+class Forwards:
+    """Counts the runs of a module's forward, in forward and in recomputes."""
+
+    def __init__(self, kind, monkeypatch):
+        self.runs, self.reruns = 0, 0
+        forward = kind.forward
+
+        @functools.wraps(forward)
+        def counting(module, *args, **kwargs):
+            if is_recomputing():
+                self.reruns += 1
+            else:
+                self.runs += 1
+            return forward(module, *args, **kwargs)
+
+        monkeypatch.setattr(kind, "forward", counting)
+
+
+def trained(model, steps=2):
+    """Returns everything that two steps come to."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    found = []
+    for _ in range(steps):
+        loss = model(torch.linspace(-1, 1, 12).view(3, 4)).pow(2).sum()
+        loss.backward()
+        found += [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+        optimizer.step()
+        optimizer.zero_grad()
+    counters = [module.calls for module in model.modules() if isinstance(module, Block)]
+    return [*found, *(value.clone() for value in model.state_dict().values()), torch.get_rng_state(), counters]
+
+
+def all_same(one, other):
+    return len(one) == len(other) and all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def base():
+    """A model, and what its training comes to without regions."""
+    model = Net()
+    return model, trained(copy.deepcopy(model))
+
+
+KINDS = {
+    "checkpoint": {},
+    "policy": {"policy": policies.dots_saveable},
+    "recorded": {"recorded": True},
+    "recorded with policy": {"recorded": True, "policy": policies.dots_saveable},
+}
+kinds = pytest.mark.parametrize("options", KINDS.values(), ids=KINDS)
+
+
+@kinds
+def test_as_without_regions(base, options, monkeypatch):
+    model, expected = base
+    forwards = Forwards(Block, monkeypatch)
+    applied = apply_checkpointing(model, Block, **options)
+    assert len(applied) == 3
+    assert all_same(trained(model), expected)
+    assert forwards.runs == 6
+    assert forwards.reruns == (0 if options.get("recorded") else 6)
+
+
+@kinds
+def test_names_and_types_stay(base, options):
+    model, _ = base
+    before = [list(model.state_dict()), dict(model.named_modules()), dict(model.named_parameters()), repr(model)]
+    signature = inspect.signature(model.layers[0].forward)
+    apply_checkpointing(model, "layers.*", **options)
+    assert [list(model.state_dict()), dict(model.named_modules()), dict(model.named_parameters()), repr(model)] == before
+    assert type(model.layers[0]) is Block
+    assert inspect.signature(model.layers[0].forward) == signature
+    assert model.layers[0].forward.__name__ == "forward"
+    assert model.layers[0].forward.__self__ is model.layers[0]
+
+
+def _by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def _by_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@kinds
+@pytest.mark.parametrize("copied", [copy.deepcopy, _by_pickle, _by_torch])
+def test_copies_are_checkpointed_by_themselves(base, options, copied, monkeypatch):
+    """A copy calls its own parts, and lives on without the model copied."""
+    model, expected = base
+    apply_checkpointing(model, Block, **options)
+    twin = copied(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    reference = weakref.ref(model.layers[0])
+    del model, base
+    regions = Frames()
+    with observe(regions):
+        assert all_same(trained(twin), expected)
+    assert len(regions.frames) == 6
+    remove_checkpointing(twin)
+    assert set(vars(twin.layers[0])) == set(vars(Block()))
+    del reference
+
+
+@pytest.mark.usefixtures("no_gc")
+@kinds
+def test_memory_goes_back_without_the_collector(options):
+    """Neither a module nor a graph is in a cycle."""
+    model = Net()
+    applied = apply_checkpointing(model, Block, **options)
+    loss = model(torch.ones(3, 4)).sum()
+    loss.backward()
+    references = [weakref.ref(module) for module in model.modules()]
+    forward = model.layers[0].forward
+    del model, loss
+    assert [reference() for reference in references] == [None] * len(references)
+    with pytest.raises(ReferenceError, match="Keep the module, and call it"):
+        forward(torch.ones(3, 4))
+    applied.undo()
+
+
+@kinds
+def test_undo(base, options):
+    model, _ = base
+    before = dict(vars(model.layers[1]))
+    with apply_checkpointing(model, Block, **options) as applied:
+        loss = model(torch.ones(3, 4)).sum()
+        assert "forward" in vars(model.layers[1])
+    assert vars(model.layers[1]).keys() == before.keys()
+    loss.backward()  # of a graph that has regions
+    applied.undo()
+    model.zero_grad()
+    other = Net()
+    other.load_state_dict(model.state_dict())
+    regions = Frames()
+    with observe(regions):
+        trained(model)
+    assert regions.frames == []
+
+
+def test_an_earlier_undo_leaves_other_regions_alone(base):
+    model, expected = base
+    first = apply_checkpointing(model, "layers.0")
+    second = apply_checkpointing(model, "layers.1")
+    first.undo()
+    regions = Frames()
+    with observe(regions):
+        assert all_same(trained(model), expected)
+    assert len(regions.frames) == 2
+    second.undo()
+    assert "forward" not in vars(model.layers[1])
+
+
+def test_shared_and_recursive_modules(monkeypatch):
+    class Recursive(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x, depth=3):
+            x = self.linear(x).sin()
+            return self(x, depth - 1) if depth else x
+
+    def program(apply):
+        torch.manual_seed(0)
+        part = Recursive()
+        model = nn.Sequential(part, nn.Linear(4, 4), part)
+        if apply:
+            assert [region.name for region in apply_checkpointing(model, Recursive)] == ["0"]
+        x = torch.ones(2, 4, requires_grad=True)
+        model(x).sum().backward()
+        return [x.grad, *(parameter.grad for parameter in model.parameters())]
+
+    assert all_same(program(True), program(False))
+
+
+def test_a_forward_of_the_instance(base):
+    """Other libraries put a function in the instance, too, before and after: each calls the one that it found."""
+    model, expected = base
+    layer = model.layers[0]
+    ran = []
+
+    def other(found, name):
+        def forward(*args, **kwargs):
+            ran.append(name)
+            return found(*args, **kwargs)
+
+        return forward
+
+    before = layer.forward = other(layer.forward, "before")
+    applied = apply_checkpointing(model, Block)
+    after = layer.forward = other(layer.forward, "after")
+    assert all_same(trained(model), expected)
+    assert ran == ["after", "before", "before"] * 2  # the former outside of the region
+    applied.undo()
+    assert layer.forward is after
+    ran.clear()
+    regions = Frames()
+    with observe(regions):
+        model(torch.ones(3, 4)).sum().backward()
+    assert (regions.frames, ran) == ([], ["after", "before"])
+    checkpoint_module(layer)
+    remove_checkpointing(model)
+    assert layer.forward is after
+    layer.forward = before
+    checkpoint_module(layer)
+    remove_checkpointing(layer)
+    assert layer.forward is before
+
+
+def test_a_forward_set_later_takes_the_place_of_the_region():
+    layer = checkpoint_module(Block())
+    layer.forward = lambda x: x
+    x = torch.ones(3, 4)
+    assert layer(x) is x
+    remove_checkpointing(layer)
+    assert layer(x) is x
+
+
+def test_applied_twice(base):
+    """The second is refused, and nothing is changed by it."""
+    model, expected = base
+    apply_checkpointing(model, "layers.2")
+    match = r"'layers\.2' is checkpointed already\. Call `remove_checkpointing"
+    with pytest.raises(ValueError, match=match):
+        apply_checkpointing(model, Block)
+    with pytest.raises(ValueError, match="'Block' is checkpointed already"):
+        checkpoint_module(model.layers[2])
+    with pytest.raises(ValueError, match="is checkpointed already"):
+        checkpoint_module(copy.deepcopy(model).layers[2])
+    assert "forward" not in vars(model.layers[0])
+    assert all_same(trained(model), expected)
+
+
+@kinds
+def test_replicas_of_data_parallel(base, options):
+    """DataParallel copies the attributes of each module; the copy runs the copy's own forward."""
+    model, _ = base
+    layer = model.layers[0]
+    apply_checkpointing(model, Block, **options)
+    replica = layer._replicate_for_data_parallel()
+    with torch.no_grad():
+        weight = torch.zeros(4, 4)
+    replica.linear = nn.Linear(4, 4)
+    with torch.no_grad():
+        replica.linear.weight.copy_(weight)
+        replica.linear.bias.zero_()
+    replica.eval()
+    regions = Frames()
+    with observe(regions):
+        replica(torch.ones(3, 4)).sum().backward()
+    assert len(regions.frames) == 1
+    assert torch.count_nonzero(replica.linear.bias.grad) == 4
+    assert layer.linear.bias.grad is None
+    assert layer.forward.__self__ is layer
+    remove_checkpointing(layer)
+    assert layer._replicate_for_data_parallel().forward.__func__ is Block.forward
+
+
+@kinds
+def test_interrupted_in_forward(base, options):
+    """Ctrl-C leaves nothing on the thread, wherever it comes."""
+    model, expected = base
+    apply_checkpointing(model, Block, **options)
+    state = copy.deepcopy(model.state_dict())
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    for part in (model.layers[1].linear, model.layers[1].norm, model.layers[1]):
+        handle = part.register_forward_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.ones(3, 4))
+        handle.remove()
+    model.load_state_dict(state)
+    for layer in model.layers:
+        layer.calls = 0
+    assert all_same(trained(model), expected)
+
+
+@kinds
+@pytest.mark.parametrize("before", [True, False])
+def test_hooks_of_users_run_once_outside(base, options, before):
+    model, _ = base
+    twin = copy.deepcopy(model)
+    logs = [], []
+    for one, log in ((model, logs[0]), (twin, logs[1])):
+        layer = one.layers[1]
+        if one is model and not before:
+            apply_checkpointing(one, Block, **options)
+        layer.register_forward_pre_hook(lambda _, args, log=log: (log.append("pre"), (args[0] * 2,))[1])
+        layer.register_forward_hook(lambda _, args, out, log=log: (log.append("post"), out * 3)[1])
+        layer.register_forward_hook(lambda *_, log=log: log.append("always"), always_call=True)
+        layer.register_full_backward_hook(lambda *_, log=log: log.append("backward"))
+        layer.register_full_backward_pre_hook(lambda *_, log=log: log.append("backward pre"))
+        if one is model and before:
+            apply_checkpointing(one, Block, **options)
+    assert all_same(trained(model), trained(twin))
+    assert logs[0] == logs[1] == ["pre", "post", "always", "backward pre", "backward"] * 2
+
+
+@pytest.mark.compile
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("whole", [True, False])
+def test_compiled_modules(whole, monkeypatch):
+    """Compiled by itself, or as a part of a model: the compiler sees a region, in which it allows no counter."""
+    monkeypatch.setattr(Block, "forward", lambda self, x, scale=1.0: self.norm(self.linear(x)).sin() * scale)
+
+    def program(apply):
+        torch.manual_seed(0)
+        torch.compiler.reset()
+        model = Net()
+        if apply:
+            apply_checkpointing(model, Block)
+        for part in (model,) if whole else model.layers:
+            part.compile(backend="aot_eager", fullgraph=True)
+        return trained(model)
+
+    assert all_same(program(True), program(False))
+
+
+@kinds
+def test_without_gradients(base, options):
+    model, _ = base
+    plain = copy.deepcopy(model).eval()
+    apply_checkpointing(model, Block, **options)
+    regions = Frames()
+    x = torch.ones(3, 4)
+    with observe(regions), torch.no_grad():
+        assert torch.equal(model.eval()(x), plain(x))
+    assert regions.frames == []
+
+
+def test_the_class_changes():
+    """A parametrization gives the module another class, and a program may give a class another forward."""
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    plain = copy.deepcopy(linear)
+    checkpoint_module(linear)
+    for one in (linear, plain):
+        torch.manual_seed(1)
+        nn.utils.parametrizations.spectral_norm(one)
+    x = torch.ones(2, 4)
+    for one in (linear, plain):
+        one(x).pow(2).sum().backward()
+    assert torch.equal(linear.parametrizations.weight.original.grad, plain.parametrizations.weight.original.grad)
+    assert torch.equal(linear.parametrizations.weight[0]._u, plain.parametrizations.weight[0]._u)
+
+
+def test_the_class_gets_another_forward(monkeypatch):
+    layer = checkpoint_module(Block())
+    monkeypatch.setattr(Block, "forward", lambda self, x: x * 3)
+    assert torch.equal(layer(torch.ones(2)), torch.full((2,), 3.0))
+
+
+@pytest.mark.parametrize("options", [{}, {"recorded": True}])
+def test_functional_call(base, options):
+    """Parameters given for one call are not there in a rerun, which says so; a replay reads them."""
+    model, _ = base
+    given = {name: torch.full_like(value, 0.1).requires_grad_() for name, value in model.named_parameters()}
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+
+    def gradients():
+        torch.manual_seed(0)
+        loss = torch.func.functional_call(model, given, (x,)).pow(2).sum()
+        return torch.autograd.grad(loss, list(given.values()))
+
+    expected = gradients()
+    apply_checkpointing(model, Block, **options)
+    if not options:
+        with pytest.raises(MutationError, match=r"'linear\.weight' of Block.*or is another tensor than then"):
+            gradients()
+        return
+    assert all_same(gradients(), expected)
+
+
+def test_lazy_modules():
+    def program(apply):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh())
+        if apply:
+            checkpoint_module(model[0])
+        return [torch.autograd.grad(model(torch.ones(2, 3)).sum(), list(model.parameters())) for _ in range(2)][1]
+
+    assert all_same(program(True), program(False))
+
+
+def test_two_threads_call_one_module():
+    layer = checkpoint_module(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    inputs = [torch.full((2, 4), value, requires_grad=True) for value in (1.0, 2.0)]
+    expected = [torch.autograd.grad(layer(x).sum(), x)[0] for x in inputs]
+    barrier = threading.Barrier(2)
+
+    def work(x):
+        barrier.wait(60)
+        for _ in range(20):
+            x.grad = None
+            layer(x).sum().backward()
+
+    in_threads(*(lambda x=x: work(x) for x in inputs))
+    assert [same(x.grad, g) for x, g in zip(inputs, expected, strict=True)] == [True, True]
+
+
+def test_errors_name_the_region():
+    class Fickle(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return x.sin() if is_recomputing() else x.sin().exp()
+
+    model = nn.Sequential(Fickle())
+    apply_checkpointing(model, {"0": None})
+    with pytest.raises(DeterminismError, match="'0'"):
+        model(torch.ones(2, 4)).sum().backward()
+    named = checkpoint_module(Fickle(), name="mine")
+    with pytest.raises(DeterminismError, match="'mine'"):
+        named(torch.ones(2, 4)).sum().backward()
+
+
+# What is selected
+
+
+class Wide(Block):
+    """Another class of the kind."""
+
+
+def tree():
+    """A model with layers in two lists, of which one is inside a block."""
+    block = nn.Module()
+    block.attention, block.mlp = nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    model = nn.Module()
+    model.first = nn.ModuleList([nn.Linear(4, 4), copy.deepcopy(block), nn.Linear(4, 4), nn.ReLU()])
+    model.second = nn.ModuleList([nn.ModuleList([nn.ReLU(), nn.ReLU()]), nn.Linear(4, 4), nn.Linear(4, 4)])
+    return model
+
+
+SELECTIONS = [
+    (nn.Linear, ["first.0", "first.1.attention", "first.1.mlp.0", "first.2", "second.1", "second.2"]),
+    ((nn.Sequential, nn.Linear), ["first.0", "first.1.attention", "first.1.mlp", "first.2", "second.1", "second.2"]),
+    ([nn.ReLU], ["first.1.mlp.1", "first.3", "second.0.0", "second.0.1"]),
+    ("first.2", ["first.2"]),
+    ("second.*.*", ["second.0.0", "second.0.1"]),
+    ("**.mlp.**", ["first.1.mlp.0", "first.1.mlp.1"]),
+    ("**.mlp", ["first.1.mlp"]),
+    ("first.1.m*", ["first.1.mlp"]),
+    (["first.1.mlp", "first.1.mlp.0"], ["first.1.mlp", "first.1.mlp.0"]),
+    (lambda name, module: name.endswith(("mlp", "mlp.0")), ["first.1.mlp"]),
+    (every(2, of=nn.Linear), ["first.0", "first.1.attention", "first.1.mlp.0", "second.1"]),
+    (every(2, of="second.0.*"), ["second.0.0"]),
+    (every(3, of=lambda name, _: name.startswith("second.0.")), ["second.0.0"]),
+]
+
+
+@pytest.mark.parametrize(("select", "names"), SELECTIONS)
+def test_selections(select, names):
+    applied = apply_checkpointing(tree(), select)
+    assert [region.name for region in applied] == names
+
+
+def test_every_nth_entry_of_the_lists():
+    model = nn.Module()
+    model.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(5))
+    model.decoder = nn.ModuleList(nn.Sequential(nn.ModuleList([nn.ReLU()])) for _ in range(4))
+    applied = apply_checkpointing(model, every(2))
+    assert [region.name for region in applied] == ["encoder.0", "encoder.2", "encoder.4", "decoder.0", "decoder.2"]
+
+
+def test_a_mapping_of_patterns():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)))
+    keep = policies.save_ops(torch.ops.aten.addmm.default)
+    applied = apply_checkpointing(model, {"1": None, "**": [torch.ops.aten.addmm.default], "2.*": keep}, recorded=True)
+    assert repr(applied) == "<AppliedCheckpointing: 5 regions>"
+    assert [(region.name, region.policy) for region in applied] == [
+        ("", [torch.ops.aten.addmm.default]),
+        ("0", [torch.ops.aten.addmm.default]),
+        ("1", None),
+        ("2", [torch.ops.aten.addmm.default]),
+        ("2.0", [torch.ops.aten.addmm.default]),
+    ]
+    with CountOps() as ops:
+        model(torch.ones(2, 4)).sum().backward()
+    assert ops.counts["addmm"] == 3 + 1  # that of the region whose policy is None
+
+
+def test_the_table():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
+
+    def decide(ctx, op, *args, **kwargs):
+        return policies.CheckpointPolicy.PREFER_RECOMPUTE
+
+    applied = apply_checkpointing(model, {"0": policies.dots_saveable, "1": decide, "1.*": None})
+    assert str(applied).splitlines() == [
+        "module  class       region      policy",
+        "0       Linear      checkpoint  dots_saveable",
+        f"1       Sequential  checkpoint  {decide.__qualname__}",
+        "1.0     Tanh        checkpoint",
+    ]
+    assert repr(apply_checkpointing(nn.Sequential(nn.Tanh()), nn.Tanh)) == "<AppliedCheckpointing: 1 region>"
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize(
+    ("select", "options", "error", "match"),
+    [
+        (nn.Conv2d, {}, ValueError, r"selects no module of Net\. Its modules are of the classes BatchNorm1d, Block, Linear"),
+        ("layer.*", {}, ValueError, r"'layer\.\*' selects no module\. .* near to it is 'layers"),
+        ({"layers.*": None, "hed": None}, {}, ValueError, "'hed' selects no module.*'head'"),
+        ({3: None}, {}, TypeError, "select should map name patterns to policies, but has 3"),
+        (3, {}, TypeError, "select should be module classes, name patterns"),
+        (nn.Linear(2, 2), {}, TypeError, "select should be module classes.*a module, Linear"),
+        ([Block, "head"], {}, TypeError, "select should be module classes"),
+        (int, {}, TypeError, "select should be module classes"),
+        ([], {}, TypeError, "select should be module classes"),
+        (every(2, of=every(2)), {}, TypeError, "of should be module classes"),
+        ("layers", {}, ValueError, "'layers' is a ModuleList, which has no forward. Select the modules in it"),
+        ({"head": None}, {"policy": policies.dots_saveable}, ValueError, "Write the policy into select"),
+        (Block, {"name": "x"}, ValueError, "names each region after its module"),
+        (Block, {"early_stop": "no"}, TypeError, "early_stop should be True or False"),
+        (Block, {"policy": 3}, TypeError, "policy"),
+        (Block, {"recorded": "yes"}, TypeError, "recorded should be True or False"),
+        (Block, {"replay_whole": True}, ValueError, "Unexpected keyword arguments: replay_whole"),
+        (Block, {"recorded": True, "early_stop": True}, ValueError, "Unexpected keyword arguments: early_stop. With recorded"),
+    ],
+)
+def test_wrong_calls(base, select, options, error, match):
+    """Each is named, and changes no module."""
+    model, _ = base
+    with pytest.raises(error, match=match):
+        apply_checkpointing(model, select, **options)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("n", [0, -1, 1.5, True, "2"])
+def test_every_wrong(n):
+    with pytest.raises(ValueError, match="n should be a positive integer"):
+        every(n)
+
+
+def test_what_is_no_module():
+    with pytest.raises(TypeError, match=r"module should be a torch\.nn\.Module, but got 'sin'"):
+        checkpoint_module(torch.sin)
+    with pytest.raises(TypeError, match=r"model should be a torch\.nn\.Module"):
+        apply_checkpointing([nn.Linear(2, 2)], nn.Linear)
+
+
+def test_modules_that_cannot_be_regions():
+    class Generating(nn.Module):
+        def forward(self, x):
+            yield x
+
+    with pytest.raises(TypeError, match="does not run when it is called"):
+        checkpoint_module(Generating())
+    with pytest.raises(ValueError, match="which has no forward"):
+        checkpoint_module(nn.ModuleDict())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning")
+def test_torchscript():
+    scripted = torch.jit.script(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="TorchScript module"):
+        checkpoint_module(scripted)
+
+
+def test_a_coroutine_is_refused_when_it_runs():
+    """A forward that hands on a coroutine is found out by its result."""
+
+    async def later():
+        return 3
+
+    class Hides(nn.Module):
+        def forward(self):
+            return later()
+
+    for recorded in (False, True):
+        with pytest.raises(TypeError, match="does not run when it is called"):
+            checkpoint_module(Hides(), recorded=recorded)()
