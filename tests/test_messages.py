@@ -33,8 +33,10 @@ from ckpt_hooks import (
 )
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.frame import FunctionFrame
+from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
+from tests import fake_transformers
 from tests.fake_device import fake_device
 from tests.measure import leaf
 from tests.messages import messages, occurs, texts
@@ -492,6 +494,12 @@ def with_class():
         pass
 
 
+def enabled(apply, *args):
+    model = fake_transformers.Model()
+    apply(model, *args)
+    return model
+
+
 block, x = nn.Linear(3, 3), torch.rand(2, 3)
 calls = {
     "a decorator without parentheses": lambda: checkpoint(block),
@@ -564,6 +572,17 @@ calls = {
     "a size that is none": lambda: offload_saved_tensors("1 MB"),
     "a stash for nothing": lambda: offload_saved_tensors(max_fwd_stash_size=0),
     "a name that is not there": lambda: ckpt_hooks.nothing,
+    "no model of Transformers": lambda: enable_in_transformers(block),
+    "a model of Transformers inside": lambda: enable_in_transformers(nn.Sequential(fake_transformers.Model())),
+    "a model of Transformers without support": lambda: enable_in_transformers(fake_transformers.Unsupported()),
+    "a model of Transformers without effect": lambda: enable_in_transformers(fake_transformers.NothingToSwitch()),
+    "a model of an old Transformers": lambda: enable_in_transformers(fake_transformers.OldModel()),
+    "a model of Transformers without layers": lambda: enable_in_transformers(fake_transformers.StackModel(), every_n_layers=2),
+    "a model of Transformers without a list": lambda: enable_in_transformers(fake_transformers.CallerWithoutList()),
+    "Transformers twice": lambda: enable_in_transformers(enabled(enable_in_transformers)),
+    "Transformers on regions": lambda: enable_in_transformers(enabled(ckpt_hooks.apply_checkpointing, "layers.*")),
+    "Transformers with a name": lambda: enable_in_transformers(fake_transformers.Model(), name="model"),
+    "Transformers by every zeroth": lambda: enable_in_transformers(fake_transformers.Model(), every_n_layers=0),
 }
 PROVOCATIONS.update(calls)
 

@@ -1,4 +1,4 @@
-"""Transformers models by ``enable_in_transformers``: bitwise their programs without checkpointing, in no more memory than torch's."""
+"""Transformers models: regions leave their training bitwise as it was, in no more memory than torch's checkpointing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import copy
 import functools
 import gc
 import os
-import pickle
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import nn
 
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.integrations import enable_in_transformers
@@ -112,9 +110,13 @@ FAMILIES = {
         {**DECODER, "head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
         config="Gemma3TextConfig",
     ),
-    "opt": family("OPTForCausalLM", {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16, "attention_dropout": 0.1, "max_position_embeddings": 32}),
+    "opt": family("OPTForCausalLM",
+        {**SIZES, "ffn_dim": 24, "word_embed_proj_dim": 16, "attention_dropout": 0.1, "max_position_embeddings": 32},
+    ),
     # Mixture of experts
-    "mixtral": family("MixtralForCausalLM", {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}),
+    "mixtral": family(
+        "MixtralForCausalLM", {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}
+    ),
     "qwen2_moe": family(
         "Qwen2MoeForCausalLM", {**DECODER, **EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 16}
     ),
@@ -146,14 +148,16 @@ FAMILIES = {
     "modernbert": family(
         "ModernBertForMaskedLM",
         {**SIZES, "intermediate_size": 24, "attention_dropout": 0.1, "mlp_dropout": 0.1, "embedding_dropout": 0.1,
-         "local_attention": 4, "global_attn_every_n_layers": 2, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
+         "local_attention": 4, "global_attn_every_n_layers": 2,
+         "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2},
         encoder_tokens,
     ),
     # Encoders and decoders
     "bart": family("BartForConditionalGeneration", BART, encoder_tokens),
     "t5": family(
         "T5ForConditionalGeneration",
-        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY, "decoder_start_token_id": 0},
+        {"d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 2, "num_heads": 2, "vocab_size": VOCABULARY,
+         "decoder_start_token_id": 0},
         encoder_tokens,
     ),
     # Vision
@@ -172,7 +176,11 @@ FAMILIES = {
         image_and_text,
     ),
     # Audio
-    "whisper": family("WhisperForConditionalGeneration", {**BART, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16}, log_mel),
+    "whisper": family(
+        "WhisperForConditionalGeneration",
+        {**BART, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16},
+        log_mel,
+    ),
     "wav2vec2": family("Wav2Vec2ForCTC", SOUND, sound),
     "hubert": family("HubertForCTC", SOUND, sound),
 }  # fmt: skip
@@ -222,7 +230,9 @@ def trained(model, batches, optimizer=torch.optim.AdamW):
                 tensors[f"step {step}, gradient of {name}"] = p.grad.clone()
         optimizer.step()
         optimizer.zero_grad()
-    tensors |= {f"value of {name}": value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())}
+    tensors |= {
+        f"value of {name}": value.detach().clone() for name, value in (*model.named_parameters(), *model.named_buffers())
+    }
     return Result(tensors, losses, torch.get_rng_state())
 
 
