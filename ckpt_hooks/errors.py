@@ -57,11 +57,14 @@ class DeterminismError(CheckpointError):
         region: Names of the regions around the failure, outermost first.
         index: Position of the first different tensor in the order of saving: the first missing tensor where the recompute saved
             too few, the first surplus tensor where it saved too many. Under a selective policy it may be the place of the
-            first different operator, views not counted. -1 where all tensors agree, and the recompute moved a random stream
-            which is not tracked.
+            first different operator, views not counted; in a recorded region it is the number of the operator whose result
+            has another shape. -1 where all tensors agree, and the recompute moved a random stream which is not tracked.
         expected: What forward saved (``"float32[4, 8] on cpu"``, or a number of tensors), or the operator which forward ran.
         found: The same for the recompute.
         grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
+        routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: operators
+            which chose among floating-point numbers before the difference, and whose results were not kept. In a recorded
+            region, operators on which the first different shape depends.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class DeterminismError(CheckpointError):
         self.grad_fn = grad_fn
         self.expected = expected
         self.found = found
+        self.routing: tuple[str, ...] = ()
 
 
 class MutationError(CheckpointError):

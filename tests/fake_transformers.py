@@ -139,12 +139,28 @@ class NothingToSwitch(StackModel):
 
 
 class OldModel(nn.Module):
-    """A model of before 4.35."""
+    """A model of before 4.35: it calls torch's checkpoint, reentrant, and the switch takes no function."""
 
-    gradient_checkpointing = False
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(PlainLayer() for _ in range(5))
+        self.gradient_checkpointing = False
 
     def _set_gradient_checkpointing(self, module, value=False):
         module.gradient_checkpointing = value
+
+    def gradient_checkpointing_enable(self):
+        self._set_gradient_checkpointing(self, value=True)
+
+    def gradient_checkpointing_disable(self):
+        self._set_gradient_checkpointing(self, value=False)
+
+    forward = StackModel.forward
+
+    def _gradient_checkpointing_func(self, function, *args):
+        return torch_checkpoint.checkpoint(function, *args)
 
 
 class OfPeft(nn.Module):

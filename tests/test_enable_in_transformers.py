@@ -268,10 +268,34 @@ def test_models_without_the_switch():
         (nn.Sequential(nn.Linear(2, 2), Model()), TypeError, r"enable_in_transformers\(model.1\)"),
         (Unsupported(), ValueError, "apply_checkpointing"),
         (NothingToSwitch(), ValueError, "apply_checkpointing"),
-        (OldModel(), RuntimeError, "patch_torch"),
     ]:
         with pytest.raises(error, match=text):
             enable_in_transformers(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
+@pytest.mark.parametrize("policy", [None, dots_saveable])
+def test_a_switch_that_takes_no_function_runs_under_a_patch(policy):
+    model, frames = OldModel(), Frames()
+    expected, before, ours = trained(model), attributes(model), torch.utils.checkpoint.checkpoint
+    with enable_in_transformers(model, policy=policy) as handle, observe(frames):
+        assert handle.regions == ("",)
+        assert_same(trained(model), expected)
+    assert len(frames.frames) == 5
+    assert attributes(model) == before
+    assert torch.utils.checkpoint.checkpoint is ours
+    with observe(frames):
+        trained(model)
+    assert len(frames.frames) == 5
+
+
+@pytest.mark.parametrize("options", [{"recorded": True}, {"every_n_layers": 2}, {"early_stop": False}])
+def test_what_a_patch_cannot_do(options):
+    model = OldModel()
+    before = attributes(model)
+    with pytest.raises(RuntimeError, match="The public switch, under patch_torch, takes policy alone"):
+        enable_in_transformers(model, **options)
+    assert attributes(model) == before
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, True, "2", None])

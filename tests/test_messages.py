@@ -23,17 +23,22 @@ from ckpt_hooks import (
     CheckpointError,
     DeterminismError,
     GraphExecGroup,
+    apply_checkpointing,
     checkpoint,
+    checkpoint_module,
     checkpoint_name,
     checkpoint_region,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
+    enable_in_transformers,
+    every,
+    patch_torch,
     policies,
     track_rng,
 )
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.frame import FunctionFrame
-from ckpt_hooks.integrations import enable_in_transformers
+from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
 from tests import fake_transformers
@@ -110,6 +115,15 @@ def saves_more():
 @provokes
 def saves_another_shape():
     changing(lambda x: x.sin().cos().exp(), lambda x: x[:2].sin().cos().exp())
+
+
+@provokes
+def a_replay_to_another_shape():
+    x = torch.tensor([1.0, 2.0, -3.0], requires_grad=True)
+    with checkpoint_region():
+        y = x.sin()[(x > 0).nonzero()].exp()
+    x.data.neg_()
+    backward(y)
 
 
 @provokes
@@ -576,15 +590,74 @@ calls = {
     "a model of Transformers inside": lambda: enable_in_transformers(nn.Sequential(fake_transformers.Model())),
     "a model of Transformers without support": lambda: enable_in_transformers(fake_transformers.Unsupported()),
     "a model of Transformers without effect": lambda: enable_in_transformers(fake_transformers.NothingToSwitch()),
-    "a model of an old Transformers": lambda: enable_in_transformers(fake_transformers.OldModel()),
+    "a model of an old Transformers": lambda: enable_in_transformers(fake_transformers.OldModel(), recorded=True),
     "a model of Transformers without layers": lambda: enable_in_transformers(fake_transformers.StackModel(), every_n_layers=2),
     "a model of Transformers without a list": lambda: enable_in_transformers(fake_transformers.CallerWithoutList()),
     "Transformers twice": lambda: enable_in_transformers(enabled(enable_in_transformers)),
     "Transformers on regions": lambda: enable_in_transformers(enabled(ckpt_hooks.apply_checkpointing, "layers.*")),
     "Transformers with a name": lambda: enable_in_transformers(fake_transformers.Model(), name="model"),
     "Transformers by every zeroth": lambda: enable_in_transformers(fake_transformers.Model(), every_n_layers=0),
+    "a patch for a word": lambda: patch_torch(preserve_rng_state="yes"),
 }
 PROVOCATIONS.update(calls)
+
+
+@provokes
+def a_patch_entered_after_its_end():
+    patch = patch_torch()
+    patch.undo()
+    patch.__enter__()
+
+
+@provokes
+def a_patch_of_what_another_program_has_put_there():
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE, torch.sin)
+        patch_torch()
+
+
+# Regions on modules
+
+
+class Slotted(nn.Module):
+    """Has an attribute outside of its dictionary."""
+
+    __slots__ = ("extra",)
+
+
+def _scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.jit.script(nn.Linear(2, 2))
+
+
+def _forward_of_a_module_that_is_gone():
+    checkpoint_module(nn.Linear(2, 2)).forward(torch.ones(2))
+
+
+def _twice():
+    checkpoint_module(checkpoint_module(nn.Linear(2, 2)))
+
+
+PROVOCATIONS |= {
+    "a_module_with_slots_as_a_region": lambda: checkpoint()(Slotted()),
+    "no_module_as_a_region": lambda: checkpoint_module(torch.sin),
+    "no_model": lambda: apply_checkpointing([nn.Linear(2, 2)], nn.Linear),
+    "a_policy_beside_a_mapping": lambda: apply_checkpointing(nn.Linear(2, 2), {"": None}, policy=policies.dots_saveable),
+    "a_name_for_many": lambda: apply_checkpointing(nn.Linear(2, 2), "", name="x"),
+    "an_option_of_the_other_kind": lambda: checkpoint_module(nn.Linear(2, 2), recorded=True, early_stop=True),
+    "a_scripted_module": lambda: checkpoint_module(_scripted()),
+    "a_module_that_is_a_region": _twice,
+    "a_module_without_forward": lambda: checkpoint_module(nn.ModuleList()),
+    "a_module_that_is_gone": _forward_of_a_module_that_is_gone,
+    "every_zeroth": lambda: every(0),
+    "every_nth_of_every_nth": lambda: apply_checkpointing(nn.Linear(2, 2), every(2, of=every(2))),
+    "nothing_selected": lambda: apply_checkpointing(nn.Linear(2, 2), nn.Conv2d),
+    "no_name_like_it": lambda: apply_checkpointing(nn.Sequential(nn.Linear(2, 2)), "layers"),
+    "no_pattern": lambda: apply_checkpointing(nn.Linear(2, 2), {3: None}),
+    "no_selection": lambda: apply_checkpointing(nn.Linear(2, 2), 3),
+}
+
 
 #: Parts of messages that nothing here provokes, and why.
 NOT_PROVOKED = {
@@ -624,7 +697,7 @@ _CODE = re.compile(
 #: What a message tells its reader to do.
 _FIX = re.compile(
     r"\b(bind|call|change|compile|enter|exchange|fill|give|hand|have|leave|let|make|modify|name|pack|pass|print|read|report|return|run"
-    r"|step|take|track|use|write|apply|keep|come)\b",
+    r"|select|step|take|track|use|write|apply|keep|come)\b",
     re.IGNORECASE,
 )
 

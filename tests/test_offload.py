@@ -103,6 +103,30 @@ def test_a_policy_offloads(transfers):
     assert all(torch.equal(a, b) for a, b in zip(found, grad(function(x, w).sum(), (x, w)), strict=True))
 
 
+@pytest.mark.parametrize("kind", ["function", "recorded"])
+def test_products_without_batch_dimensions_go_to_the_host(transfers, kind):
+    """The linear layers' go, and the batched product runs again."""
+    torch.manual_seed(0)
+    layer, x = torch.nn.Linear(32, 32), torch.randn(32, 32, requires_grad=True)
+
+    def function(x):
+        scores = layer(x).sin().view(4, 8, 32)
+        return layer(scores.bmm(scores.transpose(1, 2)).cos().view(8, 32)).exp()
+
+    expected = grad(function(x).sum(), (x, *layer.parameters()))
+    policy = ckpt_hooks.policies.offload_dot_with_no_batch_dims
+    if kind == "function":
+        y = ckpt_hooks.checkpoint(policy=policy)(function)(x)
+    else:
+        with ckpt_hooks.checkpoint_region(policy=policy):
+            y = function(x)
+    assert transfers.moved() == [("send", 1024), ("send", 256)]
+    with CountOps() as ops:
+        found = grad(y.sum(), (x, *layer.parameters()))
+    assert (ops.counts["addmm"], ops.counts["bmm"]) == (0, 1 + 2)  # and two in the derivative
+    assert all(map(torch.equal, found, expected))
+
+
 def test_regions_are_fetched_one_ahead(transfers):
     """When backward comes to a region, the one before it is on its way."""
     xs = [leaf(side, side) for side in (20, 21, 22)]

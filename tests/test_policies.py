@@ -63,6 +63,16 @@ def test_what_each_policy_keeps(policy, kept, not_kept):
     assert policy.start() is policy
 
 
+def test_products_without_batch_dimensions_are_offloaded():
+    """The ones that ``dots_with_no_batch_dims_saveable`` keeps, by operator and as a function."""
+    policy, keeps = p.offload_dot_with_no_batch_dims, p.dots_with_no_batch_dims_saveable
+    for op in (aten.mm.default, aten.addmm.default, aten.mv.default, aten.linear.default, aten.bmm.default, aten.sin.default):
+        assert policy.for_op(op) is policy(CONTEXT, op) is (OFFLOAD if keeps.for_op(op) is SAVE else RECOMPUTE)
+    assert policy.for_op(aten.mm.default) is OFFLOAD
+    both = p.save_from_both_policies(policy, [aten.mm.default])  # kept on the device where one of the two says so
+    assert (both.for_op(aten.mm.default), both.for_op(aten.addmm.default)) == (SAVE, OFFLOAD)
+
+
 def test_collectives_are_kept():
     """By the names that functional collectives have, where there are any."""
     if not torch.distributed.is_available():
@@ -163,6 +173,10 @@ def test_both_policies_and_counts():
         (p.everything_saveable, "<everything_saveable: keeps the output of every operator>"),
         (p.save_ops(aten.mm.default), "<save_ops: keeps the outputs of aten.mm.default>"),
         (p.offload_ops(aten.mm.default), "<offload_ops: moves the outputs of aten.mm.default to the host>"),
+        (
+            p.offload_dot_with_no_batch_dims,
+            "<offload_dot_with_no_batch_dims: moves the outputs of matrix products without batch dimensions to the host>",
+        ),
         (
             p.save_every(aten.mm.default, 2),
             "<save_every: keeps the output of one in 2 runs of aten.mm.default, counted in each region>",

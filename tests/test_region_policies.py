@@ -50,6 +50,7 @@ def test_without_a_policy_everything_runs_that_is_needed():
         (policies.save_from_both_policies([aten.exp.default], policies.dots_saveable), {"mm": 2, "exp": 1}),
         (lambda ctx, op, *args, **kwargs: op is aten.mm.default, {"mm": 2}),
         (policies.offload_ops(aten.mm.default), {"mm": 2}),  # on the host it is
+        (policies.offload_dot_with_no_batch_dims, {"mm": 2}),
     ],
     ids=str,
 )

@@ -75,10 +75,10 @@ def test_collectives_are_kept_as_they_are():
     assert facts_of(torch.ops._c10d_functional.all_reduce.default).kind is Kind.COLLECTIVE
     assert facts_of(torch.ops.c10d.allreduce_.default).kind is Kind.REWRITES
     packed = []
-    for kind in (Kind.SAVEABLE, Kind.COLLECTIVE):
+    for operator in (aten.sin.default, torch.ops._c10d_functional.all_reduce.default):
         selection = Selection()
         selection.attach([], ("region", None), (packed.append, lambda value: value), respect_hooks=True)
-        selection.outputs.keep(0, torch.ones(3), (), {}, None, kind, offload=True)
+        selection.outputs.keep(0, torch.ones(3), (), {}, None, facts_of(operator), offload=True)
         assert len(packed) == 1
 
 

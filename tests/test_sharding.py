@@ -12,6 +12,8 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, policies
+from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.observers import observe
 from ckpt_hooks._tensors.determinism import hash_of, sample_of
 from tests.measure import CountOps
 
@@ -225,3 +227,39 @@ def test_values_of_collectives_of_two_processes(tmp_path):
     results = context.SimpleQueue()
     torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"), results), nprocs=2)
     assert sorted(results.get() for _ in range(2)) == [0, 1]
+
+
+def wrapped(block, mesh):
+    """As Accelerate does, which gives up the random numbers."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    return fully_shard(checkpoint_wrapper(block, preserve_rng_state=False), mesh=mesh)
+
+
+def composed(block, mesh):
+    from torch.distributed._composable import checkpoint as composable_checkpoint
+
+    return fully_shard(composable_checkpoint(block, preserve_rng_state=False), mesh=mesh)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("shard", [wrapped, composed])
+def test_torchs_regions_around_a_unit_run_here(one_rank, shard):
+    class Count(Observer):
+        entries = recomputes = 0
+
+        def entered(self, region):
+            self.entries += 1
+
+        def recomputing(self, region):
+            self.recomputes += 1
+
+    def call(block, x):
+        return block(x)
+
+    count = Count()
+    expected = losses(call, sharded, one_rank)
+    with observe(count), ckpt_hooks.patch_torch(preserve_rng_state=True):
+        assert losses(call, shard, one_rank) == expected
+    assert (count.entries, count.recomputes) == (4, 4)
+    assert losses(call, shard, one_rank) != expected  # with torch's engine

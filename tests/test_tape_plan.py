@@ -72,7 +72,8 @@ ATTRIBUTES = (
     ("operator", "expected"),
     [
         (aten.mm.default, "has_fresh is_fast is_trusted single"),
-        (aten.max.dim, "has_fresh is_fast is_trusted"),
+        (aten.aminmax.default, "has_fresh is_fast is_trusted"),
+        (aten.max.dim, "has_fresh is_trusted"),  # a choice, which is noted
         (aten.split.Tensor, "is_fast is_trusted is_view"),
         (aten.t.default, "is_fast is_trusted is_view single"),
         (aten.t_.default, "is_inplace_view is_trusted single"),

@@ -10,7 +10,7 @@ import torch.utils.checkpoint
 
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.misuse import checked_flag
-from ckpt_hooks._core.settings import current_settings
+from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn
 from ckpt_hooks._function.frame import FunctionFrame
@@ -22,7 +22,7 @@ from ckpt_hooks.report.debug import OperatorLogs
 
 from .pairs import own_contexts
 
-__all__ = ["run"]
+__all__ = ["frame_of_call", "run"]
 
 
 def run(
@@ -55,17 +55,7 @@ def run(
         watch_fused_steps()
         mark = mark_thread()
         try:
-            contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
-            settings = current_settings()
-            if debug if settings.debug is None else settings.debug:
-                checked_flag(debug, "debug")
-                logs = OperatorLogs()
-                own = logs.forward, logs.recompute
-                pair = own if contexts is None else both(contexts, own)
-                frame = FunctionFrame(function, args, kwargs, options, pair, settings)
-                frame.explain = logs.explain
-            else:
-                frame = FunctionFrame(function, args, kwargs, options, contexts, settings)
+            frame = frame_of_call(function, args, kwargs, options, context_fn, debug, current_settings())
             with frame:
                 result = function(*args, **kwargs)
         except BaseException as error:
@@ -74,3 +64,34 @@ def run(
     if type(result) in UNRUN:
         refuse_unrun(function, result)
     return result
+
+
+def frame_of_call(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: RegionOptions,
+    context_fn: Callable[[], ContextPair],
+    debug: bool,
+    settings: Settings,
+) -> FunctionFrame:
+    """Returns the frame of a call, to be entered around the call.
+
+    Args:
+        function: The function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        options: The options of recomputes.
+        context_fn: Returns the contexts of forward and recomputes.
+        debug: Whether both runs are logged, unless the settings say so.
+        settings: The settings in force.
+    """
+    contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
+    if not (debug if settings.debug is None else settings.debug):
+        return FunctionFrame(function, args, kwargs, options, contexts, settings)
+    checked_flag(debug, "debug")
+    logs = OperatorLogs()
+    own = logs.forward, logs.recompute
+    frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
+    frame.explain = logs.explain
+    return frame

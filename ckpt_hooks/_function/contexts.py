@@ -6,7 +6,7 @@ over the same region). So each entry has a state of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -185,6 +185,9 @@ class Selects(Protocol):
 
     def fate_at(self, index: int) -> Fate:
         """Returns the fate of a saved tensor."""
+
+    def kept_operators(self) -> Collection[Any]:
+        """Returns the operators with a kept output."""
 
     def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Reruns the region, twice if need be."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from contextlib import nullcontext, suppress
 
 import torch
 
@@ -10,7 +11,7 @@ from ckpt_hooks._ambient.current import run_on
 from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._core.hook_numbers import hooks_since, next_hook
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
-from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.modes import is_without_values, pause_modes, resume_modes
 from ckpt_hooks._core.patience import patient
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
@@ -27,8 +28,10 @@ from .arguments import HandedOut, Hooks, Restored
 from .calling import CallingFrame
 from .collector import Collector, StopRecompute
 from .compare import result_of
+from .contexts import ContextPair, both, without_selection
 from .explain import blame
 from .options import RegionOptions
+from .rerouted import RoutingWatch
 from .state.leftovers import leftovers_of
 from .suspects import Compared
 
@@ -49,7 +52,27 @@ class RerunFrame(CallingFrame):
 
     def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function on the current devices and streams."""
-        return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
+        try:
+            return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
+        except DeterminismError as error:
+            if error.region == self._region() and error.index >= 0 and self.complete and not is_without_values():
+                self._look_for_routing(error, wanted)
+            raise
+
+    def _look_for_routing(self, error: DeterminismError, wanted: Collection[int] | None) -> None:
+        """Reruns the function once more, and adds to an error the operators by which it may have taken other routes."""
+        selection, contexts = self._selection, self._contexts
+        kept = () if selection is None else selection.kept_operators()
+        watch = RoutingWatch(lambda: 0 if self._collector is None else len(self._collector.values), kept)
+        watching: ContextPair = nullcontext(), watch
+        self._selection = None
+        self._contexts = watching if contexts is None else both((contexts[0], without_selection(contexts[1])), watching)
+        try:
+            with suppress(Exception):
+                self._rerun(wanted)
+        finally:
+            self._selection, self._contexts = selection, contexts
+        watch.explain(error, error.index if selection is None else None)
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         collector = Collector(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)

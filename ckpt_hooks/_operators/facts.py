@@ -17,6 +17,7 @@ from ckpt_hooks._torch import OVERLOAD
 
 from . import unsaid
 from .kinds import Kind, kind_of
+from .routing import is_routing
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]
 
@@ -60,6 +61,7 @@ class OpFacts:
         single: Whether the operator returns one tensor.
         has_buffered_masks: Whether a call may drop out by masks from a buffer, which a second call would not draw again.
         has_effect: Whether there is an ordered effect, for which results are kept.
+        has_shape_from_data: Whether a result has a shape from data, or decides shapes.
         has_fresh: Whether a result is neither an argument nor a view of an argument.
         is_fast: Whether the operator only takes tensors by position and returns tensors.
         is_view: Whether the output is a view of the input, with the same version counter.
@@ -79,6 +81,7 @@ class OpFacts:
         is_collective: Whether the result is complete only after a wait.
         is_trusted: Whether outputs are new, or share memory with arguments.
         is_never_kept: Whether the output is a view or alias of the input: the operator runs again whatever a policy says.
+        is_routing: Whether routes or shapes depend on the result; None if the arguments tell (:mod:`.routing`).
         looks_at_switches: Whether the result depends on switches of the process which change without notice.
         looks_at_all_switches: Whether all of these switches matter, not only the common ones.
         looks_at_grad: Whether the result depends on the arguments' ``requires_grad``.
@@ -89,6 +92,7 @@ class OpFacts:
         "has_buffered_masks",
         "has_effect",
         "has_fresh",
+        "has_shape_from_data",
         "is_asked_about",
         "is_collective",
         "is_detach",
@@ -101,6 +105,7 @@ class OpFacts:
         "is_opaque",
         "is_random",
         "is_repeatable",
+        "is_routing",
         "is_trusted",
         "is_uninitialized",
         "is_view",
@@ -163,6 +168,8 @@ class OpFacts:
         self.looks_at_switches = not aten or any(part in self.name for part in unsaid.LOOKS_AT_SWITCHES)
         self.looks_at_all_switches = not aten or any(part in self.name for part in unsaid.LOOKS_AT_ALL_SWITCHES)
         self.has_buffered_masks = aten and self.name in unsaid.BUFFERED_MASKS
+        self.is_routing = is_routing(operator)
+        self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in unsaid.REPEATABLE
         self.may_be_left_out = not (
             schema is None
@@ -175,6 +182,7 @@ class OpFacts:
         self.is_fast = self.is_trusted and not (
             self.is_opaque
             or self.has_effect
+            or self.has_shape_from_data
             or self.looks_at_grad
             or self.written
             or self.lists

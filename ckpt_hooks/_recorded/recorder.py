@@ -32,6 +32,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
 from .calls import decide, op_of, run
+from .rerouted import routed
 from .surroundings import Surroundings
 from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_store, new_value
@@ -254,6 +255,8 @@ class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
         if facts.is_inplace_view:
             return writes.run_inplace_view(tape, op, facts, args, kwargs)
         out = run(tape, op, func, facts, args, kwargs)
+        if facts.has_shape_from_data:
+            op.routed = routed(op, args, kwargs, out)
         decision = RECOMPUTE if facts.is_view else decide(tape, facts, args, kwargs, out)
         made = tape.note(op, values, out, decision)
         if decision != RECOMPUTE:

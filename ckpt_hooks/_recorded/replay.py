@@ -26,6 +26,7 @@ from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
 
+from .rerouted import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
 from .values import ANEW, Op, Value, flatten, rebuild, values_of
@@ -235,6 +236,8 @@ class Replay:
         else:
             out = draw_again(facts.operator, args, kwargs, draw)
         del args, kwargs
+        if facts.has_shape_from_data:
+            check_shapes(self.frame, op, out)
         self._ran.add(op.number)
         self._let_go(values)
         self._keep(op.number, out)

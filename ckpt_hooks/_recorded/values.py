@@ -91,18 +91,20 @@ class Op:
         args: Positional arguments, with values in place of tensors.
         kwargs: Keyword arguments, likewise.
         present: The positions of values among the positional arguments.
+        routed: A note on the results of a routing operator (:mod:`.rerouted`); unset for others.
         draw: The state of the generator before the draw, :data:`ANEW`, or None.
         surroundings: The surroundings of the operator.
         is_plain: Whether a plain call will do: all tensors are in ``present``.
     """
 
-    __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "surroundings")
+    __slots__ = ("args", "draw", "facts", "is_plain", "kwargs", "number", "present", "routed", "surroundings")
 
     number: int
     facts: OpFacts
     args: list[Any]
     kwargs: dict[str, Any]
     present: tuple[int, ...]
+    routed: Any
     draw: Any
     surroundings: Any
     is_plain: bool

@@ -3,6 +3,7 @@
 Nothing here imports the other package before a call of its function.
 """
 
+from .patch_torch import patch_torch
 from .transformers import enable_in_transformers
 
-__all__ = ["enable_in_transformers"]
+__all__ = ["enable_in_transformers", "patch_torch"]

@@ -21,9 +21,11 @@ from typing_extensions import Self
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._core.misuse import checked_flag, described_as
-from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing, every
+from ckpt_hooks.modules import AppliedCheckpointing, AppliedRegion, apply_checkpointing, every
 from ckpt_hooks.modules.forward import region_forward_of
 from ckpt_hooks.region import checkpoint_region
+
+from .patch_torch import TorchPatch, patch_torch
 
 __all__ = ["EnabledCheckpointing", "enable_in_transformers"]
 
@@ -72,11 +74,13 @@ def enable_in_transformers(
     Raises:
         TypeError: If ``model`` is no Transformers model, or an option has a value of another kind.
         ValueError: If the model has no layer which can be checkpointed so, or an option has a wrong value.
-        RuntimeError: If the model has regions of this package already, or a switch which takes no function.
+        RuntimeError: If the model has regions of this package already, or a switch which takes no function and not these
+            options.
 
     Note:
         Shown with Transformers 4.46, 4.57, 5.0 and 5.23; ``every_n_layers`` needs 4.52. A deep copy of the model has regions
-        too, which the handle does not undo.
+        too, which the handle does not undo. In releases whose switch takes no function (before 4.35), the public switch is
+        called, and :func:`ckpt_hooks.patch_torch` is in force until ``undo()``.
 
     Example:
         >>> from ckpt_hooks.integrations import enable_in_transformers
@@ -96,16 +100,19 @@ def enable_in_transformers(
     engine = _Engine(type(owner).__name__, recorded, options)  # checks the options before the model is touched
     switch = _switch_of(owner)
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, _FLAG)}
+    if switch is None:
+        return _enable_by_patch(owner, flagged, every_n_layers, recorded, options)
     _check_support(owner, flagged)
     # Modules that call torch's checkpoint on others.
     callers = [module for module in flagged.values() if _calls_torch(module)]
 
     handle = EnabledCheckpointing(owner, flagged.values(), input_require_grads)
+    applied: Iterable[AppliedRegion] = ()
     try:
         if callers:
             entries = _entries_of(owner, callers)
             select = every(every_n_layers, of=lambda name, module: module in entries)
-            handle.others = apply_checkpointing(owner, select, recorded=recorded, **options)
+            handle.others = applied = apply_checkpointing(owner, select, recorded=recorded, **options)
         _switch_on(owner, switch, handle.take(engine), every_n_layers, flagged.values())
         for module in callers:
             setattr(module, _FLAG, False)
@@ -118,7 +125,7 @@ def enable_in_transformers(
         raise
     handle.regions = (
         *(name for name, module in flagged.items() if getattr(module, _FLAG) and _calls_function(module)),
-        *(region.name for region in handle.others or ()),
+        *(region.name for region in applied),
     )
     return handle
 
@@ -152,11 +159,13 @@ class EnabledCheckpointing:
 
     Attributes:
         regions: Names of the modules whose checkpointing is on: layers, or stacks of layers in releases before 4.52.
-        others: Regions on entries of modules which call torch's checkpoint themselves; None without.
+        others: Regions on entries of modules which call torch's checkpoint themselves, or a patch; None without.
+        disable: The name of the model's public switch, if that was called.
     """
 
     regions: tuple[str, ...] = ()
-    others: AppliedCheckpointing | None = None
+    others: AppliedCheckpointing | TorchPatch | None = None
+    disable: str | None = None
 
     def __init__(self, owner: Module, flagged: Iterable[Module], input_require_grads: bool) -> None:
         """Notes the attributes which the switch changes.
@@ -181,12 +190,13 @@ class EnabledCheckpointing:
 
     def undo(self) -> None:
         """Leaves the model as it was, but for modules switched by Transformers since. A second call does nothing."""
-        own = set(map(id, self._functions))
+        own, owner = set(map(id, self._functions)), self._owner()
+        if self.disable is not None and owner is not None and self._before:
+            getattr(owner, self.disable)()
         for reference, attributes in self._before:
             module = reference()
-            if module is not None and id(vars(module).get(_FUNCTION)) in own:
+            if module is not None and (self.disable is not None or id(vars(module).get(_FUNCTION)) in own):
                 _put_back(module, attributes)
-        owner = self._owner()
         if self._hooks is not None and owner is not None:
             owner.disable_input_require_grads()  # type: ignore[operator]
             _put_back(owner, self._hooks)
@@ -238,8 +248,8 @@ def _transformers_model(model: Any) -> Any:
     )
 
 
-def _switch_of(owner: Module) -> Callable[..., Any]:
-    """Returns the switch which takes a function, of the model's class or of a class above.
+def _switch_of(owner: Module) -> Callable[..., Any] | None:
+    """Returns the switch which takes a function, of the model's class or of a class above; None if there is none.
 
     Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch by one of before 4.35, which takes none.
     """
@@ -247,11 +257,32 @@ def _switch_of(owner: Module) -> Callable[..., Any]:
         switch = vars(kind).get(_SWITCH)
         if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
             return switch  # type: ignore[no-any-return]
-    raise RuntimeError(
-        f"The method {_SWITCH} of {type(owner).__name__} takes no gradient_checkpointing_func, as it does in Transformers 4.35 "
-        "to 5.23. Call the model's public switch within `ckpt_hooks.integrations.patch_torch()`, or write "
-        "`ckpt_hooks.apply_checkpointing(model, layers)`."
-    )
+    return None
+
+
+def _enable_by_patch(
+    owner: Any, flagged: dict[str, Module], n: int, recorded: bool, options: dict[str, Any]
+) -> EnabledCheckpointing:
+    """Calls the model's public switch, and diverts torch's checkpoint."""
+    public = next((word for word in ("activation", "gradient") if hasattr(owner, f"{word}_checkpointing_enable")), None)
+    enable = getattr(owner, f"{public}_checkpointing_enable", None)
+    known = inspect.signature(enable).parameters if enable is not None else {}
+    if enable is None or recorded or len(options) > 1 or (n > 1 and "every_n_layers" not in known):
+        raise RuntimeError(
+            f"The method {_SWITCH} of {type(owner).__name__} takes no gradient_checkpointing_func, as it does in Transformers "
+            "4.35 to 5.23. The public switch, under patch_torch, takes policy alone. Leave other options out, or write "
+            "`ckpt_hooks.apply_checkpointing(model, layers)`."
+        )
+    keywords: dict[str, Any] = {f"{public}_checkpointing_kwargs": {"use_reentrant": False}, "every_n_layers": n}
+    handle = EnabledCheckpointing(owner, flagged.values(), False)
+    handle.disable, handle.others = f"{public}_checkpointing_disable", patch_torch(reentrant=True, policy=options["policy"])
+    try:
+        enable(**{keyword: value for keyword, value in keywords.items() if keyword in known})
+    except BaseException:
+        handle.undo()
+        raise
+    handle.regions = tuple(name for name, module in flagged.items() if getattr(module, _FLAG))
+    return handle
 
 
 def _check_support(owner: Any, flagged: dict[str, Module]) -> None:

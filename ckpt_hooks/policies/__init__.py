@@ -12,7 +12,8 @@ which counts starts a count in each region (:meth:`Policy.start`). A policy whic
 Policies of names keep tensors named by :func:`ckpt_hooks.checkpoint_name`, in recorded regions
 (:func:`ckpt_hooks.checkpoint_region`).
 
-Sources: ``jax.checkpoint_policies`` for ``everything_saveable`` to ``save_from_both_policies`` and for policies of names;
+Sources: ``jax.checkpoint_policies`` for ``everything_saveable`` to ``save_from_both_policies``,
+``offload_dot_with_no_batch_dims`` and for policies of names;
 torchtitan's ``activation_checkpoint.py`` for ``save_compute_and_communication`` and for saving every second matrix product.
 """
 
@@ -27,6 +28,7 @@ from .ready_made import (
     dots_with_no_batch_dims_saveable,
     everything_saveable,
     nothing_saveable,
+    offload_dot_with_no_batch_dims,
     offload_ops,
     save_and_offload_only_these_names,
     save_any_names_but_these,
@@ -36,6 +38,7 @@ from .ready_made import (
     save_only_these_names,
     save_ops,
 )
+from .routing import routing_saveable
 
 __all__ = [
     "CheckpointPolicy",
@@ -46,7 +49,9 @@ __all__ = [
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
     "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
     "offload_ops",
+    "routing_saveable",
     "save_and_offload_only_these_names",
     "save_any_names_but_these",
     "save_compute_and_communication",

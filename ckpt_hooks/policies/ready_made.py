@@ -26,6 +26,7 @@ __all__ = [
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
     "nothing_saveable",
+    "offload_dot_with_no_batch_dims",
     "offload_ops",
     "save_and_offload_only_these_names",
     "save_any_names_but_these",
@@ -83,6 +84,14 @@ dots_saveable: Policy = OpsPolicy(
 #: Keeps the outputs of matrix products without batch dimensions: of linear layers, and not of attention's scores.
 dots_with_no_batch_dims_saveable: Policy = OpsPolicy(
     "dots_with_no_batch_dims_saveable", _named(_DOTS), _SAVE, "keeps the outputs of matrix products without batch dimensions"
+)
+
+#: Moves the outputs of matrix products without batch dimensions to the host until backward. Outputs on the host stay.
+offload_dot_with_no_batch_dims: Policy = OpsPolicy(
+    "offload_dot_with_no_batch_dims",
+    _named(_DOTS),
+    _OFFLOAD,
+    "moves the outputs of matrix products without batch dimensions to the host",
 )
 
 _ATTENTION = [

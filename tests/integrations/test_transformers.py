@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from ckpt_hooks import CheckpointError, apply_checkpointing
+from ckpt_hooks import CheckpointError, apply_checkpointing, enable_in_transformers, patch_torch
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.policies import dots_with_no_batch_dims_saveable
 from tests.measure import Frames
 
@@ -193,6 +192,16 @@ def by_modules(model, **options):
     return apply_checkpointing(model, transformers.modeling_layers.GradientCheckpointingLayer, **options)
 
 
+@contextlib.contextmanager
+def by_patch(model):
+    with patch_torch(), by_torch(model):
+        yield
+    model.activation_checkpointing_disable()
+    for module in model.modules():  # as before the first switch
+        vars(module).pop("gradient_checkpointing", None)
+        vars(module).pop("_gradient_checkpointing_func", None)
+
+
 #: Ways to switch checkpointing on, as context managers.
 FORMS = {
     "plain": enable_in_transformers,
@@ -201,6 +210,7 @@ FORMS = {
     "recorded policy": functools.partial(enable_in_transformers, recorded=True, policy=dots),
     "every second": functools.partial(enable_in_transformers, every_n_layers=2),
     "modules": by_modules,
+    "patch": by_patch,
 }
 
 

@@ -138,7 +138,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = facts.call(*args, **kwargs)
         draw = None if watch is None else watch()
-        self.selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=offload)
+        self.selection.outputs.keep(place, output, args, kwargs, draw, facts, offload=offload)
         return output
 
     def _ask(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -154,7 +154,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
             self._look_at(facts, args, kwargs, output)
         elif decision in (SAVE, OFFLOAD):
             draw = None if watch is None else watch()
-            self.selection.outputs.keep(place, output, args, kwargs, draw, kind, offload=decision == OFFLOAD)
+            self.selection.outputs.keep(place, output, args, kwargs, draw, facts, offload=decision == OFFLOAD)
         return output
 
     def _ask_as_torch(self, facts: OpFacts, args: Any, kwargs: Any) -> Any:

@@ -4,6 +4,9 @@ A kept output is a cache, no more: if the output is gone or changed, the operato
 since (the version tells, and forward sees the writes), outputs taken by an earlier recompute because its backward did not
 retain the graph, and outputs which share memory with an input, which are not kept at all.
 
+Routes of a mixture of experts must not be chosen again because of a write to the weights, which top-k returns with the indices.
+So operators on which routes depend have copies kept, and copies handed out.
+
 Like everything a region holds until backward, kept outputs go through the saved-tensor hooks around the region. If these are
 the hooks of a frame, that frame brings the outputs back: a region inside a region that recomputes everything keeps nothing
 through the outer region, and finds its kept outputs when the outer region has been rerun.
@@ -23,6 +26,7 @@ from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import copies_of, restore_layout
 from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold, recomputes
@@ -50,11 +54,13 @@ class Entry:
         value: The output, with a held tensor in place of each tensor.
         draw: The operator's draw from a random stream, if any.
         aliases: Witnesses of tensors which share memory with the output but not the version counter, and their versions.
-        stays: Whether the operator has an effect, and must not run again. Then copies are kept and handed out.
+        is_copied: Whether copies are kept and handed out, so that writes to the output do not matter.
+        stays: Whether the operator has an effect, and must not run again.
     """
 
-    __slots__ = ("aliases", "draw", "stays", "value")
+    __slots__ = ("aliases", "draw", "is_copied", "stays", "value")
 
+    is_copied: bool
     stays: bool
     value: Any
     draw: Draw | None
@@ -94,7 +100,9 @@ class KeptOutputs:
         self.is_in_frame = hooks is not None and are_of_frame(hooks)
         self._is_recomputed = hooks is not None and recomputes(hooks[1])
 
-    def keep(self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, kind: Kind, *, offload: bool) -> None:
+    def keep(
+        self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, facts: OpFacts, *, offload: bool
+    ) -> None:
         """Keeps the output of an operator, unless in an argument's memory, or in a buffer which compiled code uses again.
 
         Args:
@@ -103,9 +111,10 @@ class KeptOutputs:
             args: The operator's arguments.
             kwargs: The keyword arguments.
             draw: The operator's draw, if any.
-            kind: The operator's kind. The output of a collective is not complete yet, and is kept past all outer hooks.
+            facts: The operator's facts. The output of a collective is not complete yet, and is kept past all outer hooks.
             offload: Whether to move the output to the host, if possible and worthwhile.
         """
+        kind = facts.kind
         if kind is Kind.EFFECT:
             self._keep_for_good(place, output, draw, offload=offload)
             return
@@ -124,7 +133,10 @@ class KeptOutputs:
         if any(tensor.is_inference() for tensor in outputs):  # inference tensors count no versions
             return
         aliases: Sequence[tuple[torch.Tensor, int]] = _NO_ALIASES
-        if len(outputs) > 1:  # among them inner tensors of subclasses, open to writes by others
+        is_copied = facts.is_routing is not False and _is_route(facts, outputs)
+        if is_copied:
+            output = past_modes(copies_of, output)
+        elif len(outputs) > 1:  # among them inner tensors of subclasses, open to writes by others
             aliases = [(version_witness(tensor), tensor._version) for tensor in outputs]
         for storage in storages:
             self.places[storage] = place
@@ -133,6 +145,7 @@ class KeptOutputs:
         entry.value = self._kept(output, offload=offload and not as_it_is, as_it_is=as_it_is)
         entry.draw = draw
         entry.aliases = aliases
+        entry.is_copied = is_copied
         entry.stays = False
         self.entries[place] = entry
         self.num_kept += 1
@@ -141,7 +154,8 @@ class KeptOutputs:
         """Keeps the output of an operator with an effect, which must not run again."""
         entry = self.entries[place] = Entry()
         entry.value = self._kept(past_modes(copies_of, output), offload=offload)
-        entry.draw, entry.aliases, entry.stays = draw, _NO_ALIASES, True
+        entry.draw, entry.aliases = draw, _NO_ALIASES
+        entry.is_copied = entry.stays = True
 
     def _kept(self, output: Any, *, offload: bool, as_it_is: bool = False) -> Any:
         hooks = None if as_it_is and not self.is_in_frame else self.hooks
@@ -163,15 +177,15 @@ class KeptOutputs:
         places = self.places
         for tensor in tensors_in(args):
             place = places.get(storage_of(tensor))
-            if place is not None:
-                self.entries.pop(place, None)
+            if place is not None and (entry := self.entries.get(place)) is not None and not entry.is_copied:
+                del self.entries[place]
 
     @unseen
     def watch(self, args: Any, outputs: Any) -> None:
         """Watches the results of an operator which share memory with a kept output, but not the version counter."""
         for tensor in tensors_in(args):
             entry = self.entries.get(self.places.get(storage_of(tensor), -1))
-            if entry is not None:
+            if entry is not None and not entry.is_copied:
                 more = ((version_witness(output), output._version) for output in tensors_in(outputs))
                 entry.aliases = (*entry.aliases, *more)
 
@@ -206,11 +220,10 @@ class KeptOutputs:
             return MISSING
         if entry.draw is not None:
             skip_draw(operator, args, kwargs, entry.draw, modes=draw_modes)
-        if entry.stays:
-            return past_modes(copies_of, output)
-        if last:
+        if last and not entry.stays:
             del self.entries[place]
-        return output
+            return output
+        return past_modes(copies_of, output) if entry.is_copied else output
 
     def peek(self, place: int) -> Any:
         """Returns the kept output of an operator, and leaves the output in place; :data:`MISSING` if not kept or gone."""
@@ -253,3 +266,8 @@ def _has_node(args: Any, kwargs: Any) -> bool:
     An operator without may build a table, which the rerun of an outer region finds built: its output must not be counted there.
     """
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
+
+
+def _is_route(facts: OpFacts, outputs: Sequence[torch.Tensor]) -> bool:
+    """Whether routes may depend on an output: of comparisons and casts, on integers and truth values alone."""
+    return bool(outputs) and (facts.is_routing is True or not outputs[0].is_floating_point())

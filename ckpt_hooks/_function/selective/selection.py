@@ -156,6 +156,11 @@ class Selection:
             return Fate.DROPPED
         return Fate.OFFLOADED if any(instances_in(entry.value, HeldOnHost)) else Fate.POLICY
 
+    def kept_operators(self) -> Collection[Any]:
+        """Returns the operators with an output kept by forward, taken since or not."""
+        operators = self.sequence.operators
+        return {operators[place] for place in (*self.outputs.places.values(), *self.outputs.entries)}
+
     def settle(self) -> None:
         """Forgets the ended recompute, which would be kept alive."""
         self._num_values = len(self.values)

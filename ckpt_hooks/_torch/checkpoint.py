@@ -1,0 +1,208 @@
+"""Private parts of ``torch.utils.checkpoint``: the functions that its calls go through, and its global settings.
+
+As in :mod:`._torch`, each has its use, its versions, and when it may go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from types import FunctionType
+from typing import Any
+
+import torch.utils.checkpoint
+from torch.utils.checkpoint import noop_context_fn
+
+__all__ = [
+    "FUNCTION_OF_ENGINE",
+    "Region",
+    "engine",
+    "is_compiled",
+    "reentrant_engine",
+    "settings_of_torch",
+    "without_composable",
+]
+
+#: A generator function that opens a region, yields for the call of the function, and closes the region:
+#: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
+Region = Callable[..., Iterator[None]]
+
+_torchs: Any = torch.utils.checkpoint
+
+# The generator function of all non-reentrant calls: of ``checkpoint``, of the curried form, and of the composable form in
+# ``torch.distributed``, which imports the name. 2.14 and 2.15: ``..._impl(function, args, kwargs, *, options)``. 2.11 to
+# 2.13: without ``_impl``, options second, the function's arguments last. Goes with a public way to register an engine.
+_ARGUMENTS_LAST = not hasattr(_torchs, "_checkpoint_without_reentrant_generator_impl")
+FUNCTION_OF_ENGINE = f"_checkpoint_without_reentrant_generator{'' if _ARGUMENTS_LAST else '_impl'}"
+
+
+def _called(*args: Any, **kwargs: Any) -> Any:
+    """Lends its code to torch's function, so every name comes from an import in here."""
+    from ckpt_hooks._torch.checkpoint import engine
+
+    return engine.called(*args, **kwargs)
+
+
+class _Engine:
+    """Torch's non-reentrant engine, whose calls may be diverted.
+
+    The function object of torch stays where it is and gets other code. So calls by names imported at any time are diverted, and
+    what Dynamo knows by identity is what it was.
+    """
+
+    __slots__ = ("_before", "_choose", "_function", "_own")
+
+    def __init__(self) -> None:
+        self._before: tuple[Any, Any, Any] | None = None
+
+    def divert(self, choose: Callable[[], Region | None]) -> None:
+        """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch.
+
+        Raises:
+            RuntimeError: If torch has no function of that name, or another program has put another callable there.
+        """
+        if self._before is not None:
+            return
+        function: Any = getattr(_torchs, FUNCTION_OF_ENGINE, None)
+        if type(function) is not FunctionType or function.__closure__ is not None:
+            raise RuntimeError(
+                f"patch_torch diverts torch.utils.checkpoint.{FUNCTION_OF_ENGINE}, a function of torch 2.11 to 2.15, but found "
+                f"{function!r} in torch {torch.__version__}. Apply patch_torch before the program that replaces it, or call "
+                "ckpt_hooks.checkpoint."
+            )
+        self._function, self._choose = function, choose
+        self._own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__)
+        self._own.__kwdefaults__ = function.__kwdefaults__
+        self._before = function.__code__, function.__defaults__, function.__kwdefaults__
+        _set_code(function, _called.__code__, None, None)
+
+    def restore(self) -> None:
+        """Ends :meth:`divert`. Code that another program has put there since stays."""
+        if self._before is not None and self._function.__code__ is _called.__code__:
+            _set_code(self._function, *self._before)
+        self._before = None
+
+    def called(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call of torch's function."""
+        region = self._choose()
+        if region is None:
+            return self._own(*args, **kwargs)
+        return _arguments_first(region, *args, **kwargs) if _ARGUMENTS_LAST else region(*args, **kwargs)
+
+
+def _set_code(function: Any, code: Any, defaults: Any, named_defaults: Any) -> None:
+    # A call on another thread may come between two of these. It passes each argument, so it needs no default.
+    function.__code__ = code
+    function.__defaults__ = defaults
+    function.__kwdefaults__ = named_defaults
+
+
+def _arguments_first(
+    region: Region,
+    fn: Callable[..., Any],
+    preserve_rng_state: bool = True,
+    context_fn: Any = noop_context_fn,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    *args: Any,
+    **kwargs: Any,
+) -> Iterator[None]:
+    """Calls a region as torch 2.14 does; takes what torch 2.11 to 2.13 passes."""
+    return region(
+        fn,
+        args,
+        kwargs,
+        preserve_rng_state=preserve_rng_state,
+        context_fn=context_fn,
+        determinism_check=determinism_check,
+        debug=debug,
+        early_stop=early_stop,
+    )
+
+
+class _ReentrantEngine:
+    """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``, whose calls may be diverted.
+
+    The class stays what it is, and has an attribute of its own in front of the inherited one. 2.11 to 2.15. Goes with the
+    reentrant engine.
+    """
+
+    __slots__ = ("_before", "_class", "_own", "_set")
+
+    def __init__(self) -> None:
+        self._class: Any = None
+
+    def divert(self, choose: Callable[[], Region | None]) -> None:
+        """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch."""
+        if self._class is not None:
+            return
+        kind: Any = torch.utils.checkpoint.CheckpointFunction
+        own = kind.apply
+
+        def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+            region = choose()
+            if region is None:
+                return own(function, preserve_rng_state, *args)
+            with contextlib.contextmanager(region)(function, args, {}, preserve_rng_state=preserve_rng_state):
+                return function(*args)
+
+        self._class, self._before, self._set = kind, vars(kind).get("apply"), staticmethod(apply)
+        kind.apply = self._set
+
+    def restore(self) -> None:
+        """Ends :meth:`divert`. What another program has put there since stays."""
+        kind, self._class = self._class, None
+        if kind is None or vars(kind).get("apply") is not self._set:
+            return
+        if self._before is None:
+            del kind.apply
+        else:
+            kind.apply = self._before
+
+
+#: The engines of this process.
+engine = _Engine()
+reentrant_engine = _ReentrantEngine()
+
+
+def settings_of_torch() -> tuple[bool | None, bool | None]:
+    """Returns what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch have set, or None for each.
+
+    2.11 to 2.15. Goes with a public way.
+    """
+    return _torchs._enable_checkpoint_early_stop, _torchs._checkpoint_debug_enabled
+
+
+def is_compiled() -> bool:
+    """Whether a compiler traces the operators of this thread.
+
+    Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. 2.11 to
+    2.15. Goes with torch 2.12.
+    """
+    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+
+
+_COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+
+
+def without_composable(
+    context: AbstractContextManager[Any],
+) -> tuple[AbstractContextManager[Any] | None, AbstractContextManager[Any]] | None:
+    """Takes apart the context of a recompute that the composable ``checkpoint`` of torch makes.
+
+    There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute.
+    2.11 to 2.15. Goes with a public way.
+
+    Args:
+        context: The context, not entered.
+
+    Returns:
+        The user's context or None, and the context under which the hooks rest; None for contexts of others.
+    """
+    function: Any = getattr(context, "func", None)
+    if getattr(function, "__module__", None) != _COMPOSABLE or function.__name__ != "_no_hook":
+        return None
+    module, users = (*context.args, None)[:2]  # type: ignore[attr-defined]
+    return users, contextlib.contextmanager(function)(module)

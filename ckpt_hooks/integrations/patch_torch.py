@@ -1,0 +1,242 @@
+"""``patch_torch``: programs that call ``torch.utils.checkpoint`` run on this package's engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+from ckpt_hooks._checkpoint.pairs import own_contexts
+from ckpt_hooks._checkpoint.running import frame_of_call
+from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.misuse import checked_flag
+from ckpt_hooks._core.settings import Settings, current_settings
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
+from ckpt_hooks._tensors.determinism import check_of
+from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
+from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
+from ckpt_hooks.policies.base import policy_from
+from ckpt_hooks.selective import create_selective_checkpoint_contexts
+
+__all__ = ["TorchPatch", "patch_torch"]
+
+_TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
+
+#: Patches that are not undone, the latest last. Exchanged under the lock, read without.
+_active: tuple[TorchPatch, ...] = ()
+_lock = threading.Lock()
+
+
+class TorchPatch:
+    """The result of :func:`patch_torch`: a patch in force, and the way to undo the patch.
+
+    A context manager; the end of the block undoes the patch.
+    """
+
+    __slots__ = ("_policy", "_preserve_rng_state", "_reentrant")
+
+    def __init__(self, reentrant: bool, preserve_rng_state: bool | None, policy: Any) -> None:
+        self._reentrant = reentrant
+        self._preserve_rng_state = preserve_rng_state
+        self._policy = policy
+
+    @property
+    def active(self) -> bool:
+        """Whether the patch is not undone."""
+        return any(patch is self for patch in _active)
+
+    def undo(self) -> None:
+        """Undoes the patch, for calls from now on; regions of earlier calls stay as they are.
+
+        Patches may be undone in any order. After the last, torch's functions are what they were. A second call does nothing.
+        """
+        _set_active(lambda active: tuple(patch for patch in active if patch is not self))
+
+    def __enter__(self) -> TorchPatch:
+        if not self.active:
+            raise RuntimeError("This patch was undone before the block. Write `with patch_torch(...):` for another patch.")
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        options = f"reentrant={self._reentrant}, preserve_rng_state={self._preserve_rng_state}, policy={self._policy!r}"
+        return f"<patch_torch({options}), {'active' if self.active else 'undone'}>"
+
+    def _region(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        preserve_rng_state: bool = True,
+        context_fn: Callable[[], ContextPair] = _TORCHS_NOOP,
+        determinism_check: Any = "default",
+        debug: bool = False,
+        early_stop: bool = True,
+        respect_saved_tensors_hooks: bool | None = None,
+    ) -> Iterator[None]:
+        """Opens a region, yields for the call of the function, and closes the region."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        preserve = preserve_rng_state if self._preserve_rng_state is None else self._preserve_rng_state
+        respect = respect_saved_tensors_hooks is None or respect_saved_tensors_hooks
+        options = DEFAULT_OPTIONS
+        if not (preserve and early_stop and respect and determinism_check == "default"):
+            check = check_of(determinism_check)
+            options = RegionOptions(bool(preserve), bool(early_stop), check=check, respect_hooks=bool(respect))
+        watch_fused_steps()
+        mark = mark_thread()
+        left_behind = False
+        try:
+            frame = frame_of_call(function, args, kwargs, options, self._context_fn(context_fn), debug, _settings())
+            frame.__enter__()
+            try:
+                yield
+            except BaseException as error:
+                # Ctrl-C in a module of the composable form leaves the generator behind, to be closed among other regions.
+                left_behind = type(error) is GeneratorExit and stack.innermost is not frame
+                if not left_behind:
+                    frame.__exit__(type(error), error, error.__traceback__)
+                raise
+            frame.__exit__(None, None, None)
+        except BaseException as error:
+            if not left_behind:
+                bring_back(mark, error)
+            raise
+
+    def _context_fn(self, context_fn: Callable[[], ContextPair]) -> Callable[[], ContextPair]:
+        if context_fn is not _TORCHS_NOOP and context_fn is not noop_context_fn:
+            return functools.partial(self._contexts, context_fn)
+        if self._policy is None:
+            return noop_context_fn
+        return functools.partial(create_selective_checkpoint_contexts, self._policy)
+
+    def _contexts(self, context_fn: Callable[[], ContextPair]) -> ContextPair:
+        """Returns the contexts of a caller's ``context_fn``, with the patch's policy where the caller has none."""
+        forward, recompute = call_context_fn(context_fn)
+        parts = without_composable(recompute)
+        if parts is not None:
+            recompute = parts[0] or nullcontext()
+        contexts = own_contexts((forward, recompute))
+        if self._policy is not None and selection_of(contexts[0]) is None:
+            contexts = both(create_selective_checkpoint_contexts(self._policy), contexts)
+        return contexts if parts is None else both((nullcontext(), parts[1]), contexts)
+
+
+def patch_torch(*, reentrant: bool = False, preserve_rng_state: bool | None = None, policy: Any = None) -> TorchPatch:
+    """Runs calls of ``torch.utils.checkpoint`` on this package's engine, from now on and on all threads.
+
+    For models and frameworks whose calls of torch are not yours to edit::
+
+        patch_torch()                                     # for the rest of the program
+        with patch_torch(preserve_rng_state=True): ...    # for a block: forwards and their backwards
+
+    Diverted are ``checkpoint`` by whatever name and whenever imported, its curried form, ``checkpoint_sequential``,
+    ``checkpoint_wrapper`` and the composable ``checkpoint`` of ``torch.distributed``, with every option. Selective contexts of
+    torch are carried out by this package. ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch hold as
+    well; the blocks of this package come first.
+
+    Torch runs calls which a compiler or a tracer sees, and calls under transforms of ``torch.func``. ``torch.compile``
+    understands calls of ``torch.utils.checkpoint.checkpoint`` as before. A program that puts a function of its own in place of
+    ``torch.utils.checkpoint.checkpoint`` keeps the function.
+
+    Of several patches the latest decides. Regions inside regions need the same patch, or none, in forward and in backward.
+
+    Args:
+        reentrant: Whether calls with ``use_reentrant=True``, and calls without the flag, which torch takes for the same, are
+            diverted too. The function's parameters then get gradients whether or not an argument requires grad.
+        preserve_rng_state: Whether recomputes draw the random numbers of forward, whatever the caller says. None leaves the
+            choice to the caller.
+        policy: Which outputs to keep, as for :func:`ckpt_hooks.checkpoint`. Calls with a selective policy of their own keep
+            theirs.
+
+    Returns:
+        The patch: a context manager, with a method ``undo()`` for programs without a block.
+
+    Raises:
+        TypeError: If an option has a wrong type.
+        RuntimeError: If torch has no such function to divert.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from ckpt_hooks import is_recomputing, patch_torch
+        >>> def block(x):
+        ...     print("again" if is_recomputing() else "forward")
+        ...     return x.sin().cos()
+        >>> with patch_torch():
+        ...     checkpoint(block, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
+        forward
+        again
+    """
+    patch = TorchPatch(
+        checked_flag(reentrant, "reentrant"),
+        None if preserve_rng_state is None else checked_flag(preserve_rng_state, "preserve_rng_state", others=(None,)),
+        None if policy is None else policy_from(policy),
+    )
+    _set_active(lambda active: (*active, patch))
+    return patch
+
+
+def _set_active(change: Callable[[tuple[TorchPatch, ...]], tuple[TorchPatch, ...]]) -> None:
+    """Changes the active patches, and diverts what these divert."""
+    global _active
+    with _lock:
+        before, wanted = _active, change(_active)
+        try:
+            _divert(wanted)
+        except BaseException:
+            _divert(before)
+            raise
+        _active = wanted
+
+
+def _divert(patches: tuple[TorchPatch, ...]) -> None:
+    if patches:
+        engine.divert(_choose)
+    else:
+        engine.restore()
+    if any(patch._reentrant for patch in patches):
+        reentrant_engine.divert(_choose_reentrant)
+    else:
+        reentrant_engine.restore()
+
+
+def _choose() -> Region | None:
+    """Returns the region of the latest patch; None where torch runs the call."""
+    if is_compiled() or is_any_transform_active():
+        return None
+    if (num_dispatch_modes() or num_function_modes()) and is_traced():
+        return None
+    active = _active
+    return active[-1]._region if active else None
+
+
+def _choose_reentrant() -> Region | None:
+    active = _active
+    return _choose() if active and active[-1]._reentrant else None
+
+
+def _settings() -> Settings:
+    """Returns the settings in force, with those of torch where the package has none."""
+    settings = current_settings()
+    early_stop, debug = settings_of_torch()
+    if early_stop is None and debug is None:
+        return settings
+    return dataclasses.replace(
+        settings,
+        early_stop=early_stop if settings.early_stop is None else settings.early_stop,
+        debug=debug if settings.debug is None else settings.debug,
+    )
