@@ -149,6 +149,7 @@ def test_what_fails_leaves_the_model_as_it_was():
 
     for model, options, error in [
         (Failing(), {}, NotImplementedError),
+        (Failing(), {"input_require_grads": True}, NotImplementedError),
         (StackModel(), {"every_n_layers": 2}, ValueError),
         (Model(), {"determinism_check": "all"}, ValueError),
         (Model(), {"recorded": True, "early_stop": False}, TypeError),
