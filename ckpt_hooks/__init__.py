@@ -24,6 +24,7 @@ from ._function.contexts import noop_context_fn
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 from .integrations.patch_torch import patch_torch
+from .integrations.transformers import enable_in_transformers
 from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
@@ -55,6 +56,7 @@ __all__ = [
     "checkpoint_region",
     "checkpoint_sequential",
     "create_selective_checkpoint_contexts",
+    "enable_in_transformers",
     "every",
     "get_device_states",
     "is_recomputing",

@@ -30,6 +30,7 @@ from ckpt_hooks import (
     checkpoint_region,
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
+    enable_in_transformers,
     every,
     patch_torch,
     policies,
@@ -40,6 +41,7 @@ from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
+from tests import fake_transformers
 from tests.fake_device import fake_device
 from tests.measure import leaf
 from tests.messages import messages, occurs, texts
@@ -506,6 +508,12 @@ def with_class():
         pass
 
 
+def enabled(apply, *args):
+    model = fake_transformers.Model()
+    apply(model, *args)
+    return model
+
+
 block, x = nn.Linear(3, 3), torch.rand(2, 3)
 calls = {
     "a decorator without parentheses": lambda: checkpoint(block),
@@ -578,6 +586,17 @@ calls = {
     "a size that is none": lambda: offload_saved_tensors("1 MB"),
     "a stash for nothing": lambda: offload_saved_tensors(max_fwd_stash_size=0),
     "a name that is not there": lambda: ckpt_hooks.nothing,
+    "no model of Transformers": lambda: enable_in_transformers(block),
+    "a model of Transformers inside": lambda: enable_in_transformers(nn.Sequential(fake_transformers.Model())),
+    "a model of Transformers without support": lambda: enable_in_transformers(fake_transformers.Unsupported()),
+    "a model of Transformers without effect": lambda: enable_in_transformers(fake_transformers.NothingToSwitch()),
+    "a model of an old Transformers": lambda: enable_in_transformers(fake_transformers.OldModel(), recorded=True),
+    "a model of Transformers without layers": lambda: enable_in_transformers(fake_transformers.StackModel(), every_n_layers=2),
+    "a model of Transformers without a list": lambda: enable_in_transformers(fake_transformers.CallerWithoutList()),
+    "Transformers twice": lambda: enable_in_transformers(enabled(enable_in_transformers)),
+    "Transformers on regions": lambda: enable_in_transformers(enabled(ckpt_hooks.apply_checkpointing, "layers.*")),
+    "Transformers with a name": lambda: enable_in_transformers(fake_transformers.Model(), name="model"),
+    "Transformers by every zeroth": lambda: enable_in_transformers(fake_transformers.Model(), every_n_layers=0),
     "a patch for a word": lambda: patch_torch(preserve_rng_state="yes"),
 }
 PROVOCATIONS.update(calls)

@@ -4,5 +4,6 @@ Nothing here imports the other package before a call of its function.
 """
 
 from .patch_torch import patch_torch
+from .transformers import enable_in_transformers
 
-__all__ = ["patch_torch"]
+__all__ = ["enable_in_transformers", "patch_torch"]

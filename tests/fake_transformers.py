@@ -1,0 +1,177 @@
+"""Models with the checkpointing switch of Transformers' models, for tests without that package."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+from torch.utils import checkpoint as torch_checkpoint
+
+
+class GradientCheckpointingLayer(nn.Module):
+    """A layer which calls the function of the switch, as since 4.52."""
+
+    gradient_checkpointing = False
+
+    def __call__(self, *args, **kwargs):
+        if self.gradient_checkpointing and self.training:
+            return self._gradient_checkpointing_func(functools.partial(super().__call__, **kwargs), *args)
+        return super().__call__(*args, **kwargs)
+
+
+class Layer(GradientCheckpointingLayer):
+    """A layer with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0):
+        return nn.functional.dropout(self.linear(x).sin() * scale, 0.2, self.training)
+
+
+class PlainLayer(nn.Module):
+    """A layer of a stack which calls the function itself, as before 4.52."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    forward = Layer.forward
+
+
+class PreTrainedModel(nn.Module):
+    """The base of all models."""
+
+    supports_gradient_checkpointing = True
+
+    def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=torch_checkpoint.checkpoint):
+        for module in self.modules():
+            if hasattr(module, "gradient_checkpointing"):
+                module._gradient_checkpointing_func = gradient_checkpointing_func
+                module.gradient_checkpointing = enable
+
+    def gradient_checkpointing_enable(self):
+        function = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+        self._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+
+    def gradient_checkpointing_disable(self):
+        self._set_gradient_checkpointing(enable=False)
+
+    def enable_input_require_grads(self):
+        self._require_grads_hook = self.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())
+
+    def disable_input_require_grads(self):
+        self._require_grads_hook.remove()
+
+    def save_pretrained(self):
+        """Marks the base of all models."""
+
+
+class Model(PreTrainedModel):
+    """A model as of 4.52 to 5.0."""
+
+    def __init__(self, layers=5):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x, scale=2.0)
+        return x
+
+
+class StackModel(Model):
+    """A model as of 4.35 to 4.51: the stack of layers has the flag."""
+
+    def __init__(self, layers=5):
+        super().__init__(layers)
+        self.layers = nn.ModuleList(PlainLayer() for _ in range(layers))
+        self.gradient_checkpointing = False
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            if self.gradient_checkpointing and self.training:
+                x = self._gradient_checkpointing_func(layer.__call__, x, 2.0)
+            else:
+                x = layer(x, scale=2.0)
+        return x
+
+
+class TorchCaller(StackModel):
+    """A model which calls torch's checkpoint, with a switch of before 4.35."""
+
+    def _set_gradient_checkpointing(self, module, value=False):
+        raise AssertionError("the switch which takes a function is above")
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        for layer in self.layers:
+            on = self.gradient_checkpointing and self.training
+            x = torch_checkpoint.checkpoint(layer, x) if on else layer(x, scale=2.0)
+        return x
+
+
+class CallerWithoutList(TorchCaller):
+    """One whose layers are no module list."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*self.layers)
+
+
+class Unsupported(Model):
+    """A model that is said not to have the switch."""
+
+    supports_gradient_checkpointing = False
+
+
+class NothingToSwitch(StackModel):
+    """A model with a flag that nothing heeds."""
+
+    def forward(self, ids):
+        return self.embedding(ids)
+
+
+class OldModel(nn.Module):
+    """A model of before 4.35: it calls torch's checkpoint, reentrant, and the switch takes no function."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding = nn.Embedding(6, 4)
+        self.layers = nn.ModuleList(PlainLayer() for _ in range(5))
+        self.gradient_checkpointing = False
+
+    def _set_gradient_checkpointing(self, module, value=False):
+        module.gradient_checkpointing = value
+
+    def gradient_checkpointing_enable(self):
+        self._set_gradient_checkpointing(self, value=True)
+
+    def gradient_checkpointing_disable(self):
+        self._set_gradient_checkpointing(self, value=False)
+
+    forward = StackModel.forward
+
+    def _gradient_checkpointing_func(self, function, *args):
+        return torch_checkpoint.checkpoint(function, *args)
+
+
+class OfPeft(nn.Module):
+    """A model of PEFT: hands on what the model inside has."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("base_model"), name)

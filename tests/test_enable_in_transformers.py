@@ -1,0 +1,314 @@
+"""``enable_in_transformers`` on models with the switch of Transformers; the package itself is in ``tests/integrations``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import pickle
+import subprocess
+import sys
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint_module
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks.integrations import enable_in_transformers
+from ckpt_hooks.policies import dots_saveable
+from tests.fake_transformers import Layer, Model, NothingToSwitch, OfPeft, OldModel, StackModel, TorchCaller, Unsupported
+from tests.measure import Frames
+
+IDS = torch.tensor([[1, 2, 3], [3, 4, 5]])
+
+
+def trained(model):
+    """Returns the output, the gradients and the random state after a step."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    output = model(IDS)
+    output.sum().backward()
+    return [output.detach(), *(p.grad for p in model.parameters()), torch.get_rng_state()]
+
+
+def assert_same(found, expected):
+    assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+def attributes(model):
+    return {name: {**vars(module)} for name, module in model.named_modules()}
+
+
+@pytest.mark.parametrize("kind", [Model, StackModel, TorchCaller])
+@pytest.mark.parametrize("policy", [None, dots_saveable])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_step_is_bitwise_the_same(kind, recorded, policy):
+    model, frames = kind(), Frames()
+    expected, before = trained(model), attributes(model)
+    with enable_in_transformers(model, recorded=recorded, policy=policy), observe(frames):
+        assert_same(trained(model), expected)
+    assert len(frames.frames) == 5
+    assert attributes(model) == before
+    with observe(frames):
+        assert_same(trained(model), expected)
+    assert len(frames.frames) == 5
+
+
+def test_regions_have_the_names_of_modules():
+    model = Model()
+    handle = enable_in_transformers(model)
+    assert handle.regions == tuple(f"layers.{index}" for index in range(5))
+    assert repr(handle) == "<EnabledCheckpointing in Model: 5 regions>"
+    y = model(IDS)
+    with torch.no_grad():
+        model.layers[3].linear.weight.mul_(2)
+    with pytest.raises(CheckpointError) as caught:
+        y.sum().backward()
+    assert caught.value.region == ("layers.3",)
+    handle.undo()
+    assert repr(handle) == "<EnabledCheckpointing in Model: undone>"
+    assert enable_in_transformers(StackModel()).regions == ("",)
+
+
+def test_only_in_training_and_only_with_gradients():
+    model, frames = Model(), Frames()
+    with enable_in_transformers(model), observe(frames):
+        model.eval()
+        model(IDS)
+        model.train()
+        with torch.no_grad():
+            model(IDS)
+    assert frames.frames == []
+
+
+@pytest.mark.parametrize("n", [2, 3, 7])
+@pytest.mark.parametrize("kind", [Model, TorchCaller])
+def test_every_nth_layer(kind, n):
+    model = kind()
+    expected = trained(model)
+    handle = enable_in_transformers(model, every_n_layers=n)
+    assert handle.regions == tuple(f"layers.{index}" for index in range(0, 5, n))
+    assert_same(trained(model), expected)
+
+
+def test_a_switch_that_counts_layers_is_asked_to():
+    class Counting(Model):
+        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1):
+            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+            self.asked = every_n_layers
+
+    model = Counting()
+    enable_in_transformers(model, every_n_layers=3)
+    assert model.asked == 3
+
+
+# Undoing
+
+
+def test_an_earlier_switch_is_as_it_was():
+    model = Model()
+    model.gradient_checkpointing_enable()
+    before = attributes(model)
+    with contextlib.suppress(KeyboardInterrupt), enable_in_transformers(model):
+        assert attributes(model) != before
+        raise KeyboardInterrupt
+    assert attributes(model) == before
+
+
+@pytest.mark.parametrize("way", ["gradient_checkpointing_enable", "gradient_checkpointing_disable"])
+def test_a_later_switch_has_the_last_word(way):
+    model = Model()
+    handle = enable_in_transformers(model)
+    getattr(model, way)()
+    after = attributes(model)
+    handle.undo()
+    assert attributes(model) == after
+
+
+@pytest.mark.parametrize("kind", [Model, TorchCaller])
+def test_undone_twice_and_enabled_again(kind):
+    model = kind()
+    before = attributes(model)
+    handle = enable_in_transformers(model)
+    handle.undo()
+    again = enable_in_transformers(model, recorded=True)
+    handle.undo()
+    assert len(again.regions) == 5
+    assert attributes(model) != before
+    again.undo()
+    assert attributes(model) == before
+
+
+def test_what_fails_leaves_the_model_as_it_was():
+    class Failing(Model):
+        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):
+            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func)
+            raise NotImplementedError
+
+    for model, options, error in [
+        (Failing(), {}, NotImplementedError),
+        (Failing(), {"input_require_grads": True}, NotImplementedError),
+        (StackModel(), {"every_n_layers": 2}, ValueError),
+        (Model(), {"determinism_check": "all"}, ValueError),
+        (Model(), {"recorded": True, "early_stop": False}, TypeError),
+        (Model(), {"policy": "dots_saveable"}, TypeError),
+    ]:
+        before = attributes(model)
+        with pytest.raises(error):
+            enable_in_transformers(model, **options)
+        assert attributes(model) == before
+
+
+def test_the_model_dies_with_the_last_reference(no_gc):
+    model = Model()
+    handle = enable_in_transformers(model)
+    trained(model)
+    alive = weakref.ref(model), weakref.ref(model.layers[0])
+    del model
+    assert [reference() for reference in alive] == [None, None]
+    handle.undo()
+    assert gc.isenabled() is False
+
+
+# Twice
+
+
+def test_twice():
+    model = Model()
+    with enable_in_transformers(model), pytest.raises(RuntimeError, match="is a region by enable_in_transformers already"):
+        enable_in_transformers(model)
+    enable_in_transformers(model)
+    model.gradient_checkpointing_disable()  # where the handle is lost
+    assert_same(trained(model), trained(Model()))
+    enable_in_transformers(model)
+
+
+@pytest.mark.parametrize(
+    "apply", [lambda model: apply_checkpointing(model, Layer), lambda model: checkpoint_module(model.layers[0])]
+)
+def test_not_on_regions_of_modules(apply):
+    model = Model()
+    apply(model)
+    with pytest.raises(RuntimeError, match="is a region by apply_checkpointing"):
+        enable_in_transformers(model)
+
+
+# Copies
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("options", [{}, {"recorded": True}, {"policy": dots_saveable}])
+@pytest.mark.parametrize("kind", [Model, TorchCaller])
+def test_copies_have_regions_of_their_own(kind, options, copied):
+    model, frames = kind(), Frames()
+    expected = trained(model)
+    handle = enable_in_transformers(model, **options)
+    trained(model)
+    other = copied(model)
+    handle.undo()
+    with observe(frames):
+        assert_same(trained(other), expected)
+    assert len(frames.frames) == 5
+
+
+# Frozen models, and models of PEFT
+
+
+def test_a_frozen_part_below_keeps_nothing():
+    model, frames = Model(), Frames()
+    for part in (model.embedding, *model.layers[:3]):
+        part.requires_grad_(False)
+
+    def gradients():
+        torch.manual_seed(0)
+        model.zero_grad()
+        output = model(IDS)
+        output.sum().backward()
+        return [p.grad for p in model.parameters() if p.requires_grad]
+
+    expected = gradients()
+    for asked in (False, True):
+        before = attributes(model)
+        with enable_in_transformers(model, input_require_grads=asked), observe(frames):
+            assert model.embedding(IDS).requires_grad is asked
+            assert_same(gradients(), expected)
+        assert not model.embedding(IDS).requires_grad
+        assert attributes(model) == before
+
+
+def test_hooks_of_an_earlier_switch_stay():
+    model = Model()
+    model.embedding.requires_grad_(False)
+    model.enable_input_require_grads()
+    hook = model._require_grads_hook
+    with enable_in_transformers(model, input_require_grads=True):
+        assert len(model.embedding._forward_hooks) == 2
+    assert list(model.embedding._forward_hooks) == [hook.id]
+    assert model._require_grads_hook is hook
+    assert model.embedding(IDS).requires_grad
+
+
+def test_a_model_of_peft():
+    model = OfPeft(Model())
+    before = attributes(model)
+    with enable_in_transformers(model) as handle:
+        assert handle.regions[0] == "layers.0"
+        assert "_gradient_checkpointing_func" not in vars(model)
+    assert attributes(model) == before
+
+
+# What is no such model
+
+
+def test_models_without_the_switch():
+    for model, error, text in [
+        (nn.Linear(2, 2), TypeError, "Pass other modules to `ckpt_hooks.apply_checkpointing"),
+        ("gpt2", TypeError, "'gpt2' of type str"),
+        (nn.Sequential(nn.Linear(2, 2), Model()), TypeError, r"enable_in_transformers\(model.1\)"),
+        (Unsupported(), ValueError, "apply_checkpointing"),
+        (NothingToSwitch(), ValueError, "apply_checkpointing"),
+    ]:
+        with pytest.raises(error, match=text):
+            enable_in_transformers(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant parameter:UserWarning")
+@pytest.mark.parametrize("policy", [None, dots_saveable])
+def test_a_switch_that_takes_no_function_runs_under_a_patch(policy):
+    model, frames = OldModel(), Frames()
+    expected, before, ours = trained(model), attributes(model), torch.utils.checkpoint.checkpoint
+    with enable_in_transformers(model, policy=policy) as handle, observe(frames):
+        assert handle.regions == ("",)
+        assert_same(trained(model), expected)
+    assert len(frames.frames) == 5
+    assert attributes(model) == before
+    assert torch.utils.checkpoint.checkpoint is ours
+    with observe(frames):
+        trained(model)
+    assert len(frames.frames) == 5
+
+
+@pytest.mark.parametrize("options", [{"recorded": True}, {"every_n_layers": 2}, {"early_stop": False}])
+def test_what_a_patch_cannot_do(options):
+    model = OldModel()
+    before = attributes(model)
+    with pytest.raises(RuntimeError, match="The public switch, under patch_torch, takes policy alone"):
+        enable_in_transformers(model, **options)
+    assert attributes(model) == before
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, True, "2", None])
+def test_a_wrong_number(value):
+    with pytest.raises(ValueError, match="every_n_layers should be a positive integer"):
+        enable_in_transformers(Model(), every_n_layers=value)
+
+
+@pytest.mark.slow
+def test_nothing_heavy_is_imported():
+    program = (
+        "import sys, ckpt_hooks.integrations\n"
+        "assert not {'transformers', 'torch._dynamo', 'torch.distributed.fsdp'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
