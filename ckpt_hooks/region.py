@@ -215,7 +215,9 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         @skipped
         def __new__(cls, *misplaced: Never, policy: Any = None, **options: Any) -> Any:
             """Makes a region; while Dynamo traces, a context manager that it follows."""
-            return traced_region(policy) if torch.compiler.is_dynamo_compiling() else super().__new__(cls)
+            if not torch.compiler.is_dynamo_compiling():
+                return super().__new__(cls)
+            return traced_region(policy, functools.partial(checkpoint_region, policy=policy, **options))
 
     @skipped
     def __init__(
@@ -289,7 +291,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         @skipped
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             if torch.compiler.is_dynamo_compiling():
-                with traced_region(self._policy):
+                with traced_region(self._policy, lambda: self):
                     return function(*args, **kwargs)
             with self:
                 result = function(*args, **kwargs)

@@ -18,7 +18,8 @@ import enum
 import hashlib
 import itertools
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -67,12 +68,17 @@ _next_number = itertools.count(1).__next__
 
 
 @contextlib.contextmanager
-def traced_region(policy: Any) -> Iterator[None]:
+def traced_region(policy: Any, region: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
     """Marks a block as a region; for Dynamo to trace.
 
     Args:
         policy: The policy, as given to the region.
+        region: Returns the region that is entered where Dynamo has given the block up, and Python runs it.
     """
+    if not torch.compiler.is_dynamo_compiling():
+        with region():
+            yield
+        return
     number = _begin(policy)
     try:
         with annotate({_REGION: number}):

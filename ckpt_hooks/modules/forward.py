@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -23,6 +24,7 @@ __all__ = ["RegionForward", "forward_of_class", "region_forward_of"]
 _REPLICATE = "_replicate_for_data_parallel"
 
 
+@skipped  # compiled, it would return ``module.forward`` (see ``__call__``)
 def forward_of_class(module: Module) -> Callable[..., Any]:
     """Returns the ``forward`` of a module's class, bound to the module."""
     kind = type(module)
@@ -67,16 +69,18 @@ class RegionForward:
         self._reference = weakref.ref(module)
         self._region = checkpoint_region(**self.options) if self.recorded else checkpoint(**self.options)
 
-    @skipped
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's forward as a region."""
         function, region = self.__wrapped__, self._region
+        if torch.compiler.is_dynamo_compiling() and self.replaced is None:
+            # After a graph break Dynamo hands a bound method to Python by its name, ``module.forward``, which is this object.
+            function = functools.partial(type(self.module).forward, self.module)
         if not self.is_active:
             return function(*args, **kwargs)
         if type(region) is Curried:
             return region.run(function, args, kwargs)
         if torch.compiler.is_dynamo_compiling():
-            with traced_region(self.options["policy"]):
+            with traced_region(self.options["policy"], lambda: region):
                 return function(*args, **kwargs)
         with region:
             result = function(*args, **kwargs)
