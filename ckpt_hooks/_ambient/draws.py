@@ -105,7 +105,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     return generator
 
 
-class _Draws(QuietDispatchMode):  # type: ignore[no-untyped-call]
+class _Draws(QuietDispatchMode):
     """A dispatch mode which runs all operators as they are, except draws."""
 
     def __enter__(self) -> _Draws:
@@ -202,7 +202,7 @@ def draw_apart(call: Callable[..., Any], args: Any, kwargs: Any, *, takes_genera
     return result, Draw(state, own.get_state())
 
 
-class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
+class RecordDraws(_Draws):
     """Notes the state at the start of each draw of a forward.
 
     Attributes:
@@ -232,7 +232,7 @@ class RecordDraws(_Draws):  # type: ignore[no-untyped-call]
         return False
 
 
-class ReplayDraws(_Draws):  # type: ignore[no-untyped-call]
+class ReplayDraws(_Draws):
     """Gives each draw of a recompute the state at its start in forward."""
 
     def __init__(self, states: list[torch.Tensor] | None) -> None:

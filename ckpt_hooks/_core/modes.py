@@ -22,6 +22,7 @@ from ckpt_hooks._torch import (
     push_dispatch_mode,
     push_function_mode,
 )
+from ckpt_hooks._torch.compiling import skipped
 
 __all__ = [
     "PassOn",
@@ -45,6 +46,11 @@ __all__ = [
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode without effect on Dynamo: neither imported, nor kept from running compiled functions."""
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__torch_dispatch__" in vars(cls):
+            skipped(vars(cls)["__torch_dispatch__"])  # or Dynamo would compile the handler
+
     # Operators of operators, such as flex_attention, come here like others.
     supports_higher_order_operators = True
 
@@ -62,7 +68,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called when the mode was taken off its thread without an exit."""
 
 
-class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
+class PausableDispatchMode(QuietDispatchMode):
     """A dispatch mode for a region's own operators.
 
     Operators run by the package for its own purposes, and operators of a recompute in the middle of the region, are not the
@@ -99,7 +105,7 @@ class PausableDispatchMode(QuietDispatchMode):  # type: ignore[no-untyped-call]
             self.paused += 1
 
 
-class PassOn(QuietDispatchMode):  # type: ignore[no-untyped-call]
+class PassOn(QuietDispatchMode):
     """Does nothing, and is there: some operators of torch take other ways under any dispatch mode."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -92,6 +92,7 @@ class WatchedHandle(tuple[HandleFrame, int]):
         self.watch.let_go(self[1] - FIRST)
 
 
+@skipped
 def _pack_watched(
     watch: Watch, pack: Callable[[torch.Tensor], Handle | Kept], positions: Sequence[int]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
@@ -116,6 +117,7 @@ def _pack_watched(
     return pack_watched
 
 
+@skipped
 def _pack_fingerprinted(
     pack: Callable[[torch.Tensor], Handle | Kept], fingerprints: Fingerprints
 ) -> Callable[[torch.Tensor], Handle | Kept]:
@@ -129,6 +131,7 @@ def _pack_fingerprinted(
     return pack_fingerprinted
 
 
+@skipped
 def open_frame(
     frame: HandleFrame,
     facts: Callable[[Any], Any],

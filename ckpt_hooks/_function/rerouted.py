@@ -30,7 +30,7 @@ __all__ = ["RoutingWatch"]
 _MOST = 4  # the largest number of operators in a message
 
 
-class RoutingWatch(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class RoutingWatch(PausableDispatchMode):
     """Notes the operators of a rerun which choose among floating-point numbers."""
 
     def __init__(self, num_saved: Callable[[], int], kept: Collection[Any]) -> None:

@@ -19,7 +19,7 @@ from .kinds import Kind
 __all__ = ["OperatorWatch", "wants_operators", "watch_forward", "watch_replay"]
 
 
-class OperatorWatch(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class OperatorWatch(PausableDispatchMode):
     """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
 
     def __init__(self, replayed: Frame | None = None) -> None:

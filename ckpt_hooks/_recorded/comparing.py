@@ -16,6 +16,7 @@ from ckpt_hooks._core.words import describe, describe_tensor
 from ckpt_hooks._tensors.determinism import first_difference, hash_of
 from ckpt_hooks._tensors.fingerprints import Fingerprints, may_be_unfilled
 from ckpt_hooks._torch import current_node
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import DeterminismError
 
 from .replayed import Handle
@@ -52,6 +53,7 @@ class ComparedValues:
         self._numbers: list[int] = []  # numbers of values
         self._without_grad: set[int] = set()
 
+    @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Returns a pack hook which takes the fingerprints of tensors with handles.
 

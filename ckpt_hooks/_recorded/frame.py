@@ -163,6 +163,7 @@ class RecordedFrame(ReplayedFrame):
         if self._decisions is not None and error is None:
             self._decisions.finish()
 
+    @skipped
     def _packing(self, tape: Tape) -> tuple[Callable[[torch.Tensor], Handle | Kept], Callable[[], None]]:
         """Returns the pack hook, and a function to drop this frame from the hook, which autograd keeps with each kept leaf."""
         get, handles = tape.tables.known.get, self.handles

@@ -46,7 +46,7 @@ _CAST = Kind.CAST
 _BY_POLICY = "kept by the policy"
 
 
-class Recorder(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class Recorder(PausableDispatchMode):
     """Records for the outermost region of a thread, and for those directly within it (Rule 14).
 
     Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3

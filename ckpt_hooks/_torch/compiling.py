@@ -10,6 +10,7 @@ Dynamo must not compile the code of this package that runs regions eagerly, afte
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +25,15 @@ _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def skipped(function: F) -> F:
-    """Marks a function, and the functions that it calls, as not to be compiled when called eagerly; returns the function."""
-    set_code_exec_strategy(function.__code__, _SKIP)
+    """Marks a function, and the functions in its body, as not to be compiled when called eagerly; returns the function.
+
+    The functions called by these are not compiled either.
+    """
+    todo = [function.__code__]
+    while todo:
+        code = todo.pop()
+        set_code_exec_strategy(code, _SKIP)
+        todo += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     return function
 
 

@@ -41,7 +41,7 @@ def _in_words(value: Any) -> str:
     return str(tree_map_only(torch.Tensor, describe_tensor, value))
 
 
-class _OperatorLog(QuietDispatchMode):  # type: ignore[no-untyped-call]
+class _OperatorLog(QuietDispatchMode):
     """Notes each operator that runs below autograd, with its arguments and outputs in words."""
 
     def __init__(self) -> None:

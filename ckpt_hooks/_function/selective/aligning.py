@@ -39,7 +39,7 @@ _NO_READERS = (Kind.IGNORED, Kind.RANGE)
 _HANDED_OUT = (Kind.EFFECT, Kind.COLLECTIVE)
 
 
-class Aligning(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class Aligning(PausableDispatchMode):
     """Notes the operators of a recompute, and compares their results with the kept outputs.
 
     Attributes:

@@ -69,7 +69,7 @@ def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
     return action, facts.call, facts
 
 
-class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class Record(PausableDispatchMode):
     """Notes the operators of a forward, and keeps outputs by the policy's decisions."""
 
     def __init__(self, selection: Selection, policy: Policy) -> None:
@@ -177,7 +177,7 @@ class Record(PausableDispatchMode):  # type: ignore[no-untyped-call]
                 self.selection.outputs.forget(facts.written_in(args, kwargs))
 
 
-class _Reuse(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class _Reuse(PausableDispatchMode):
     """Hands out the kept outputs of forward in one recompute.
 
     Attributes:

@@ -31,7 +31,7 @@ _Ids = frozenset[int]
 _NO_IDS: _Ids = frozenset()
 
 
-class Leftovers(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class Leftovers(PausableDispatchMode):
     """Follows the tensors left in objects by forward through one rerun.
 
     Attributes:

@@ -174,7 +174,7 @@ class Doubting(Protocol):
         """Marks all later values as wrong; may end the rerun."""
 
 
-class WatchReads(PausableDispatchMode):  # type: ignore[no-untyped-call]
+class WatchReads(PausableDispatchMode):
     """Notes an operator's first read from the memory of a changed parameter, and undoes writes to changed parameters."""
 
     def __init__(
