@@ -20,6 +20,7 @@ from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, ch
 from ckpt_hooks._function.options import RegionOptions
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.policies.traced import key_for
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
 from .pairs import own_contexts
@@ -187,7 +188,8 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], debug
     """
     policy = own_options.pop("policy", None)
     if policy is not None:
-        context_fn = _with_policy(context_fn, policy_from(policy))
+        is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)
+        context_fn = _with_policy(context_fn, key_for(policy) if is_traced else policy_from(policy))
     options = dataclasses.replace(
         options,
         name=own_options.pop("name", None),
@@ -205,7 +207,7 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], debug
     return Curried(options, context_fn, debug)
 
 
-def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy) -> Callable[[], ContextPair]:
+def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy | str) -> Callable[[], ContextPair]:
     if context_fn is noop_context_fn:
         return functools.partial(create_selective_checkpoint_contexts, policy)
 

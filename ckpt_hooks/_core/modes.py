@@ -47,7 +47,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """A dispatch mode without effect on Dynamo: neither imported, nor kept from running compiled functions."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
+        super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
         if "__torch_dispatch__" in vars(cls):
             skipped(vars(cls)["__torch_dispatch__"])  # or Dynamo would compile the handler
 

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import OPERATORS, OVERLOAD
-from ckpt_hooks._torch.compiling import while_tracing
+from ckpt_hooks._torch.compiling import at_end_of_compilation, num_traced_nodes, set_compile_configs, while_tracing
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
@@ -79,6 +79,9 @@ def traced_region(policy: Any, region: Callable[[], AbstractContextManager[Any]]
         with region():
             yield
         return
+    if torch.compiler.is_exporting():  # which keeps no activations
+        yield
+        return
     number = _begin(policy)
     try:
         with annotate({_REGION: number}):
@@ -101,7 +104,7 @@ def _begin(policy: Any) -> int:
     outermost = number if around not in _now.regions else _now.regions[around].outermost
     if not _now.regions:
         _install()
-    _now.regions[number] = _Region(outermost, None if policy is None else policy_from(policy), _num_nodes())
+    _now.regions[number] = _Region(outermost, None if policy is None else policy_from(policy), num_traced_nodes())
     return number
 
 
@@ -110,31 +113,18 @@ def _end(number: int) -> None:
     """Adds the region's place and policy to the key of the compile cache."""
     region = _now.regions.get(number)
     if region is not None:
-        _now.places.append(f"{region.start}:{_num_nodes()}:{_key_of(region.policy)}")
+        _now.places.append(f"{region.start}:{num_traced_nodes()}:{_key_of(region.policy)}")
         digest = hashlib.sha256("|".join(_now.places).encode()).hexdigest()
-        torch.compiler.config.cache_key_tag = f"{_now.before[1]}ckpt_hooks:{digest}"
-
-
-def _num_nodes() -> int:
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
-    return len(InstructionTranslator.current_tx().output.graph.nodes)
+        set_compile_configs(_mark, f"{_now.before[1]}ckpt_hooks:{digest}")
 
 
 def _install() -> None:
-    from torch._dynamo.callback import callback_handler
-
-    functorch: Any = torch._functorch.config
-    _now.before = functorch.joint_custom_pass, torch.compiler.config.cache_key_tag
-    functorch.joint_custom_pass = _mark
-    callback_handler.register_end_callback(_restore)
+    _now.before = set_compile_configs(_mark, torch.compiler.config.cache_key_tag)
+    at_end_of_compilation(_restore)
 
 
-def _restore(_: Any) -> None:
-    from torch._dynamo.callback import callback_handler
-
-    callback_handler.remove_end_callback(_restore)
-    torch._functorch.config.joint_custom_pass, torch.compiler.config.cache_key_tag = _now.before
+def _restore() -> None:
+    set_compile_configs(*_now.before)
     _now.regions.clear()
     _now.places.clear()
 

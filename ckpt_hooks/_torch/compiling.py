@@ -17,7 +17,14 @@ import torch
 import torch.utils.checkpoint
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-__all__ = ["run_traced", "skipped", "while_tracing"]
+__all__ = [
+    "at_end_of_compilation",
+    "num_traced_nodes",
+    "run_traced",
+    "set_compile_configs",
+    "skipped",
+    "while_tracing",
+]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -60,3 +67,32 @@ def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn:
     if context_fn is None:
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
+
+
+def num_traced_nodes() -> int:
+    """Returns the number of nodes in the graph that Dynamo makes on this thread. 2.11 to 2.15."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return len(InstructionTranslator.current_tx().output.graph.nodes)
+
+
+def set_compile_configs(joint_pass: Callable[[Any, Any], Any] | None, tag: str) -> tuple[Any, str]:
+    """Sets the pass on joint graphs, and the tag in the key of the compile cache; returns those before.
+
+    2.11 to 2.15. Goes with a public way to tell the partitioner of a block.
+    """
+    functorch: Any = torch._functorch.config
+    before = functorch.joint_custom_pass, torch.compiler.config.cache_key_tag
+    functorch.joint_custom_pass, torch.compiler.config.cache_key_tag = joint_pass, tag
+    return before
+
+
+def at_end_of_compilation(callback: Callable[[], None]) -> None:
+    """Calls a function once, when the present compilation of Dynamo has ended. 2.11 to 2.15."""
+    from torch._dynamo.callback import callback_handler
+
+    def end(_: Any) -> None:
+        callback_handler.remove_end_callback(end)
+        callback()
+
+    callback_handler.register_end_callback(end)

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._torch.compiling import while_tracing
 
-__all__ = ["made_while_tracing", "makes_policies"]
+__all__ = ["key_for", "made_while_tracing", "makes_policies"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,6 +39,14 @@ def makes_policies(make: F) -> F:
     return cast("F", policy)
 
 
+@while_tracing
+def key_for(policy: Any) -> str:
+    """Returns a key for a list of operators, or a function; for Dynamo to call."""
+    key = f"policy {len(_made)}"
+    _made[key] = made_while_tracing(policy)
+    return key
+
+
 def made_while_tracing(value: Any) -> Any:
-    """Returns the policy of a key; any other value as it is."""
+    """Returns what a key stands for; any other value as it is."""
     return _made.get(value, value) if isinstance(value, str) else value

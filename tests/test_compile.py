@@ -1,0 +1,507 @@
+"""Regions under ``torch.compile``: in one graph, equal to eager, and with no more saved than by torch's checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from ckpt_hooks import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_module,
+    checkpoint_name,
+    checkpoint_region,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+    is_recomputing,
+    policies,
+)
+from ckpt_hooks._core.observers import observe
+from tests.measure import Frames
+
+pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
+
+aten = torch.ops.aten
+MM = [aten.mm.default]
+BEFORE_2_13 = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+BACKENDS = [
+    "aot_eager",
+    pytest.param(
+        "inductor",
+        marks=[pytest.mark.slow, pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")],
+    ),
+]
+
+
+class Block(nn.Module):
+    """Two layers, called in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, scale=1.0):
+        return self.two(torch.relu(self.one(x)).sin() * scale)
+
+    def part(self, x):
+        return self.two(self.one(x).sin().exp())
+
+    @checkpoint(early_stop=False)
+    def decorated(self, x):
+        return self.part(x)
+
+    @checkpoint_region(policy=policies.dots_saveable)
+    def recorded(self, x):
+        return self.part(x)
+
+
+@checkpoint(name="decorated")
+def decorated(x, w):
+    return (x @ w).sin().exp()
+
+
+@checkpoint(policy=MM)
+def decorated_with_a_policy(x, w):
+    return (x @ w).sin().exp()
+
+
+def save_products(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op is aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+contexts = functools.partial(functools.partial, create_selective_checkpoint_contexts)
+torch.manual_seed(0)
+block, wrapped = Block(), checkpoint(policy=policies.dots_saveable)(Block())
+of_module = checkpoint_module(Block())
+of_module_with_a_policy = checkpoint_module(Block(), policy=policies.dots_saveable)
+of_module_recorded = checkpoint_module(Block(), recorded=True)
+layers = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(6)))
+w = torch.randn(8, 8, requires_grad=True)
+curried, curried_with_a_policy = checkpoint(name="curried"), checkpoint(policy=policies.dots_saveable)
+to_sum = [
+    w,
+    *(p for m in (block, wrapped, of_module, of_module_with_a_policy, of_module_recorded, layers) for p in m.parameters()),
+]
+
+
+def function(x, w):
+    return (x @ w).sin().exp()
+
+
+def in_region(x):
+    with checkpoint_region():
+        return function(x, w)
+
+
+def frame_in_region(x):
+    with checkpoint_region(policy=policies.dots_saveable):
+        return checkpoint(function, x, w).sin()
+
+
+def named(x):
+    with checkpoint_region(policy=policies.save_only_these_names("h")):
+        return checkpoint_name((x @ w).sin(), "h").exp()
+
+
+def policy_made_inside(x):
+    with checkpoint_region(policy=policies.save_from_both_policies(policies.save_ops(aten.mm.default), policies.dots_saveable)):
+        return function(x, w)
+
+
+def region_in_region(x):
+    with checkpoint_region():
+        h = function(x, w)
+        with checkpoint_region():
+            return h.cos().sin()
+
+
+def loop(x):
+    for layer in layers:
+        x = checkpoint(layer, x)
+    return x
+
+
+def loop_of_lambdas(x):
+    for layer in layers:
+        x = checkpoint(lambda y: layer(y), x)
+    return x
+
+
+FORMS = {
+    "function": lambda x: checkpoint(function, x, w),
+    "module": lambda x: checkpoint(block, x),
+    "keywords": lambda x: checkpoint(block, x, scale=2.0),
+    "flag": lambda x: checkpoint(block, x, use_reentrant=False),
+    "options": lambda x: checkpoint(function, x, w, determinism_check="none", preserve_rng_state=False, early_stop=False),
+    "method": lambda x: checkpoint(block.part, x),
+    "partial": lambda x: checkpoint(functools.partial(block, scale=3.0), x),
+    "lambda": lambda x: checkpoint(lambda u: function(u, w), x),
+    "curried": lambda x: curried(function)(x, w),
+    "curried inside": lambda x: checkpoint(name="inside")(function)(x, w),
+    "curried with a policy": lambda x: curried_with_a_policy(function)(x, w),
+    "curried inside with a policy": lambda x: checkpoint(policy=policies.dots_saveable)(function)(x, w),
+    "curried module": lambda x: curried_with_a_policy(block)(x),
+    "module made in __init__": lambda x: wrapped(x),
+    "decorated": lambda x: decorated(x, w),
+    "decorated with a policy": lambda x: decorated_with_a_policy(x, w),
+    "decorated method": lambda x: block.decorated(x),
+    "list inside": lambda x: checkpoint(policy=[aten.mm.default])(function)(x, w),
+    "function inside": lambda x: checkpoint(policy=save_products)(function)(x, w),
+    "policy made inside": lambda x: checkpoint(policy=policies.save_every(aten.mm.default, 2))(function)(x, w),
+    "context_fn": lambda x: checkpoint(function, x, w, context_fn=contexts(policies.dots_saveable)),
+    "context_fn of a list": lambda x: checkpoint(function, x, w, context_fn=contexts(MM)),
+    "context_fn of a function": lambda x: checkpoint(function, x, w, context_fn=contexts(save_products)),
+    "nested": lambda x: checkpoint(lambda u: checkpoint(function, u, w).sin(), x),
+    "sequential": lambda x: checkpoint_sequential(layers, 3, x),
+    "loop": loop,
+    "loop of lambdas": loop_of_lambdas,
+    "checkpoint_module": lambda x: of_module(x),
+    "checkpoint_module with a policy": lambda x: of_module_with_a_policy(x),
+    "checkpoint_module, recorded": lambda x: of_module_recorded(x),
+    "region": in_region,
+    "region as a decorator": lambda x: block.recorded(x),
+    "region with names": named,
+    "region with a policy made inside": policy_made_inside,
+    "region in a region": region_in_region,
+    "region in a frame": lambda x: checkpoint(in_region, x),
+    "frame in a region": frame_in_region,
+}
+
+
+def gradients(form):
+    for parameter in to_sum:
+        parameter.grad = None
+    torch.manual_seed(3)
+    x = torch.randn(4, 8, requires_grad=True)
+    y = form(x)
+    y.sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in to_sum if parameter.grad is not None)]
+
+
+def breaks():
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+@pytest.fixture(autouse=True)
+def _reset():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+    assert torch._functorch.config.joint_custom_pass is None
+    assert torch.compiler.config.cache_key_tag == ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_in_one_graph_as_eager(form, fullgraph, backend):
+    if BEFORE_2_13 and form in ("curried inside", "curried inside with a policy", "policy made inside"):
+        pytest.skip("before 2.13 Dynamo does not trace how the options are made")
+    if BEFORE_2_13 and form.startswith("checkpoint_module"):
+        pytest.skip("before 2.13 Dynamo does not trace how the forward is bound")
+    expected = gradients(FORMS[form])
+    found = gradients(torch.compile(FORMS[form], backend=backend, fullgraph=fullgraph))
+    torch.testing.assert_close(found, expected)
+    assert breaks() == 0
+
+
+# What is saved
+
+v, u = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
+
+
+def body(x):
+    return ((x @ v).sin().exp() @ u).cos().sin().tan()
+
+
+def saved(form, backend="aot_eager"):
+    """Returns the bytes that autograd saves of a compiled function, but for leaves."""
+    storages = {}
+
+    def pack(tensor):
+        if not (tensor.is_leaf and tensor.requires_grad):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    compiled = torch.compile(form, backend=backend, fullgraph=True)
+    x = torch.randn(32, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = compiled(x)
+    y.sum().backward()
+    return sum(storages.values())
+
+
+def of_torch(function, x, policy=None):
+    options = {} if policy is None else {"context_fn": functools.partial(torchs_contexts, policy)}
+    return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False, **options)
+
+
+torchs_contexts = torch.utils.checkpoint.create_selective_checkpoint_contexts
+
+
+def recorded(function, x, policy=None):
+    with checkpoint_region(policy=policy):
+        return function(x)
+
+
+def of_ours(function, x, policy=None):
+    return checkpoint(policy=policy)(function)(x)
+
+
+PROGRAMS = {
+    "one": lambda region: lambda x: region(body, x),
+    "two": lambda region: lambda x: region(body, region(body, x)),
+    "nested": lambda region: lambda x: region(lambda x: region(body, body(x)).sin(), x),
+    "products": lambda region: lambda x: region(body, x, MM),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_saved_bytes_are_those_of_torchs_checkpoint(program, backend):
+    expected = saved(PROGRAMS[program](of_torch), backend)
+    for region in (of_ours, recorded):
+        torch._dynamo.reset()
+        assert saved(PROGRAMS[program](region), backend) == expected
+    torch._dynamo.reset()
+    assert saved(PROGRAMS[program](lambda function, x, policy=None: function(x)), backend) > expected
+
+
+def test_policies_of_regions_decide():
+    def second(ctx, op, *args, **kwargs):
+        is_second = op is aten.mm.default and ctx.index > 0
+        return CheckpointPolicy.MUST_SAVE if is_second else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def of_names(x):
+        with checkpoint_region(policy=policies.save_only_these_names("h")):
+            return checkpoint_name((x @ v).sin(), "h").exp().cos()
+
+    size = 32 * 64 * 4
+    nothing = saved(PROGRAMS["one"](recorded))
+    kept = []
+    for program in (
+        lambda x: recorded(body, x, second),
+        of_names,
+    ):
+        torch._dynamo.reset()
+        kept.append((saved(program) - nothing) // size)
+    weight = 64 * 64 // (32 * 64)  # the transposed weight of a kept product is no leaf
+    assert kept == [1 + weight, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")
+def test_the_compile_cache_tells_regions_apart(monkeypatch, tmp_path):
+    """By their places and policies; a function as a policy is never found there."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+
+    def place(early):
+        def form(x):
+            h = x @ v
+            if early:
+                with checkpoint_region():
+                    h = h.sin().exp()
+                return (h @ u).cos().sin().tan()
+            with checkpoint_region():
+                h = h.sin().exp() @ u
+            return h.cos().sin().tan()
+
+        return form
+
+    def never(ctx, op, *args, **kwargs):
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    forms = [
+        lambda: body,
+        lambda: lambda x: recorded(body, x),
+        lambda: lambda x: recorded(body, x, policies.dots_saveable),
+        lambda: place(True),
+        lambda: place(False),
+    ]
+    found = []
+    for _ in range(2):
+        for form in forms:
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            size = saved(form(), "inductor")
+            found.append((size, torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"]))
+    assert [size for size, _ in found[:5]] == [size for size, _ in found[5:]]
+    assert len({size for size, _ in found[:3]}) == 3
+    assert [hits for _, hits in found] == [0] * 5 + [1] * 5
+    for _ in range(2):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        assert saved(lambda x: recorded(body, x, never), "inductor") == found[1][0]
+        assert torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"] == 0
+
+
+def test_a_pass_of_others_runs_too():
+    ran = []
+
+    def other(graph, inputs):
+        ran.append(graph)
+        return graph
+
+    torch._functorch.config.joint_custom_pass = other
+    assert saved(PROGRAMS["one"](recorded)) == 0
+    assert len(ran) == 1
+    assert torch._functorch.config.joint_custom_pass is other
+    torch._functorch.config.joint_custom_pass = None
+
+
+# What Dynamo gives up
+
+ran: list[bool] = []
+
+
+def with_a_break(x):
+    h = (x @ w).sin()
+    torch._dynamo.graph_break()
+    ran.append(is_recomputing())
+    return h.exp().cos()
+
+
+def with_a_branch(x):
+    h = (x @ w).sin()
+    return (h * 2 if h.sum() > 0 else h).exp().cos()
+
+
+BROKEN = {
+    "frame": lambda f: lambda x: checkpoint(f, x).sin(),
+    "frame with a policy": lambda f: lambda x: checkpoint(policy=policies.dots_saveable)(f)(x).sin(),
+    "region": lambda f: lambda x: recorded(f, x).sin(),
+    "region with a policy": lambda f: lambda x: recorded(f, x, policies.dots_saveable).sin(),
+    "region in a frame": lambda f: lambda x: checkpoint(lambda x: recorded(f, x), x),
+    "frame in a region": lambda f: lambda x: recorded(lambda x: checkpoint(f, x), x),
+}
+
+
+@pytest.mark.parametrize("function", [with_a_break, with_a_branch])
+@pytest.mark.parametrize("form", BROKEN)
+def test_after_a_graph_break_in_the_body_regions_are_the_packages_own(form, function):
+    """Python runs the body, and Dynamo compiles nothing of what runs regions."""
+    program = BROKEN[form](function)
+    ran.clear()
+    expected = gradients(program)
+    forwards = list(ran)
+    compiled, regions = torch.compile(program, backend="aot_eager"), Frames()
+    for _ in range(2):
+        ran.clear()
+        with observe(regions):
+            found = gradients(compiled)
+        torch.testing.assert_close(found, expected)
+        assert ran == forwards
+    assert len(regions.frames) in (2, 4)
+    assert breaks() <= 1
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize("is_broken", [True, False])
+def test_compiled_modules_with_graph_breaks(recorded, is_broken):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            h = self.linear(x).sin()
+            if is_broken:
+                torch._dynamo.graph_break()
+            return h.exp()
+
+    torch.manual_seed(0)
+    plain = Layer()
+    layer = Layer()
+    layer.load_state_dict(plain.state_dict())
+    checkpoint_module(layer, recorded=recorded).compile(backend="aot_eager")
+    regions = Frames()
+    with observe(regions):
+        for one in (layer, plain):
+            one(torch.ones(2, 8)).sum().backward()
+    torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
+    assert len(regions.frames) == is_broken
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("form", ["function", "curried with a policy", "nested", "region", "region in a frame"])
+def test_compiled_autograd(form, compiled):
+    """A compiled backward asks regions for tensors, and does not compile how they come back."""
+    expected = gradients(FORMS[form])
+    program = torch.compile(FORMS[form], backend="aot_eager") if compiled else FORMS[form]
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        backward = torch.compile(lambda loss: loss.backward(), backend="aot_eager")
+        for parameter in to_sum:
+            parameter.grad = None
+        torch.manual_seed(3)
+        x = torch.randn(4, 8, requires_grad=True)
+        y = program(x)
+        backward(y.sum())
+    found = [y.detach(), x.grad, *(parameter.grad for parameter in to_sum if parameter.grad is not None)]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("form", ["function", "curried with a policy", "decorated", "region", "region in a frame"])
+def test_export_runs_functions_plainly(form, strict):
+    class Model(nn.Module):
+        def forward(self, x):
+            return FORMS[form](x)
+
+    x = torch.randn(4, 8)
+    program = torch.export.export(Model(), (x,), strict=strict)
+    names = [node.target.__name__ for node in program.graph.nodes if node.op == "call_function"]
+    assert [name for name in names if "detach" not in name] == ["matmul.default", "sin.default", "exp.default"]
+    torch.testing.assert_close(program.module()(x), Model()(x))
+
+
+# Random numbers
+
+
+def test_derivatives_with_dropout_agree_with_finite_differences():
+    """The mask of the recompute is the mask of forward."""
+
+    def dropped(x):
+        return torch.nn.functional.dropout(x * 3, 0.5) @ v.detach().double()
+
+    for region in (of_ours, recorded):
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: region(dropped, x).square().sum(), backend="aot_eager")
+        x = torch.randn(16, 64, dtype=torch.float64, requires_grad=True)
+        direction, step = torch.randn_like(x), 1e-6
+
+        def value(x):
+            torch.manual_seed(5)
+            return compiled(x)
+
+        (gradient,) = torch.autograd.grad(value(x), x)
+        sides = [value((x + sign * step * direction).detach().requires_grad_()) for sign in (1, -1)]
+        numeric = (sides[0] - sides[1]) / (2 * step)
+        torch.testing.assert_close((gradient * direction).sum(), numeric, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_first_step_imports_no_dynamo():
+    program = (
+        "import sys, torch\n"
+        "import ckpt_hooks\n"
+        "from ckpt_hooks import policies\n"
+        "x = torch.ones(2, 2, requires_grad=True)\n"
+        "ckpt_hooks.checkpoint(lambda x: (x @ x).sin(), x).sum().backward()\n"
+        "ckpt_hooks.checkpoint(policy=policies.dots_saveable)(lambda x: (x @ x).sin())(x).sum().backward()\n"
+        "with ckpt_hooks.checkpoint_region(policy=policies.save_only_these_names('a')):\n"
+        "    y = ckpt_hooks.checkpoint_name((x @ x).sin(), 'a').exp()\n"
+        "y.sum().backward()\n"
+        "ckpt_hooks.checkpoint_module(torch.nn.Linear(2, 2), recorded=True)(x).sum().backward()\n"
+        "print([name for name in sys.modules if name.startswith('torch._dynamo')])\n"
+    )
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, capture_output=True, text=True)
+    assert result.stdout == "[]\n"
