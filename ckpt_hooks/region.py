@@ -199,7 +199,10 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         counts (``.data`` after the region) are not seen. The body of a ``torch.library.custom_op`` runs again in a replay; an
         ``autograd.Function`` does not, since the operators in it are recorded. A backward inside the region keeps what it
         brings back while the region is open. ``torch.utils.swap_tensors`` refuses tensors which a region has read, as long as
-        the graph lives. Under ``torch.compile`` a traced region does nothing.
+        the graph lives.
+
+        Where ``torch.compile`` traces the ``with`` block, the compiler decides how to compute activations again, and keeps what
+        the policy names. The other options mean nothing there.
 
     Example:
         >>> import torch

@@ -65,7 +65,7 @@ MODULES = {
     "method of a holder": (Holder(module=module).method, ()),
     "callable object": (Holder(modules=[module]), ()),
     "slots": (closing_over(Slotted(module)), ()),
-    "curried": (checkpoint()(module), ()),
+    "curried": (checkpoint()(closing_over(module)), ()),
     "argument": (torch.sin, (module,)),
     "function as an argument": (torch.sin, (closing_over(module),)),
 }
