@@ -112,7 +112,7 @@ def checkpoint(
     Under ``make_fx`` over forward and backward a region keeps everything: the graph is the graph of the program without
     regions, and a compiler decides what to recompute. The same holds under transforms of ``torch.func``.
 
-    Where ``torch.compile`` traces the call, the compiler computes the activations again, with the same random numbers, and keeps
+    Where ``torch.compile`` traces the call, the compiler computes activations again, with the same random numbers, and keeps
     what the policy names. Other options mean nothing there.
 
     Args:
