@@ -23,9 +23,6 @@ from ._core.stack import is_recomputing
 from ._function.contexts import noop_context_fn
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
-from .integrations.patch_torch import patch_torch
-from .integrations.transformers import enable_in_transformers
-from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
 from .report.debug import set_checkpoint_debug_enabled
@@ -35,6 +32,9 @@ if _TYPE_CHECKING:
     from torch.utils.checkpoint import CheckpointFunction as CheckpointFunction
     from torch.utils.checkpoint import check_backward_validity as check_backward_validity
     from torch.utils.checkpoint import detach_variable as detach_variable
+
+    from .integrations import enable_in_transformers, patch_torch
+    from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,24 @@ __all__ = [
 _OF_TORCH = frozenset({"CheckpointFunction", "check_backward_validity", "detach_variable"})
 
 
+#: Names of the upper floors, imported when asked for.
+_LATER = {
+    "apply_checkpointing": "modules",
+    "checkpoint_module": "modules",
+    "enable_in_transformers": "integrations",
+    "every": "modules",
+    "patch_torch": "integrations",
+    "remove_checkpointing": "modules",
+}
+
+
 def __getattr__(name: str) -> object:
+    if name in _LATER:
+        import importlib
+
+        found: object = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        globals()[name] = found
+        return found
     if name in _OF_TORCH:
         import torch.utils.checkpoint
 
@@ -82,4 +99,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_OF_TORCH})
+    return sorted({*globals(), *_LATER, *_OF_TORCH})
