@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.utils.checkpoint
 
 from ._function.selective.modes import Recompute, Record
 from ._function.selective.selection import Selection
 from ._operators.kinds import SAC_IGNORED_OPS
+from ._torch.checkpoint import is_compiled
 from .policies.base import policy_from
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
@@ -60,7 +60,7 @@ def create_selective_checkpoint_contexts(
         >>> y = checkpoint(lambda x: layer(x).sin(), torch.ones(2, 4), context_fn=save_products)
     """
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
-    if torch.compiler.is_compiling():  # the compiler asks for the contexts when it has traced the region
+    if is_compiled():  # the compiler asks for the contexts when it has traced the region
         create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
         contexts: tuple[Any, Any] = create(policy.start())
         return contexts

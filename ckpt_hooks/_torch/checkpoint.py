@@ -175,13 +175,16 @@ def settings_of_torch() -> tuple[bool | None, bool | None]:
     return _torchs._enable_checkpoint_early_stop, _torchs._checkpoint_debug_enabled
 
 
+_RUNS_FOR_SHAPES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
+
+
 def is_compiled() -> bool:
     """Whether a compiler traces the operators of this thread.
 
     Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. 2.11 to
     2.15. Goes with torch 2.12.
     """
-    return torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None
+    return torch.compiler.is_compiling() or (_RUNS_FOR_SHAPES and torch._guards.TracingContext.try_get() is not None)
 
 
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
