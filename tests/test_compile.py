@@ -465,6 +465,17 @@ def test_export_runs_functions_plainly(form, strict):
     torch.testing.assert_close(program.module()(x), Model()(x))
 
 
+@pytest.mark.parametrize("form", BROKEN)
+def test_compiled_functions_inside_are_compiled_once(form):
+    """Neither a rerun nor a later step compiles them again."""
+    compiled = torch.compile(lambda x: (x @ w).sin().exp(), backend="aot_eager")
+    program = BROKEN[form](lambda x: compiled(x).cos())
+    expected = gradients(BROKEN[form](lambda x: function(x, w).cos()))
+    for _ in range(4):
+        torch.testing.assert_close(gradients(program), expected)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 # Random numbers
 
 
