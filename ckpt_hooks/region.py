@@ -202,7 +202,9 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         the graph lives.
 
         Where ``torch.compile`` traces the ``with`` block, the compiler decides how to compute activations again, and keeps what
-        the policy names. The other options mean nothing there.
+        the policy names. The other options mean nothing there. In an eager block, results of code which Inductor compiled are
+        kept, under ``torch._inductor.config.wrap_inductor_compiled_regions`` too: the one operator for such code does not say
+        which inputs it overwrites, and empties its list of inputs.
 
     Example:
         >>> import torch

@@ -14,6 +14,7 @@ from torch import nn
 
 from ckpt_hooks import (
     CheckpointPolicy,
+    DeterminismError,
     checkpoint,
     checkpoint_module,
     checkpoint_name,
@@ -474,6 +475,60 @@ def test_compiled_functions_inside_are_compiled_once(form):
     for _ in range(4):
         torch.testing.assert_close(gradients(program), expected)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# Compiled functions inside of regions
+
+
+def test_a_recompute_by_another_graph_names_the_compiler():
+    """Dynamo tries the latest graph first: here one with the number as a tensor, which is saved too."""
+    compiled = torch.compile(lambda x, scale: ((x @ w).sin() * scale).exp() @ w, backend="aot_eager")
+    x = torch.randn(4, 8, requires_grad=True)
+    y = checkpoint(compiled, x, 2.5)
+    checkpoint(compiled, x, 3.5)
+    with pytest.raises(DeterminismError, match="The region runs a function compiled"):
+        y.sum().backward()
+    torch._dynamo.reset()
+    with checkpoint_region():
+        z = compiled(x, 2.5)
+    with checkpoint_region():
+        compiled(x, 3.5)
+    (gradient,) = torch.autograd.grad(z.sum(), x)
+    (expected,) = torch.autograd.grad((((x @ w).sin() * 2.5).exp() @ w).sum(), x)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("form", ["itself", "closure", "module"])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_recompute_without_the_compiler_names_the_compiler(form, compiled_first):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return (x @ w).sin().exp() @ w
+
+    own = Layer()
+    own.compile(backend="aot_eager")
+    compiled = torch.compile(lambda x: (x @ w).sin().exp() @ w, backend="aot_eager")
+    functions = {"itself": compiled, "closure": lambda x: compiled(x.sin()), "module": own}
+    x = torch.randn(4, 8, requires_grad=True)
+    stances = ["default", "force_eager"] if compiled_first else ["force_eager", "default"]
+    with torch.compiler.set_stance(stances[0]):
+        y = checkpoint(functions[form], x)
+    with (
+        torch.compiler.set_stance(stances[1]),
+        pytest.raises(DeterminismError, match="The region runs a function compiled"),
+    ):
+        y.sum().backward()
+
+
+def test_the_counter_of_hooks_is_a_plain_integer_after_a_recompute():
+    """A hook with a number of another class would be a graph break."""
+    x = torch.randn(4, 8, requires_grad=True)
+    checkpoint(function, x, w).sum().backward()
+    assert type(torch.utils.hooks.RemovableHandle.next_id) is int
+    layer = nn.Linear(8, 8)
+    layer.register_forward_hook(lambda module, args, output: output.sin())
+    torch.compile(layer, backend="aot_eager")(x).sum().backward()
+    assert breaks() == 0
 
 
 # Random numbers

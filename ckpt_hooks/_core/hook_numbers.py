@@ -24,6 +24,9 @@ Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 # The numbers of hooks that were registered in recomputes which still run, and the thread of each.
 _registered: dict[int, int] = {}
 
+# An entry for each recompute which runs. Without any, the counter is a plain integer, as Dynamo wants it.
+_running: list[None] = []
+
 
 class _Number(int):
     """A counter of hooks which notes the thread of each increment. Copies and pickles are plain integers."""
@@ -40,7 +43,8 @@ class _Number(int):
 
 
 def next_hook() -> int:
-    """Returns the number of the next hook to be registered; from now on the registering threads are noted."""
+    """Returns the number of the next hook to be registered; until :func:`hooks_since` the registering threads are noted."""
+    _running.append(None)
     number = RemovableHandle.next_id
     if type(number) is not _Number:  # torch's own, or what came of loading hooks
         number = RemovableHandle.next_id = _Number(number)
@@ -53,7 +57,12 @@ def hooks_since(first: int) -> list[int]:
     Args:
         first: The result of :func:`next_hook` at the begin of the recompute.
     """
-    if RemovableHandle.next_id == first:
+    number = RemovableHandle.next_id
+    plain = int(number)
+    _running.pop()
+    if not _running and RemovableHandle.next_id is number:  # at once: Python changes threads in calls and loops
+        RemovableHandle.next_id = plain
+    if plain == first:
         return []
     thread = get_ident()
     numbers = [number for number, other in list(_registered.items()) if other == thread and number >= first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -189,18 +190,37 @@ def blame(
     error.grad_fn = grad_fn_of(frame, error.index)
     parts = [str(error), changed_requires_grad(error, frame.path, function, required)]
     if error.grad_fn is not None:
-        parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}{_compiled(error.grad_fn)}.")
+        parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}.")
+    if _is_compiled(frame, function):
+        parts.append(_COMPILED)
     error.args = (" ".join(filter(None, parts)),)
 
 
-def _compiled(grad_fn: str) -> str:
-    """Returns a remark on tensors saved by a compiled function; an empty text for other functions."""
-    if "CompiledFunction" not in grad_fn:
-        return ""
-    return (
-        ", a function compiled by torch.compile. What such a function saves is the compiler's choice, and may change when "
-        "it is compiled anew, for other shapes or settings say. Compile it before the first step, or apply torch.compile to "
-        "the function that has the region in it"
+#: On functions with a compiled function inside.
+_COMPILED = (
+    "The region runs a function compiled by torch.compile. What such a function saves is the compiler's choice, and the "
+    "recompute may have run another graph than forward: one compiled since for other shapes or numbers, or none at all "
+    "(torch.compiler.set_stance). Apply torch.compile to the function that has the region in it, write `with "
+    "checkpoint_region():`, which runs Python once, or have one graph for all calls (torch._dynamo.mark_dynamic, tensors in "
+    "place of numbers)."
+)
+
+
+def _is_compiled(frame: HandleFrame, function: Any) -> bool:
+    """Whether forward saved a tensor by a compiled function, or the function is one, names one, or has a compiled module."""
+    for node in _nodes():
+        if "CompiledFunction" in node.name() and any(
+            isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame for packed in _packed_by(node)
+        ):
+            return True
+    code, named = getattr(function, "__code__", None), [function]
+    if code is not None:
+        named += [function.__globals__.get(name) for name in code.co_names]
+        for cell in function.__closure__ or ():
+            with contextlib.suppress(ValueError):  # empty
+                named.append(cell.cell_contents)
+    return any(hasattr(one, "_torchdynamo_orig_callable") for one in named) or any(
+        module._compiled_call_impl is not None for module in scan_closure(function).modules
     )
 
 

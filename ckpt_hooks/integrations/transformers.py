@@ -16,11 +16,14 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch.nn import Module, ModuleList
 from typing_extensions import Self
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._core.misuse import checked_flag, described_as
+from ckpt_hooks._recorded.traced import traced_region
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.modules import AppliedCheckpointing, AppliedRegion, apply_checkpointing, every
 from ckpt_hooks.modules.forward import region_forward_of
 from ckpt_hooks.region import checkpoint_region
@@ -141,11 +144,13 @@ class _Engine:
         self._region: Any = checkpoint_region(name=name, **options) if recorded else checkpoint(name=name, **options)
         self._recorded = recorded
 
+    @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls a function as a region."""
+        region = self._region
         if not self._recorded:
-            return self._region.run(function, args, kwargs)
-        with self._region:
+            return region.run(function, args, kwargs)
+        with traced_region(self._made_of[2]["policy"], lambda: region) if torch.compiler.is_dynamo_compiling() else region:
             return function(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
