@@ -178,7 +178,8 @@ class Verdict:
     Attributes:
         seed: Of the program.
         kind: ``"same"``; ``"drawn otherwise"`` where random numbers differ and derivatives are right; ``"both raise"``;
-            ``"as the compiler"`` where the compiled program without regions differs from eager in the same way; ``"raises"`` where the program with regions raises alone; ``"differs"``, which is a fault.
+            ``"as the compiler"`` where the compiled program without regions differs from eager in the same way; ``"raises"``
+            where the program with regions raises alone; ``"differs"``, which is a fault.
         explanation: What differs.
         breaks: The number of graph breaks.
     """
