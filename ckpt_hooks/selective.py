@@ -11,6 +11,7 @@ from ._function.selective.selection import Selection
 from ._operators.kinds import SAC_IGNORED_OPS
 from ._torch.checkpoint import is_compiled
 from .policies.base import policy_from
+from .policies.decisions import asks_for_torch
 
 __all__ = ["SAC_IGNORED_OPS", "create_selective_checkpoint_contexts"]
 
@@ -62,7 +63,7 @@ def create_selective_checkpoint_contexts(
     policy = policy_from(policy_fn_or_list, "policy_fn_or_list", as_torch=True)
     if is_compiled():  # the compiler asks for the contexts when it has traced the region
         create: Any = torch.utils.checkpoint.create_selective_checkpoint_contexts
-        contexts: tuple[Any, Any] = create(policy.start())
+        contexts: tuple[Any, Any] = create(asks_for_torch(policy))
         return contexts
     if policy.knows_names:
         raise ValueError(

@@ -299,6 +299,38 @@ def test_policies_of_regions_decide():
     assert kept == [1 + weight, 1]
 
 
+@pytest.mark.parametrize("region", [recorded, of_ours])
+@pytest.mark.parametrize("policy", [policies.everything_saveable, [aten.native_dropout.default, aten.sort.default]])
+def test_results_of_several_parts_are_kept_in_parts(region, policy):
+    """The partitioner cannot keep the tuple that an operator returns."""
+
+    def parts(x):
+        h = torch.nn.functional.dropout(x.sin() @ v, 0.5).exp()
+        return h.sort(-1).values.cos()
+
+    nothing = saved(PROGRAMS["one"](region))
+    torch._dynamo.reset()
+    assert saved(lambda x: region(parts, x, policy)) > nothing
+
+
+def test_policies_see_the_same_contexts_in_both_kinds_of_region():
+    """Facts of a run, and the numbers of questions."""
+    seen = []
+
+    def look(ctx, op, *args, **kwargs):
+        if ctx.index is not None:
+            seen.append((ctx.index, str(op), ctx.nbytes))
+        return CheckpointPolicy.MUST_SAVE if op is aten.mm.default and ctx.index else CheckpointPolicy.PREFER_RECOMPUTE
+
+    found = []
+    for region in (recorded, of_ours):
+        torch._dynamo.reset()
+        seen.clear()
+        found.append((saved(lambda x: region(body, x, look)), list(dict.fromkeys(seen))))
+    assert found[0] == found[1]
+    assert [index for index, *_ in found[0][1]] == list(range(7))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler needs one of C++")
 def test_the_compile_cache_tells_regions_apart(monkeypatch, tmp_path):

@@ -17,6 +17,7 @@ import dataclasses
 import enum
 import hashlib
 import itertools
+import operator
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -156,6 +157,9 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
 
 
 def _is_kept(decisions: Decisions, node: Node) -> bool:
+    if node.target is operator.getitem:  # a part of a result is kept with the whole, which cannot be kept itself
+        whole = node.args[0]
+        return isinstance(whole, Node) and whole.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
     if not isinstance(node.target, OVERLOAD):
         return False
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))

@@ -8,20 +8,22 @@ again. (Recorded frames keep a tensor so written where a policy names the operat
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.modes import is_compiled_code_running
-from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._torch import OVERLOAD
 
 from .base import Policy, decision_of
 from .context import SelectiveCheckpointContext
 from .policy_warnings import warn_of_unheard, warn_of_unseen
 
-__all__ = ["ASK", "EITHER", "OFFLOAD", "RECOMPUTE", "SAVE", "Decisions"]
+__all__ = ["ASK", "EITHER", "OFFLOAD", "RECOMPUTE", "SAVE", "Decisions", "asks_for_torch"]
 
 RECOMPUTE: Final = 0
 SAVE: Final = 1
@@ -156,3 +158,21 @@ def _meaning_of(answer: Any, facts: OpFacts) -> int:
         if facts.is_collective:
             return EITHER
     return _DECISIONS[decision]
+
+
+def asks_for_torch(policy: Policy) -> Callable[..., Any]:
+    """Returns a policy function for torch's own selective contexts, which asks a policy with contexts of this package.
+
+    Args:
+        policy: The policy of one region, whose questions are counted from 0.
+    """
+    asks, num_asked = policy.start(), itertools.count()
+
+    def ask(of_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        context = SelectiveCheckpointContext(op_output=of_torch.op_output)
+        if isinstance(op, OVERLOAD) and facts_of(op).is_asked_about:
+            context.index = next(num_asked)
+        context._arguments = args, kwargs
+        return asks(context, op, *args, **kwargs)
+
+    return ask
