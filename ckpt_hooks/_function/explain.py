@@ -207,7 +207,7 @@ _COMPILED = (
 
 
 def _is_compiled(frame: HandleFrame, function: Any) -> bool:
-    """Whether forward saved a tensor by a compiled function, or the function is one, names one, or has a compiled module."""
+    """Whether compiled code ran in a region: it saved a tensor, or the function names compiled functions or modules."""
     for node in _nodes():
         if "CompiledFunction" in node.name() and any(
             isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame for packed in _packed_by(node)

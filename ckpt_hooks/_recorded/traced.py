@@ -133,7 +133,6 @@ def _restore() -> None:
 def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
     """Says of each forward operator of a region whether backward computes it again; a pass on the joint graph."""
     decisions: dict[int, Decisions] = {}
-    groups: dict[int, int] = {}
     for node in graph.graph.nodes:
         marks = node.meta.get("custom") or {}
         region = _now.regions.get(marks.get(_REGION, 0))
@@ -141,7 +140,7 @@ def _mark(graph: GraphModule, inputs: Any) -> GraphModule:
             continue
         if "ac_graph_id" in node.meta:  # of a function frame, which decides
             continue
-        node.meta["ac_graph_id"] = groups.setdefault(region.outermost, region.outermost)
+        node.meta["ac_graph_id"] = region.outermost
         node.meta["recompute"] = CheckpointPolicy.PREFER_RECOMPUTE
         if region.policy is not None:
             own = decisions.get(marks[_REGION])

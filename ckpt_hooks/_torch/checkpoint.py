@@ -1,4 +1,4 @@
-"""Private parts of ``torch.utils.checkpoint``: the functions that its calls go through, and its global settings.
+"""Private parts of ``torch.utils.checkpoint``: functions behind the public calls, and global settings.
 
 As in :mod:`._torch`, each has its use, its versions, and when it may go.
 """

@@ -297,7 +297,6 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
         TypeError: If the argument is none of these.
         ValueError: If the list has something else than operators.
     """
-    policy = made_while_tracing(policy)
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy)
     if isinstance(policy, Policy):
@@ -307,6 +306,8 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
             return _TorchsFunction(policy) if as_torch else _Function(policy)
     elif callable(policy) and not isinstance(policy, _CALLABLE):  # which takes 2 us, as ABC classes do
         return _TorchsFunction(policy) if as_torch else _Function(policy)
+    elif (made := made_while_tracing(policy)) is not policy:
+        return policy_from(made, argument, as_torch=as_torch)
     raise _no_policy(policy, argument)
 
 

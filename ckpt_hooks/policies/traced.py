@@ -27,10 +27,8 @@ def makes_policies(make: F) -> F:
 
     @while_tracing
     def key_of(*args: Any, **kwargs: Any) -> str:
-        policy = make(*map(made_while_tracing, args), **{name: made_while_tracing(one) for name, one in kwargs.items()})
-        key = f"policy {len(_made)}: {policy!r}"
-        _made[key] = policy
-        return key
+        named = {name: made_while_tracing(one) for name, one in kwargs.items()}
+        return key_for(make(*map(made_while_tracing, args), **named))
 
     @functools.wraps(make)
     def policy(*args: Any, **kwargs: Any) -> Any:
@@ -41,9 +39,10 @@ def makes_policies(make: F) -> F:
 
 @while_tracing
 def key_for(policy: Any) -> str:
-    """Returns a key for a list of operators, or a function; for Dynamo to call."""
-    key = f"policy {len(_made)}"
-    _made[key] = made_while_tracing(policy)
+    """Returns a new key for a policy, a list of operators, or a function; for Dynamo to call."""
+    made = made_while_tracing(policy)
+    key = f"policy {len(_made)}: {made!r}"
+    _made[key] = made
     return key
 
 
