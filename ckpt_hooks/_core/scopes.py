@@ -24,6 +24,7 @@ from ckpt_hooks._torch import graph_exec_group, graph_task_id, keeps_graph, queu
 __all__ = [
     "MISSING",
     "NO_PASSES",
+    "SPLIT",
     "Ending",
     "Scope",
     "drop_at_end",
@@ -50,6 +51,9 @@ MISSING: Any = _Missing()
 
 #: What every frame has until its first pass; never filled.
 NO_PASSES: dict[int, Any] = {}
+
+#: The key of the one pass of a frame with ``split_backward``, which belongs to no scope. No graph task and no group has it.
+SPLIT = -1 << 62
 
 
 class Scope:

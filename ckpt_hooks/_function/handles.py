@@ -44,15 +44,16 @@ class Pass:
     """The values of one frame in one scope.
 
     Attributes:
-        values: An entry for each handle, in the order of saving: the tensor, or :data:`MISSING`.
+        values: An entry for each handle, in the order of saving: the tensor, or :data:`MISSING`. A dictionary where the pass
+            is for one handle.
         made: The devices and streams which made the values, to hand these to other streams; None without a device.
         taken: Indices in the order of their taking.
     """
 
     __slots__ = ("made", "taken", "values")
 
-    def __init__(self, values: list[torch.Tensor], made: Made | None = None) -> None:
-        self.values = values
+    def __init__(self, values: list[torch.Tensor] | dict[int, torch.Tensor], made: Made | None = None) -> None:
+        self.values: Any = values
         self.made = made
         self.taken: list[int] = []
 
@@ -169,7 +170,7 @@ class HandleFrame(Frame):
             for position in wanted:
                 if position < len(values):  # values of dead handles are not brought back
                     opened.values[position] = values[position]
-            value = opened.values[index]
+            value: torch.Tensor = opened.values[index]
             if value is MISSING and len(wanted) > 1:
                 value = self.observed(self.recompute, (index,))[index]
             opened.values[index] = MISSING

@@ -24,6 +24,7 @@ class RegionOptions:
         check: The comparison with forward.
         name: The region's name in errors and reports; the function's own if None.
         respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
+        split_backward: Whether values stay for a second backward; see :mod:`.split`.
     """
 
     preserve_rng_state: bool = True
@@ -32,6 +33,7 @@ class RegionOptions:
     check: Check = DEFAULT_CHECK
     name: str | None = None
     respect_hooks: bool = True
+    split_backward: bool = False
 
 
 DEFAULT_OPTIONS = RegionOptions()

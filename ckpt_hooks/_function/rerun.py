@@ -17,6 +17,7 @@ from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._torch import (
+    graph_task_id,
     num_dispatch_modes,
     resume_transforms,
     set_grad_enabled,
@@ -30,8 +31,10 @@ from .collector import Collector, StopRecompute
 from .compare import result_of
 from .contexts import ContextPair, both, without_selection
 from .explain import blame
+from .handles import HandleFrame, Pass
 from .options import RegionOptions
 from .rerouted import RoutingWatch
+from .split import open_split_pass
 from .state.leftovers import leftovers_of
 from .suspects import Compared
 
@@ -45,6 +48,13 @@ class RerunFrame(CallingFrame):
 
     _compared: Compared
     _options: RegionOptions
+
+    def open_pass(self, index: int) -> Pass:
+        """Returns the pass with the value of a handle; see :meth:`HandleFrame.open_pass`."""
+        if not self._options.split_backward or graph_task_id() == -1:
+            return HandleFrame.open_pass(self, index)
+        with patient(self._lock, self.path):
+            return open_split_pass(self, index)
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`HandleFrame.recompute`."""

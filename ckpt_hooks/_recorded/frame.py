@@ -71,6 +71,7 @@ class RecordedFrame(ReplayedFrame):
         respect_hooks: bool = True,
         preserve_rng_state: bool = True,
         replay_whole: bool | None = None,
+        split_backward: bool = False,
     ) -> None:
         """Makes a frame inside the innermost frame of this thread.
 
@@ -80,6 +81,7 @@ class RecordedFrame(ReplayedFrame):
             respect_hooks: Whether outputs kept by the policy go through the saved-tensor hooks around the outermost region.
             preserve_rng_state: Whether a replay draws the numbers of forward.
             replay_whole: See :attr:`whole`.
+            split_backward: Whether values stay for a second backward, where no recorded frame is around.
         """
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
@@ -90,6 +92,8 @@ class RecordedFrame(ReplayedFrame):
         self._decisions = None if policy is None else Decisions(policy)
         self._respect_hooks = respect_hooks
         self.whole = replay_whole
+        if split_backward and outer is None:
+            self.is_split = True
         self._draws_anew = not preserve_rng_state
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape

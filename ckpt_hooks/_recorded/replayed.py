@@ -15,11 +15,12 @@ from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
-from ckpt_hooks._core.scopes import graph_task_scope
+from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
 from ckpt_hooks._tensors.held import HeldOnHost, Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
 from .replay import Replay, Replayable, bring_back
+from .split import SplitReplay
 from .values import Value, values_below
 
 __all__ = ["Handle", "ReplayedFrame", "fate_of"]
@@ -55,9 +56,10 @@ class ReplayedFrame(Replayable):
     Attributes:
         externals: Stand-ins for saved tensors from outside.
         handles: The frame's handles.
+        is_split: Whether values stay for a second backward (:mod:`.split`).
     """
 
-    __slots__ = ("_children", "externals", "handles")
+    __slots__ = ("_children", "externals", "handles", "is_split")
 
     kind = "recorded"
     outer: ReplayedFrame | None
@@ -73,6 +75,7 @@ class ReplayedFrame(Replayable):
         self.handles: list[weakref.ref[Handle]] = []
         self.start = 0
         self.whole = None
+        self.is_split: bool = outer is not None and outer.is_split
 
     def saved(self) -> list[Saved]:
         """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""
@@ -112,8 +115,9 @@ class ReplayedFrame(Replayable):
         found: Replay | None = self.passes.get(key)
         if found is not None:
             return found
-        group = graph_exec_group()
-        scope = graph_task_scope(key) if group is None else group_scope(group)
+        group, scope = graph_exec_group(), None
+        if key != SPLIT:
+            scope = graph_task_scope(key) if group is None else group_scope(group)
         order, todo = [], [self]
         while todo:
             frame = todo.pop()
@@ -126,8 +130,10 @@ class ReplayedFrame(Replayable):
             roots = [handle.value for handle in handles if handle.value.saved is None or handle.value.saved.is_packed]
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
-            replay = Replay(frame, roots, key)
-            frame.keep_pass(replay, scope)
+            if scope is None:
+                frame.passes = {SPLIT: SplitReplay(frame, roots, handles)}
+            else:
+                frame.keep_pass(Replay(frame, roots, key), scope)
         opened: Replay = self.passes[key]
         return opened
 
@@ -137,6 +143,8 @@ class ReplayedFrame(Replayable):
         key = graph_task_id() if group is None else group_scope(group).key
         if key == -1:  # outside of a backward nothing tells when values may go
             return self.alone(handle.value)
+        if self.is_split:
+            return self._bring_back_in_parts(handle)
         replay = self.replay_for(key)
         if group is not None and handle.index in replay.taken:
             raise overlap_error(self.path, handle.index)
@@ -144,6 +152,29 @@ class ReplayedFrame(Replayable):
         if group is not None:
             replay.taken.add(handle.index)
         return tensor
+
+    def _bring_back_in_parts(self, handle: Handle) -> torch.Tensor:
+        """Returns the tensor of a handle, for the first or the second of two backwards."""
+        replay = self.replay_for(SPLIT)
+        assert isinstance(replay, SplitReplay)
+        if not replay.expects_handle(handle.index):
+            self._forget_parts()
+            replay = self.replay_for(SPLIT)
+            assert isinstance(replay, SplitReplay)
+        tensor = take(replay, handle.value)
+        replay.used(handle.index, tensor)
+        return tensor
+
+    def _forget_parts(self) -> None:
+        """Drops the replays of all frames on the tape, for a third backward."""
+        root = self
+        while root.outer is not None:
+            root = root.outer
+        todo = [root]
+        while todo:
+            frame = todo.pop()
+            frame.passes = NO_PASSES
+            todo += frame._living_children()
 
     def alone(self, value: Value) -> torch.Tensor:
         """Returns the tensor of a value by a replay of the caller's own."""
