@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 import weakref
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import torch
 
 from ._core.mutation import mutated
-from ._tensors.offloaded import Batch, Offloaded
-from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Transfers, transfers_for
+from ._tensors.moved import Moved, Shared
+from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
 from ._torch import (
     counted_detach,
     is_kept_anyway,
@@ -19,8 +18,6 @@ from ._torch import (
     num_dispatch_modes,
     num_function_modes,
     sequence_number,
-    storage_address,
-    version_witness,
 )
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
@@ -69,7 +66,7 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
             )
 
         waiting = self._waiting = _Waiting()
-        shared = self._shared = _Shared()
+        shared = self._shared = Shared()
 
         def pack(tensor: torch.Tensor) -> Any:
             if (num_dispatch_modes() or num_function_modes()) and is_traced():
@@ -84,12 +81,12 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
                 # Without its history: it may be a result of the very operator that saves it, which would own itself.
                 return [counted_detach(tensor) if tensor.requires_grad else tensor, tensor._version]
             if not tensor.requires_grad:
-                saved = _Saved(tensor, transfers, max_fwd_stash_size)
+                saved = Moved(tensor, transfers, max_fwd_stash_size)
                 waiting.add(saved)
                 return saved
             found = shared.find(tensor)
             if found is None:
-                found = _Saved(tensor, transfers, max_fwd_stash_size)
+                found = Moved(tensor, transfers, max_fwd_stash_size)
                 found.send(shared)
             return found
 
@@ -107,85 +104,6 @@ class offload_saved_tensors(torch.autograd.graph.saved_tensors_hooks):  # noqa: 
             self._waiting.send(self._shared)
 
 
-class _Saved:
-    """A saved tensor, on its device until the copy to the host begins.
-
-    Attributes:
-        storage: Refers to the storage on the device, weakly.
-        task: The graph task of the latest use, where several operators saved the tensor.
-    """
-
-    __slots__ = ("__weakref__", "_max_stash_size", "_sent", "_stream", "_tensor", "_transfers", "_version", "storage", "task")
-
-    def __init__(self, tensor: torch.Tensor, transfers: Transfers, max_stash_size: int) -> None:
-        self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
-        self._stream, self._max_stash_size = transfers.present_stream(), max_stash_size
-        self._sent: Offloaded | None = None
-        self.task = -1
-        self.storage = weakref.ref(tensor.untyped_storage())
-
-    def send(self, shared: _Shared) -> None:
-        """Sends the tensor; keeps a witness of its version."""
-        if self._tensor._version == self._version:
-            shared.add(self._tensor, self)
-        self._sent = Batch().send(self._tensor, self._transfers, self._stream, self._max_stash_size)
-        self._tensor = version_witness(self._tensor)
-
-    def again(self) -> _Saved:
-        """Returns a copy for another operator."""
-        saved, sent = copy.copy(self), self._sent
-        assert sent is not None
-        sent.takers = [*(sent.takers or [weakref.ref(self)]), weakref.ref(saved)]
-        return saved
-
-    def get(self) -> torch.Tensor:
-        """Returns the tensor on its device."""
-        if self._tensor._version != self._version:
-            since = " since it was saved, maybe while it was copied"
-            raise mutated(self._tensor, self._version, None, "that was moved to the host", kind="saved", since=since)
-        if self._sent is None:
-            return self._tensor
-        self._sent.batch.fetch_with_next(self._max_stash_size)
-        return self._sent.get(self if self._sent.takers else None)
-
-
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
-    return (
-        storage_address(tensor),
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.is_conj(),
-        tensor.is_neg(),
-        tensor._version,
-    )
-
-
-class _Shared:
-    """Tensors sent from a block, as long as their graph lives, to be found when another operator saves the same tensor.
-
-    A tensor without gradient is not looked for: an operator may write to such a tensor without counting the version.
-    """
-
-    def __init__(self) -> None:
-        self._sent: weakref.WeakValueDictionary[Any, _Saved] = weakref.WeakValueDictionary()
-
-    def find(self, tensor: torch.Tensor) -> _Saved | None:
-        """Returns the holder of a sent tensor, for another operator; None if the tensor was not sent."""
-        identity = _identity(tensor)
-        found = self._sent.get(identity)
-        if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
-            return None
-        again = self._sent[identity] = found.again()
-        return again
-
-    def add(self, tensor: torch.Tensor, saved: _Saved) -> None:
-        """Notes a sent tensor."""
-        self._sent[_identity(tensor)] = saved
-
-
 class _Waiting(threading.local):
     """Tensors saved by an operator of this thread which may yet write to the tensors: ``rrelu`` saves its noise unfilled.
 
@@ -193,17 +111,17 @@ class _Waiting(threading.local):
     """
 
     def __init__(self) -> None:
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved: list[weakref.ref[Moved]] = []
         self.sequence = -1
         #: Of each block that this thread is in, whether it was entered where operators are traced, and does nothing.
         self.traced: list[bool] = []
 
-    def add(self, saved: _Saved) -> None:
+    def add(self, saved: Moved) -> None:
         """Has a tensor wait."""
         self.saved.append(weakref.ref(saved))
         self.sequence = sequence_number()
 
-    def send(self, shared: _Shared) -> None:
+    def send(self, shared: Shared) -> None:
         """Sends the waiting tensors, which are complete."""
         waiting, self.saved = self.saved, []
         for reference in waiting:

@@ -178,6 +178,9 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
             quicker. False brings back each tensor with what it depends on, which needs less memory. None is True for a
             region which saved at most 1 MiB. A region which overwrites a tensor after an operator read it is brought
             back as a whole in any case.
+        offload_inputs: Whether tensors from outside wait for backward on the host, in pinned memory. Moved are results of
+            operators which require grad, from 256 KiB; a backward fetches those of one region ahead. Inside another region,
+            and under saved-tensor hooks, these have the tensors from outside.
         split_backward: For pipeline schedules which run gradients of inputs and gradients of weights as two backwards: one
             replay serves both. A tensor brought back stays until it was used twice, or the graph lets go of it, or a backward
             frees the graph. The option of the outermost ``checkpoint_region`` counts.
@@ -236,6 +239,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         respect_saved_tensors_hooks: bool = True,
         preserve_rng_state: bool = True,
         replay_whole: bool | None = None,
+        offload_inputs: bool = False,
         split_backward: bool = False,
     ) -> None:
         if misplaced:
@@ -247,6 +251,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         )
         self._preserve_rng_state = preserve_rng_state is True or checked_flag(preserve_rng_state, "preserve_rng_state")
         self._replay_whole = None if replay_whole is None else checked_flag(replay_whole, "replay_whole", others=(None,))
+        self._offload_inputs = offload_inputs is not False and checked_flag(offload_inputs, "offload_inputs")
         self._split_backward = split_backward is not False and checked_flag(split_backward, "split_backward")
         self._latest: weakref.ref[RecordedFrame] | None = None
 
@@ -273,6 +278,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
                         preserve_rng_state=self._preserve_rng_state,
                         replay_whole=self._replay_whole,
                         split_backward=self._split_backward,
+                        offload_inputs=self._offload_inputs,
                     )
                     entry.frame.__enter__()
                     self._latest = weakref.ref(entry.frame)

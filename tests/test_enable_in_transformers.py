@@ -18,6 +18,7 @@ from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint_module
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.policies import dots_saveable
+from tests.fake_device import fake_device
 from tests.fake_transformers import Layer, Model, NothingToSwitch, OfPeft, OldModel, StackModel, TorchCaller, Unsupported
 from tests.measure import Frames
 
@@ -312,3 +313,14 @@ def test_nothing_heavy_is_imported():
         "assert not {'transformers', 'torch._dynamo', 'torch.distributed.fsdp'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_inputs_of_layers_on_the_host(recorded):
+    """Each layer's input goes to the host and comes back once."""
+    model = Model()
+    expected = trained(model)
+    with fake_device(min_offload_size=1) as transfers:
+        with enable_in_transformers(model, recorded=recorded, offload_inputs=True):
+            assert_same(trained(model), expected)
+        assert (transfers.count("send"), transfers.count("fetch")) == (5, 5)

@@ -77,6 +77,7 @@ def checkpoint(
     name: str | None = None,
     policy: Any = None,
     preserve_buffers: bool = True,
+    offload_inputs: bool = False,
     split_backward: bool = False,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
 
@@ -138,12 +139,18 @@ def checkpoint(
             (``save_on_cpu`` and the like). The region's inputs do in any case. None is True.
         preserve_rng_state: Whether a recompute draws the random numbers of forward. If not, it draws new numbers. The streams
             outside are put back in both cases.
-        **kwargs: Keyword arguments of ``function``. The curried form has four more options: ``name``, the region's name in
-            errors; ``policy``, which outputs to keep (a policy of :mod:`ckpt_hooks.policies`, a function, or a list of
-            operators); ``preserve_buffers``, whether a recompute finds buffers as forward found them, and leaves them as
-            it found them, True by default; and ``split_backward``, False by default, for pipeline schedules which run
-            gradients of inputs and gradients of weights as two backwards: one recompute serves both. A recomputed tensor
-            stays until it was used twice, or the graph lets go of it, or a backward frees the graph.
+        **kwargs: Keyword arguments of ``function``. The curried form has more options:
+
+            - ``name``: the region's name in errors.
+            - ``policy``: which outputs to keep. A policy of :mod:`ckpt_hooks.policies`, a function, or a list of operators.
+            - ``preserve_buffers``: whether a recompute finds buffers as forward found them, and leaves them as it found them.
+              True by default.
+            - ``offload_inputs``: whether the tensors among the arguments wait for backward on the host, in pinned memory.
+              False by default. Moved are results of operators which require grad, from 256 KiB; a backward fetches those of
+              one region ahead. Inside another region, and under saved-tensor hooks, these have the arguments.
+            - ``split_backward``: for pipeline schedules which run gradients of inputs and gradients of weights as two
+              backwards: one recompute serves both. A recomputed tensor stays until it was used twice, or the graph lets go of
+              it, or a backward frees the graph. False by default.
 
     Returns:
         The result of ``function``; in the curried form (``function=None``), a decorator for functions.
@@ -226,4 +233,4 @@ def checkpoint(
 
 
 #: Options that in a direct call are keyword arguments of the function, as in torch.
-_CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers", "split_backward"})
+_CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers", "offload_inputs", "split_backward"})

@@ -194,14 +194,15 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], debug
         options,
         name=own_options.pop("name", None),
         preserve_buffers=checked_flag(own_options.pop("preserve_buffers", True), "preserve_buffers"),
+        offload_inputs=checked_flag(own_options.pop("offload_inputs", False), "offload_inputs"),
         split_backward=checked_flag(own_options.pop("split_backward", False), "split_backward"),
     )
     if own_options:
         raise ValueError(
             f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
             "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, "
-            "use_reentrant, name, policy, preserve_buffers, split_backward. Arguments of the function go to what that returns: "
-            "checkpoint(...)(function)(*args)."
+            "use_reentrant, name, policy, preserve_buffers, offload_inputs, split_backward. Arguments of the function go "
+            "to what that returns: checkpoint(...)(function)(*args)."
         )
     check_context_fn(context_fn)
     checked_flag(debug, "debug")

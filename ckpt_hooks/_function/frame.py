@@ -28,8 +28,11 @@ from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._tensors.offloaded_inputs import OffloadedInputs
 from ckpt_hooks._torch import (
     num_dispatch_modes,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     top_saved_tensors_hooks,
 )
 
@@ -68,7 +71,7 @@ class FunctionFrame(RerunFrame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = ("_finish", "_keeps_all")
+    __slots__ = ("_finish", "_keeps_all", "_offloaded")
 
     def __init__(
         self,
@@ -102,7 +105,16 @@ class FunctionFrame(RerunFrame):
         owner = getattr(function, "__self__", function) if settings.observers else None
         HandleFrame.__init__(self, name, parent, settings.observers, owner if isinstance(owner, torch.nn.Module) else None)
         self._function = function
-        self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
+        self._offloaded: OffloadedInputs | None = None
+        if options.offload_inputs and top_saved_tensors_hooks(False) is None:
+            self._offloaded = OffloadedInputs(self.path, self.watch)
+            push_saved_tensors_hooks(*self._offloaded.hooks)
+            try:
+                self._arguments = Arguments(args, kwargs)
+            finally:
+                pop_saved_tensors_hooks()
+        else:
+            self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
         self._marks, self._collector, self._objects = NO_MARKS, None, None
         self._options = options
         self._contexts = contexts
@@ -191,7 +203,8 @@ class FunctionFrame(RerunFrame):
             ("kept by the policy", self._selection),
             ("recomputed", [opened.values for opened in self.passes.values()]),
         )
-        return [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
+        held = [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
+        return held if self._offloaded is None else self._offloaded.holdings() + held
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._keeps_all:

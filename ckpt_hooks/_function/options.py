@@ -24,6 +24,7 @@ class RegionOptions:
         check: The comparison with forward.
         name: The region's name in errors and reports; the function's own if None.
         respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
+        offload_inputs: Whether inputs go to the host, where no saved-tensor hooks are active around the region.
         split_backward: Whether values stay for a second backward; see :mod:`.split`.
     """
 
@@ -33,6 +34,7 @@ class RegionOptions:
     check: Check = DEFAULT_CHECK
     name: str | None = None
     respect_hooks: bool = True
+    offload_inputs: bool = False
     split_backward: bool = False
 
 

@@ -17,6 +17,7 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.watched import watch_forward
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._tensors.held import Hooks
+from ckpt_hooks._tensors.offloaded_inputs import OffloadedInputs
 from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
@@ -53,6 +54,7 @@ class RecordedFrame(ReplayedFrame):
     __slots__ = (
         "_decisions",
         "_draws_anew",
+        "_offload_inputs",
         "_operator_watch",
         "_recorder",
         "_respect_hooks",
@@ -72,6 +74,7 @@ class RecordedFrame(ReplayedFrame):
         preserve_rng_state: bool = True,
         replay_whole: bool | None = None,
         split_backward: bool = False,
+        offload_inputs: bool = False,
     ) -> None:
         """Makes a frame inside the innermost frame of this thread.
 
@@ -82,6 +85,7 @@ class RecordedFrame(ReplayedFrame):
             preserve_rng_state: Whether a replay draws the numbers of forward.
             replay_whole: See :attr:`whole`.
             split_backward: Whether values stay for a second backward, where no recorded frame is around.
+            offload_inputs: Whether inputs go to the host, where no saved-tensor hooks are active around the frame.
         """
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
@@ -95,14 +99,18 @@ class RecordedFrame(ReplayedFrame):
         if split_backward and outer is None:
             self.is_split = True
         self._draws_anew = not preserve_rng_state
+        self._offload_inputs = offload_inputs
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape
         self._operator_watch = None if self.watch is None else watch_forward(self)
-        hooks = top_saved_tensors_hooks(False)
-        if hooks is not None:
+        hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
+        if hooks is None and self._offload_inputs:
+            hooks = self.hooks_around = OffloadedInputs(self.path, self.watch).hooks
+            respect_hooks = False  # outputs kept by the policy stay
+        elif hooks is not None:
             if not are_of_frame(hooks):
                 self.hooks_around = hooks
             elif outer is not None:
@@ -110,7 +118,7 @@ class RecordedFrame(ReplayedFrame):
         if outer is None or tape is None:
             watch_fused_steps()
             users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
-            tape = self.tape = Tape(self.thread, hooks, respect_hooks=self._respect_hooks, is_in_frame=self.parent is not None)
+            tape = self.tape = Tape(self.thread, hooks, respect_hooks=respect_hooks, is_in_frame=self.parent is not None)
             tape.users_modes = users
             self._recorder = Recorder(tape)
             self._recorder.__enter__()

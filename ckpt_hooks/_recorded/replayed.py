@@ -16,7 +16,7 @@ from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
-from ckpt_hooks._tensors.held import HeldOnHost, Lost
+from ckpt_hooks._tensors.held import Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 
 from .replay import Replay, Replayable, bring_back
@@ -207,6 +207,6 @@ def fate_of(value: Value) -> Fate:
         return Fate.DROPPED
     if isinstance(kept, Lost):
         return Fate.LOST
-    if isinstance(kept, HeldOnHost):
+    if kept.is_on_host:
         return Fate.OFFLOADED
     return Fate.POLICY if kept.by_policy else Fate.EXTERNAL

@@ -26,6 +26,7 @@ from ckpt_hooks.errors import MutationError
 
 from .copies import Clones, copy_in, stand_in_for
 from .fused_steps import num_fused_steps, stepped_since
+from .moved import Moved
 from .offloaded import Batch
 from .transfers import Transfers
 
@@ -44,11 +45,12 @@ class HeldTensor:
         path: The region which needs the tensor.
         is_fickle: Whether later writes are likely, as for a tensor written to by the region.
         by_policy: Whether a policy asked for the tensor.
+        is_on_host: Whether the tensor was moved to the host.
         is_packed: Whether getting the tensor takes work, which a replay does once for all readers.
         steps: The number of steps of fused optimizers when sealed; unset before.
     """
 
-    is_packed = False
+    is_on_host = is_packed = False
     __slots__ = ("by_policy", "is_fickle", "path", "reason", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None
@@ -156,7 +158,14 @@ class HeldByHooks(HeldTensor):
 
     def holding(self, reason: str) -> Holding | None:
         """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself."""
+        if type(self._packed) is Moved:
+            return self._packed.holding(reason)
         return None if recomputes(self._unpack) else _holding(self.describe(), reason, self._kind, None)
+
+    @property
+    def is_on_host(self) -> bool:  # type: ignore[override]
+        """Whether the tensor was moved to the host, as an input of a region."""
+        return type(self._packed) is Moved
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
         """Returns itself."""
@@ -182,7 +191,7 @@ class HeldByHooks(HeldTensor):
 class HeldOnHost(HeldTensor):
     """A tensor on the host."""
 
-    is_packed = True
+    is_on_host = is_packed = True
     __slots__ = ("_kind", "_sent", "_witness")
 
     @unseen

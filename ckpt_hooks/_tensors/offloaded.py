@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
 
 from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_at_end
@@ -67,7 +68,7 @@ class Offloaded:
         self._task = -1
         self._sent: Sent | None = None
         frame = stack.innermost
-        self._watch = None if frame is None else frame.watch
+        self._watch = batch.watch or (None if frame is None else frame.watch)
         self._sent = transfers.send(tensor, stream, max_stash_size)
         if self._watch is not None:
             self._watch.moved(tensor.nbytes, to_host=True)
@@ -75,6 +76,12 @@ class Offloaded:
     def __del__(self) -> None:
         if self._sent is not None:
             self._transfers.leave_behind(self._sent.number)
+
+    @property
+    def host(self) -> torch.Tensor:
+        """The copy on the host."""
+        assert self._sent is not None
+        return self._sent.host
 
     def finish_sending(self) -> None:
         """Makes the present stream wait for the copy, so that the tensor may be written to."""
@@ -144,11 +151,13 @@ class Batch:
     Attributes:
         tensors: The sent tensors.
         before: The previous batch sent from the same device, as long as it is alive.
+        watch: Hears of the copies; None for the watch of the innermost frame.
     """
 
-    __slots__ = ("__weakref__", "_task", "before", "tensors")
+    __slots__ = ("__weakref__", "_task", "before", "tensors", "watch")
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch | None = None) -> None:
+        self.watch = watch
         self.tensors: list[weakref.ref[Offloaded]] = []
         self.before: weakref.ref[Batch] | None = None
         # The graph task that has fetched it last.
@@ -158,11 +167,20 @@ class Batch:
         self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
     ) -> Offloaded:
         """Sends a tensor as part of this batch (:meth:`Transfers.send`); returns the holder of the copy."""
+        sent = Offloaded(tensor, transfers, self, stream, max_stash_size)
+        self.join(sent, transfers)
+        return sent
+
+    def join(self, sent: Offloaded, transfers: Transfers) -> None:
+        """Adds a tensor, of another batch maybe, which is wanted with this batch.
+
+        Args:
+            sent: The tensor.
+            transfers: The copies of its device.
+        """
         if not self.tensors:
             self.before, transfers.latest = transfers.latest, weakref.ref(self)
-        sent = Offloaded(tensor, transfers, self, stream, max_stash_size)
         self.tensors.append(weakref.ref(sent))
-        return sent
 
     def _fetch(self, task: int) -> bool:
         """Starts the fetch of all tensors still wanted, in the order of sending; returns whether there are any."""

@@ -1,0 +1,318 @@
+"""``offload_inputs=True``: inputs of regions wait for backward on the host."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd import grad
+
+from ckpt_hooks import MutationError, apply_checkpointing, checkpoint, checkpoint_module, checkpoint_region
+from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks.policies import dots_saveable
+from tests.measure import CountOps
+
+
+class Layer(nn.Module):
+    """A layer with a mask, which all layers share, and weights."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(width), nn.Linear(width, width)
+
+    def forward(self, x, mask=None):
+        h = nn.functional.dropout(self.linear(self.norm(x)).tanh(), 0.1)
+        return x + (h if mask is None else h * mask)
+
+
+FORMS = {
+    "function": lambda layer, **options: checkpoint(**options)(layer),
+    "policy": lambda layer, **options: checkpoint(policy=dots_saveable, **options)(layer),
+    "values": lambda layer, **options: checkpoint(determinism_check="values", **options)(layer),
+    "region": lambda layer, **options: checkpoint_region(**options)(layer),
+    "region-parts": lambda layer, **options: checkpoint_region(replay_whole=False, **options)(layer),
+    "region-policy": lambda layer, **options: checkpoint_region(policy=dots_saveable, **options)(layer),
+    "module": lambda layer, **options: checkpoint_module(layer, **options),
+    "recorded-module": lambda layer, **options: checkpoint_module(layer, recorded=True, **options),
+}
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS)
+def form(request):
+    return request.param
+
+
+def model(depth=3, width=16):
+    torch.manual_seed(0)
+    layers = nn.ModuleList(Layer(width) for _ in range(depth))
+    return layers, torch.randn(40, width, requires_grad=True), torch.ones(40, width)
+
+
+def run(form, layers, x, mask, **options):
+    """Returns the loss of layers in a row, each a region; ``x`` goes through an operator first, since leaves stay."""
+    torch.manual_seed(1)
+    h = x * 1
+    for layer in layers:
+        h = (layer if form is None else form(layer, **options))(h, mask)
+    return h.pow(2).sum()
+
+
+def test_rule_12_equal_and_on_the_host(form, transfers):
+    """Each input goes to the host once, and comes back once in a backward; the mask and weights stay."""
+    layers, x, mask = model()
+    expected = grad(run(None, layers, x, mask), (x, *layers.parameters()))
+    loss = run(form, layers, x, mask, offload_inputs=True)
+    assert transfers.moved() == [("send", 640)] * 3
+    found = grad(loss, (x, *layers.parameters()), retain_graph=True)
+    assert all(map(torch.equal, found, expected))
+    assert transfers.moved() == [("send", 640)] * 3 + [("fetch", 640)] * 3
+    found = grad(loss, (x, *layers.parameters()))
+    assert all(map(torch.equal, found, expected))
+    assert transfers.count("fetch") == 6
+
+
+def test_the_device_lets_go(form, transfers, no_gc):
+    """After forward no input is on the device but those on their way, and after backward no copy is anywhere."""
+    layers, x, mask = model(depth=8)
+    seen = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda layer, args: seen.append(weakref.ref(args[0].untyped_storage())))
+    loss = run(form, layers, x, mask, offload_inputs=True)
+    assert sum(memory() is not None for memory in seen) <= 5
+    assert transfers.in_flight() <= 5
+    loss.backward()
+    del loss
+    assert [memory() for memory in seen] == [None] * len(seen)
+    assert transfers.on_device() == 0
+
+
+def test_one_region_ahead(form, transfers):
+    """When backward comes to a region, the input of the region before is on its way, and no other."""
+    layers, x, mask = model()
+    loss = run(form, layers, x, mask, offload_inputs=True)
+    fetched = []
+    for layer in layers:
+        layer.linear.bias.register_post_accumulate_grad_hook(lambda parameter: fetched.append(transfers.count("fetch")))
+    loss.backward()
+    assert fetched == [2, 3, 3]
+
+
+def test_copies_wait_for_computing(transfers):
+    """A copy to the host waits for the stream that computes; computing waits for the copy back."""
+    x = torch.randn(300, requires_grad=True)
+    y = checkpoint(offload_inputs=True)(torch.sin)(x * 1)
+    y.sum().backward()
+    assert [note for note in transfers.notes if note[0] != "main" or note[2] != "out 1"] == [
+        ("out", "waits for", "main"),
+        ("send", 300),
+        ("back", "waits for", "main"),
+        ("back", "waits for", "out 1"),
+        ("fetch", 300),
+        ("main", "waits for", "back 1"),
+    ]
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+def test_an_input_of_many_regions(form, transfers):
+    """It is sent once, fetched once in a backward, and drops from the device when that ends."""
+    layers, x, _ = model()
+
+    def decode(form, **options):
+        torch.manual_seed(1)
+        states, h = x * 2, x * 1
+        for layer in layers:
+            h = (layer if form is None else form(layer, **options))(h, states)
+        return h.pow(2).sum()
+
+    expected = grad(decode(None), (x, *layers.parameters()))
+    loss = decode(form, offload_inputs=True)
+    assert transfers.count("send") == 4
+    for _ in range(2):
+        before = transfers.count("fetch")
+        found = grad(loss, (x, *layers.parameters()), retain_graph=True)
+        assert all(map(torch.equal, found, expected))
+        assert transfers.count("fetch") - before == 4
+    del loss, found
+    gc.collect()
+    assert transfers.on_device() == 0
+
+
+def test_what_stays(transfers):
+    """Leaves, tensors without gradients, small tensors, and whatever saved-tensor hooks or a region around have."""
+    x, small = torch.randn(300, requires_grad=True), torch.randn(4, requires_grad=True)
+
+    def product(*tensors):
+        return sum((tensor * tensor).sum() for tensor in tensors)
+
+    region = checkpoint(offload_inputs=True)(product)
+    region(x, x.detach(), small * 1, x.view(3, 100)).backward()
+    assert transfers.moved() == []
+    with torch.autograd.graph.save_on_cpu():
+        region(x * 1).backward()
+    assert transfers.moved() == []
+    checkpoint(lambda x: region(x * 1), x).backward()
+    assert transfers.moved() == []
+    with checkpoint_region():
+        loss = region(x * 1)
+    loss.backward()
+    assert transfers.moved() == []
+
+
+def test_regions_inside(transfers):
+    """The region around moves its inputs; those inside take theirs from the recompute."""
+    x = torch.randn(300, requires_grad=True)
+
+    def inner(x):
+        return checkpoint(offload_inputs=True)(torch.sin)(x * 2)
+
+    expected = grad((x * 1 * 2).sin().sum(), x)[0]
+    for region in (checkpoint, checkpoint_region):
+        assert torch.equal(grad(region(offload_inputs=True)(inner)(x * 1).sum(), x)[0], expected)
+    assert transfers.moved() == [("send", 300), ("fetch", 300)] * 2
+
+
+def test_outputs_kept_by_a_policy_stay(transfers):
+    """The option is of inputs alone."""
+    x, weight = torch.randn(30, 30, requires_grad=True), torch.randn(30, 30, requires_grad=True)
+    for region in (checkpoint, checkpoint_region):
+        y = region(policy=[torch.ops.aten.mm.default], offload_inputs=True)(lambda x: (x @ weight).sin().cos())(x * 1)
+        assert transfers.moved() == [("send", 900)]
+        with CountOps() as ops:
+            grad(y.sum(), (x, weight))
+        assert ops.counts["mm"] == 2  # the two of the derivative
+        transfers.notes.clear()
+
+
+def test_an_input_that_was_written_to(form, transfers):
+    """As without the option, an error; it names the region."""
+    layers, x, mask = model(depth=1)
+    h = x * 1
+    loss = form(layers[0], offload_inputs=True)(h, mask).sum()
+    with torch.no_grad():
+        h.mul_(2)
+    with pytest.raises(
+        MutationError, match=r"float32\[40, 16\] tensor that region '.*' needs, moved to the host, has been"
+    ) as caught:
+        loss.backward()
+    assert caught.value.region
+
+
+def test_rule_10_an_input_which_the_region_writes_to(transfers):
+    """A recorded region copies what it needs before the write; a call cannot, and says so."""
+    x = torch.randn(300, requires_grad=True)
+
+    def writes(h):
+        y = h.exp()
+        h.mul_(2)
+        return y * 3
+
+    expected = grad(writes((x * 1).clone()).sum(), x)[0]
+    y = checkpoint_region(offload_inputs=True)(writes)((x * 1).clone())
+    assert torch.equal(grad(y.sum(), x)[0], expected)
+    assert transfers.moved() == []  # but the copy, which is the region's own
+    y = checkpoint(offload_inputs=True)(writes)((x * 1).clone())
+    with pytest.raises(MutationError, match="modified by an inplace operation"):
+        grad(y.sum(), x)
+
+
+def test_second_derivatives(form, transfers):
+    layers, x, mask = model(depth=2)
+    found = []
+    for how, options in ((None, {}), (form, {"offload_inputs": True})):
+        (first,) = grad(run(how, layers, x, mask, **options), x, create_graph=True)
+        found.append(grad(first.pow(2).sum(), (x, *layers.parameters()), allow_unused=True))
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_with_split_backward(form, transfers):
+    """Inputs are fetched once for both backwards."""
+    layers, x, mask = model()
+    expected = grad(run(None, layers, x, mask), (x, *layers.parameters()))
+    loss = run(form, layers, x, mask, offload_inputs=True, split_backward=True)
+    found = [*grad(loss, x, retain_graph=True), *grad(loss, list(layers.parameters()))]
+    assert all(map(torch.equal, found, expected))
+    assert transfers.count("fetch") == 3
+
+
+def test_on_the_host_nothing_moves(form):
+    """Results are the same on a machine without an accelerator."""
+    layers, x, mask = model()
+    expected = grad(run(None, layers, x, mask), (x, *layers.parameters()))
+    loss = run(form, layers, x, mask, offload_inputs=True)
+    assert all(map(torch.equal, grad(loss, (x, *layers.parameters())), expected))
+
+
+def test_what_is_told(transfers):
+    """Reports see the inputs on the host, and the copies."""
+    x = torch.randn(300, requires_grad=True)
+
+    class Copies(Observer):
+        def __init__(self):
+            self.found = []
+
+        def moved(self, region, nbytes, *, to_host):
+            self.found.append((region.path[-1], nbytes, to_host))
+
+        def held(self, region, holdings):
+            self.found += [(holding.description, holding.nbytes) for holding in holdings]
+
+    for make in (checkpoint, checkpoint_region):
+        copies = Copies()
+        region = make(name="one", offload_inputs=True)
+        with observe(copies):
+            y = region(lambda x: x.sin().cos())(x * 1)
+        y.sum().backward()
+        told = [("one", 1200, True), ("float32[300] on the host", 1200), ("one", 1200, False)]
+        assert [one for one in copies.found if one in told] == told
+    with checkpoint_region(offload_inputs=True) as region:
+        y = (x * 1).sin().cos()
+    assert [kept.description for kept in region.kept()] == []
+    h = x * 1
+    with checkpoint_region(offload_inputs=True) as region:
+        y = h.sin().cos()
+    assert [kept.description for kept in region.kept()] == ["float32[300] on the host"]
+    assert y.shape == h.shape
+
+
+def test_a_whole_model(transfers):
+    """``apply_checkpointing`` hands the option on."""
+    layers, x, _ = model()
+    stack = nn.Sequential(*layers)
+    torch.manual_seed(1)
+    expected = grad(stack(x * 1).sum(), (x, *stack.parameters()))
+    for recorded in (False, True):
+        with apply_checkpointing(stack, Layer, recorded=recorded, offload_inputs=True):
+            torch.manual_seed(1)
+            found = grad(stack(x * 1).sum(), (x, *stack.parameters()))
+        assert all(map(torch.equal, found, expected))
+    assert transfers.count("send") == transfers.count("fetch") == 6
+
+
+@pytest.mark.parametrize("form", [checkpoint, checkpoint_region, lambda **options: checkpoint_module(nn.ReLU(), **options)])
+def test_the_option_is_a_flag(form):
+    with pytest.raises(TypeError, match="offload_inputs should be True or False"):
+        form(offload_inputs="yes")
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_on_a_gpu(form):
+    """Equal, with a lower peak: of the inputs, few are on the device at a time."""
+    layers, x, mask = model(depth=24, width=1024)
+    layers, x, mask = layers.cuda(), torch.randn(4096, 1024, device="cuda", requires_grad=True), torch.ones(1, device="cuda")
+    found, peaks = [], []
+    for options in ({}, {"offload_inputs": True}):
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = run(form, layers, x, mask, **options)
+        found.append(grad(loss, (x, *layers.parameters())))
+        del loss
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        if form in (FORMS["module"], FORMS["recorded-module"]):
+            layers = model(depth=24, width=1024)[0].cuda()
+    assert all(map(torch.equal, *found))
+    assert peaks[1] < peaks[0]
