@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 
+from tests.fake_device import fake_device
 from tests.fuzz import state_statements, statements
 from tests.fuzz.features import ABSENT, CORE, FEATURES, parse
 from tests.fuzz.generate import generate
@@ -37,13 +38,24 @@ def test_programs_are_what_they_are_without_regions(start):
     assert found is None, minimal(found, implementation)
 
 
-@pytest.mark.parametrize("name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied", "ours-selective"])
+@pytest.mark.parametrize(
+    "name", ["ours-curried", "ours-to-the-end", "ours-debug", "ours-varied", "ours-selective", "ours-kept"]
+)
 def test_options_change_nothing(name):
     """The curried form, no early stop, debug mode, options and policies that differ from region to region."""
     # Under any dispatch mode, the debug mode's too, torch makes views in inference mode that require no grad.
     features = CORE - {"inference"}
     found = first_difference(IMPLEMENTATIONS[name], range(10_000, 10_060), features)
     assert found is None, minimal(found, IMPLEMENTATIONS[name], features)
+
+
+def test_inputs_on_another_device():
+    """Regions of both kinds whose inputs go to the host and come back, and whose values stay for a second backward."""
+    implementation, features = IMPLEMENTATIONS["ours-kept"], CORE - {"inference"}
+    with fake_device(min_offload_size=1) as transfers:
+        found = first_difference(implementation, range(20_000, 20_040), features)
+    assert found is None, minimal(found, implementation, features)
+    assert transfers.count("send") > 50 < transfers.count("fetch")
 
 
 def test_programs_do_the_same_twice():

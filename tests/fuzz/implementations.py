@@ -142,6 +142,22 @@ def region(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
 
+def kept() -> Run:
+    """Returns what makes each region one of either kind, whose values stay for a second backward, or whose inputs move."""
+
+    def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        draw = random.Random(_number_of(function) + 2)
+        options: dict[str, Any] = {"split_backward": draw.random() < 0.7, "offload_inputs": draw.random() < 0.5}
+        if draw.random() < 0.3:
+            options["policy"] = draw.choice(_READY_MADE + _OF_OURS)
+        if draw.random() < 0.5:
+            return ckpt_hooks.checkpoint(**options)(function)(*args, **kwargs)
+        with ckpt_hooks.checkpoint_region(replay_whole=draw.choice([None, True, False]), **options):
+            return function(*args, **kwargs)
+
+    return run
+
+
 def mixed() -> Run:
     """Returns what makes each region a recorded one or a function frame, with a policy of its own or without one."""
     as_function = selective()
@@ -201,6 +217,7 @@ IMPLEMENTATIONS = {
         ),
         _stateless("ours-region", region, "from tests.fuzz.implementations import region as run", has_modes=True),
         Implementation("ours-mixed", mixed, "from tests.fuzz.implementations import mixed\n\nrun = mixed()", True),
+        Implementation("ours-kept", kept, "from tests.fuzz.implementations import kept\n\nrun = kept()", True),
         Implementation("ours-varied", varied, "from tests.fuzz.implementations import varied\n\nrun = varied()"),
     )
 }
