@@ -55,7 +55,7 @@ def test_inputs_on_another_device():
     with fake_device(min_offload_size=1) as transfers:
         found = first_difference(implementation, range(20_000, 20_040), features)
     assert found is None, minimal(found, implementation, features)
-    assert transfers.count("send") > 50 < transfers.count("fetch")
+    assert transfers.count("send") > 10 < transfers.count("fetch")
 
 
 def test_programs_do_the_same_twice():
