@@ -21,7 +21,8 @@ from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._tensors.held import HeldTensor, Hooks
+from ckpt_hooks._tensors.held import HeldRefilled, HeldTensor, Hooks
+from ckpt_hooks._tensors.refilling import origin_of
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
@@ -226,7 +227,8 @@ class Tape:
         value.counter = counter_in(self.tables, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
-        saved = HeldTensor()
+        origin = origin_of(tensor)
+        saved = HeldTensor() if origin is None else HeldRefilled(tensor, origin)
         saved.tensor = tensor
         saved.reason = store.reason
         saved.path = self.path
@@ -242,7 +244,8 @@ class Tape:
             saved.steps = num_fused_steps()
             saved.is_fickle = False
         else:
-            saved.version = None
+            if origin is None:
+                saved.version = None
             saved.is_fickle = store.written and not tensor.requires_grad
             self.held.note(value, holder)
         return value
