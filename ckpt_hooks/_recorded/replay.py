@@ -99,10 +99,7 @@ class Replay:
         self.readers = self._plan.readers
         self.crossing = [weakref.ref(value) for value in work.crossing]
         self.owners: dict[int, Owner] = {}
-        whole = frame.whole
-        if whole is None:
-            # Processes which gather parameters together have to agree, whatever the sizes of their batches.
-            whole = frame.bytes <= AT_ONCE or any(type(value.saved) is HeldRefilled for value in work.leaves)
+        whole = frame.bytes <= AT_ONCE if frame.whole is None else frame.whole
         self._whole: Work | None = work if whole or self._plan.in_order else None
         self._ran: set[int] = set()
         self.held: dict[int, torch.Tensor] = {}

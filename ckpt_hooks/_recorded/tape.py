@@ -47,6 +47,7 @@ class Tape:
         current: Devices and streams as the outermost region began; None where no accelerator was in use.
         decisions: The decisions of the innermost region's policy; None without a policy.
         draws_anew: Whether a replay of the innermost region draws other random numbers.
+        has_refilled: Whether an operator read memory which its owner frees and fills again.
         held: The kept tensors.
         hooks: The saved-tensor hooks around the outermost region.
         is_in_frame: Whether the outermost region is inside a function frame.
@@ -83,6 +84,7 @@ class Tape:
         self.lock = threading.RLock()
         self.decisions: Decisions | None = None
         self.draws_anew = False
+        self.has_refilled = False
         self.users_modes: Sequence[str] = ()
         self.watched: Sequence[Watch] = ()
 
@@ -228,7 +230,10 @@ class Tape:
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
         origin = origin_of(tensor)
-        saved = HeldTensor() if origin is None else HeldRefilled(tensor, origin)
+        if origin is None:
+            saved = HeldTensor()
+        else:
+            saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
         saved.reason = store.reason
         saved.path = self.path
