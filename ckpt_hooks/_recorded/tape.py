@@ -235,7 +235,7 @@ class Tape:
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
-        saved.reason = store.reason
+        saved.reason = store.reason if origin is None else "a parameter gathered for its unit"
         saved.path = self.path
         saved.by_policy = False
         value.saved = saved

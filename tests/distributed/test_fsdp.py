@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from ckpt_hooks import GraphExecGroup, MutationError, apply_checkpointing, checkpoint_module
+
 pytest.importorskip("torch.distributed.fsdp")
 
+from torch.distributed.fsdp import FullyShardedDataParallel
+
 from tests.distributed.sharding import OF_FOUR, SHARDINGS, counted
-from tests.distributed.training import FORMS, WIDTH, Model, assert_equal, trained
+from tests.distributed.training import FORMS, WIDTH, Block, Model, assert_equal, results, trained
 
 
 def sharded(sharding: str, form: str, extent: str = "blocks") -> Model:
@@ -98,3 +104,165 @@ def test_gathers(ranks, sharding, form, expected):
     """A replay gathers a unit once, unless it is there, and gives it back after the last operator that reads it."""
     for found in ranks.run(backwards, sharding, form):
         assert found == expected
+
+
+def of_modules(how: str) -> None:
+    """Regions put on modules: on each unit, inside its hooks, and on a module of several units."""
+    expected = trained(sharded("units", "plain"))
+    torch.manual_seed(0)
+    model = Model()
+    if how == "of several units":
+        through = Through(model.blocks)
+        checkpoint_module(through, recorded=True)
+        model.form = lambda function: through
+    else:
+        apply_checkpointing(model, lambda name, module: type(module) is Block, recorded=True)
+    SHARDINGS["units"](model)
+    assert_equal(trained(model), expected, how)
+
+
+class Through(torch.nn.Module):
+    """Calls blocks, as a model does whose middle is a module."""
+
+    def __init__(self, blocks: Any) -> None:
+        super().__init__()
+        self._blocks = [blocks]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self._blocks[0]:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("how", ["of several units", "of each unit"])
+def test_modules_that_are_regions(ranks, how):
+    ranks.run(of_modules, how)
+
+
+def backward_twice(grouped: bool) -> None:
+    found = []
+    for form in ("plain", "with", "part by part", "two regions"):
+        model = sharded("units", form)
+        loss = model(torch.ones(4, WIDTH).cumsum(0)).pow(2).sum()
+        with GraphExecGroup() if grouped and form != "plain" else contextlib.nullcontext():
+            loss.backward(retain_graph=not grouped)
+        if not grouped:
+            loss.backward()
+        found.append(results(model))
+    for other in found[1:]:
+        assert_equal(other, found[0], "")
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_backward_that_is_repeated_or_in_a_group(ranks, grouped):
+    ranks.run(backward_twice, grouped)
+
+
+def batches_of_other_sizes() -> None:
+    """One process saves so much that it would replay part by part, and the other would not."""
+    rank = torch.distributed.get_rank()
+    found = []
+    for form in ("plain", "with", "kept products"):
+        model = sharded("units", form)
+        with counted() as gathers:
+            model(torch.randn(6 if rank else 60000, WIDTH)).pow(2).mean().backward()
+        found.append(results(model))
+    for other in found[1:]:
+        assert_equal(other, found[0], "")
+    assert len(gathers.events) == 14
+
+
+def test_processes_gather_in_one_order(ranks):
+    ranks.run(batches_of_other_sizes)
+
+
+def step_in_between(fused: bool) -> None:
+    """The gather would bring the values from after the step, which no version of the whole parameter tells."""
+    for form in ("with", "whole", "two regions"):
+        model = sharded("units", form)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+        x = torch.randn(4, WIDTH)
+        model(x).sum().backward()
+        loss = model(x).sum()
+        optimizer.step()
+        with pytest.raises(MutationError, match="a parameter gathered for its unit"):
+            loss.backward()
+        assert not any(
+            isinstance(p, torch.nn.Parameter) and not hasattr(p, "_local_tensor") for p in model.blocks[0].parameters()
+        )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_before_backward(ranks, fused):
+    ranks.run(step_in_between, fused)
+
+
+def hooks_around() -> None:
+    """Hooks of the user's get no parameter whose memory is freed by then."""
+    for hooks in (
+        lambda: torch.autograd.graph.save_on_cpu(),
+        lambda: torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone),
+    ):
+        found = []
+        for form in ("plain", "with", "part by part"):
+            model = sharded("frozen", form)
+            x = torch.ones(4, WIDTH).cumsum(0)
+            with hooks() if form != "plain" else contextlib.nullcontext():
+                loss = model(x).pow(2).sum()
+            loss.backward()
+            found.append(results(model))
+        for other in found[1:]:
+            assert_equal(other, found[0], "")
+
+
+def test_hooks_around_a_region_over_units(ranks):
+    ranks.run(hooks_around)
+
+
+@torch.library.custom_op("ckpt_hooks_tests::may_fail", mutates_args=())
+def may_fail(x: torch.Tensor) -> torch.Tensor:
+    """Returns a copy, or raises."""
+    if MayFail.fails:
+        raise OSError("fails")
+    return x.clone()
+
+
+may_fail.register_autograd(lambda ctx, grad: grad)
+
+
+class MayFail(torch.nn.Module):
+    """Copies, between two operators that read parameters of a unit."""
+
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return may_fail(x)
+
+
+def replay_that_raises() -> None:
+    torch.manual_seed(0)
+    model = Model(FORMS["with"])
+    model.blocks[0].norm = torch.nn.Sequential(model.blocks[0].norm, MayFail())
+    SHARDINGS["units"](model)
+    loss = model(torch.ones(4, WIDTH).cumsum(0)).sum()
+    with counted() as gathers, mock.patch.object(MayFail, "fails", True), pytest.raises(OSError, match="fails"):
+        loss.backward()
+    assert gathers.events == ["+2", "+0", "-0"]
+
+
+def test_a_replay_that_raises_gives_back(ranks):
+    ranks.run(replay_that_raises)
+
+
+def original_parameters() -> None:
+    torch.manual_seed(0)
+    model = Model(FORMS["with"])
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = FullyShardedDataParallel(block, device_id=torch.device("cpu"), use_orig_params=True)
+    with pytest.raises(MutationError, match="was given another storage"):
+        model(torch.ones(4, WIDTH).cumsum(0)).sum().backward()
+
+
+def test_the_first_fsdp_keeps_an_error(ranks):
+    """It exchanges the storages of parameters for each unit, so that each has to be a region of its own."""
+    ranks.run(original_parameters)
