@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from ckpt_hooks import MutationError, checkpoint_region
+from ckpt_hooks._core.observers import observe
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
+from tests.measure import Frames
 from tests.regions import assert_same
 
 
@@ -95,6 +97,19 @@ def test_a_replay_borrows_what_it_reads(registered):
             assert second.told == []
     assert_same(list(found[1]), list(found[0]))
     assert_same(list(found[2]), list(found[0]))
+
+
+def test_memory_of_an_owner_is_not_the_regions(registered):
+    owner = sheets(registered, "a")
+    owner.whole["a"].requires_grad_(False)
+    x = torch.rand(3, 3, requires_grad=True)
+    frames = Frames()
+    with observe(frames), checkpoint_region():
+        y = (x + owner.whole["a"]).sin().exp()
+    frame = frames.frames[0]()
+    assert len(frame.saved()) == 2
+    assert frame.held() == []
+    y.sum().backward()
 
 
 def test_the_last_user_gives_back(registered):

@@ -153,6 +153,13 @@ class HeldRefilled(HeldTensor):
         self.source_steps = self.steps
         self.source_version = _version_of(origin.source)
 
+    def describe(self) -> str:
+        """Returns nothing: the memory is the owner's."""
+        return ""
+
+    def holding(self, reason: str) -> None:
+        """Returns no report, likewise."""
+
     def copy(self, clones: Clones) -> None:
         """Does nothing: the owner writes to the memory what was there. Another write shows in the version."""
 

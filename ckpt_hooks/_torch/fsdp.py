@@ -64,9 +64,10 @@ def gather(group: Any) -> Callable[[], None] | None:
     """
     if group.is_unsharded:
         return None
-    is_begun = group._all_gather_result is not None  # a prefetch
-    between = TrainingState.FORWARD if group.is_sharded_post_forward else TrainingState.IDLE
     found = group._training_state
+    # A prefetch, after which FSDP uses and frees the parameters; not so after the backward of the group.
+    is_begun = group._all_gather_result is not None and found != TrainingState.POST_BACKWARD
+    between = TrainingState.FORWARD if group.is_sharded_post_forward else TrainingState.IDLE
     with group.use_training_state(TrainingState.IDLE):  # in which nothing is passed over, on the current stream
         group.lazy_init()
         group.unshard(async_op=False)

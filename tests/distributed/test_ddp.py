@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks")
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.distributed.training import FORMS, WIDTH, Model, assert_equal, results, trained
+from tests.distributed.training import FEW, FORMS, WIDTH, Model, assert_equal, results, trained
 
 #: Small buckets, so that there are several, which are made anew after the first step.
 SMALL = {"bucket_cap_mb": 1e-4}
@@ -49,9 +50,9 @@ def replicated(form: str, options: dict[str, Any]) -> DistributedDataParallel:
     return DistributedDataParallel(model, **options)
 
 
-def every_form(options: dict[str, Any], hook: str | None = None) -> None:
+def as_plain(options: dict[str, Any], forms: Iterable[str], hook: str | None = None) -> None:
     found = []
-    for form in FORMS:
+    for form in ("plain", *forms):
         model = replicated(form, options)
         if hook is not None:
             model.register_comm_hook(None, HOOKS[hook])
@@ -61,12 +62,12 @@ def every_form(options: dict[str, Any], hook: str | None = None) -> None:
 
 @pytest.mark.parametrize("options", list(OPTIONS))
 def test_regions_in_a_replica(ranks, options):
-    ranks.run(every_form, OPTIONS[options])
+    ranks.run(as_plain, OPTIONS[options], tuple(FORMS) if options == "static graph" else FEW)
 
 
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_hooks_on_buckets(ranks, hook):
-    ranks.run(every_form, SMALL, hook)
+    ranks.run(as_plain, SMALL, FEW, hook)
 
 
 def around(options: dict[str, Any]) -> None:
@@ -84,7 +85,7 @@ def test_regions_around_a_replica(ranks, options):
 def accumulated() -> None:
     """Gradients of three batches are reduced with the last."""
     found = []
-    for form in FORMS:
+    for form in ("plain", *FEW):
         model = replicated(form, SMALL)
         torch.manual_seed(1 + torch.distributed.get_rank())
         for last in (False, False, True, False, True):

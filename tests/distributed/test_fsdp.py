@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -15,8 +16,10 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ckpt_hooks._core.observers import observe
 from tests.distributed.sharding import OF_FOUR, SHARDINGS, counted
-from tests.distributed.training import FORMS, WIDTH, Block, Model, assert_equal, results, trained
+from tests.distributed.training import FEW, FORMS, WIDTH, Block, Model, assert_equal, results, trained
+from tests.measure import Frames
 
 
 def sharded(sharding: str, form: str, extent: str = "blocks") -> Model:
@@ -49,13 +52,13 @@ AROUND_UNITS = sorted(FORMS.keys() - {"plain", "region in a call"})
 
 @pytest.mark.parametrize("sharding", list(SHARDINGS))
 def test_regions_over_units(ranks, sharding):
-    ranks.run(as_plain, sharding, "blocks", AROUND_UNITS)
+    ranks.run(as_plain, sharding, "blocks", AROUND_UNITS if sharding in ("units", "nested") else FEW)
 
 
 @pytest.mark.parametrize("extent", ["all", "half"])
 @pytest.mark.parametrize("sharding", ["units", "units alone", "nested", "bfloat16", "frozen", "not in backward"])
 def test_regions_over_a_unit_and_what_is_around(ranks, sharding, extent):
-    ranks.run(as_plain, sharding, extent, ["call", "kept products", "whole", "with"])
+    ranks.run(as_plain, sharding, extent, FEW)
 
 
 @pytest.mark.parametrize("sharding", list(OF_FOUR))
@@ -266,3 +269,26 @@ def original_parameters() -> None:
 def test_the_first_fsdp_keeps_an_error(ranks):
     """It exchanges the storages of parameters for each unit, so that each has to be a region of its own."""
     ranks.run(original_parameters)
+
+
+def what_is_held() -> None:
+    """The region holds what it holds of a model that is not sharded: neither shards nor what is gathered."""
+    found = []
+    for is_sharded in (False, True):
+        torch.manual_seed(0)
+        model = Model(FORMS["with"])
+        if is_sharded:
+            SHARDINGS["units"](model)
+        for _ in range(2):
+            frames = Frames()
+            with observe(frames):
+                loss = model(torch.ones(4, WIDTH).cumsum(0)).sum()
+            frame = frames.frames[0]()
+            found.append(sorted((held.reason, held.nbytes) for held in frame.held()))
+            loss.backward()
+    for sharded_one, whole_one in zip(found[2:], found[:2], strict=True):
+        assert not Counter(sharded_one) - Counter(whole_one)
+
+
+def test_gathered_parameters_are_not_held(ranks):
+    ranks.run(what_is_held)

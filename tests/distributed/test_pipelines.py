@@ -16,7 +16,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
-from tests.distributed.training import FORMS, WIDTH, Block, assert_equal, results
+from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, results
 
 PARTS = 4
 
@@ -74,7 +74,7 @@ def steps(schedule: str, form: str) -> list[torch.Tensor]:
 
 def every_form(schedule: str) -> None:
     expected = steps(schedule, "plain")
-    for form in ("with", "part by part", "kept products", "call", "call with a policy", "call with values", "region in a call"):
+    for form in (*FEW, "call with values", "region in a call"):
         assert_equal(steps(schedule, form), expected, form)
 
 

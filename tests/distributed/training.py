@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
 
-__all__ = ["EXTENTS", "FORMS", "WIDTH", "Block", "Model", "assert_equal", "local", "results", "trained"]
+__all__ = ["EXTENTS", "FEW", "FORMS", "WIDTH", "Block", "Model", "assert_equal", "local", "results", "trained"]
 
 WIDTH = 8
 
@@ -30,24 +30,6 @@ def block_of_code(**options: Any) -> Callable[[Function], Function]:
     return wrap
 
 
-def nested(function: Function) -> Function:
-    """Returns a function which runs in a region inside a region, and more operators in the outer one."""
-
-    def call(x: torch.Tensor) -> torch.Tensor:
-        with checkpoint_region(replay_whole=False):
-            h = x.sin()
-            with checkpoint_region():
-                h = function(h)
-            return h.cos() + x
-
-    return call
-
-
-def nested_plain(function: Function) -> Function:
-    """Returns what :func:`nested` computes, without regions."""
-    return lambda x: function(x.sin()).cos() + x
-
-
 #: What makes a function a region.
 FORMS: dict[str, Callable[[Function], Function]] = {
     "plain": lambda function: function,
@@ -63,6 +45,9 @@ FORMS: dict[str, Callable[[Function], Function]] = {
     "region in a call": lambda function: checkpoint()(block_of_code()(function)),
     "call in a region": lambda function: block_of_code()(checkpoint()(function)),
 }
+
+#: Some that differ most.
+FEW = ("with", "whole", "kept products", "call")
 
 #: What is in the region: some blocks, all of the model, or its first half, which ends in the middle of the blocks.
 EXTENTS = ("blocks", "all", "half")
