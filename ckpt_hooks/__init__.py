@@ -21,6 +21,7 @@ from ._checkpoint.sequential import checkpoint_sequential
 from ._core.groups import GraphExecGroup
 from ._core.stack import is_recomputing
 from ._function.contexts import noop_context_fn
+from ._tensors.refilling import register_finder as _register_finder
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
 from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
@@ -33,6 +34,7 @@ if _TYPE_CHECKING:
     from torch.utils.checkpoint import check_backward_validity as check_backward_validity
     from torch.utils.checkpoint import detach_variable as detach_variable
 
+    from ._tensors.refilling import Finder as _Finder
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
 
@@ -68,6 +70,16 @@ __all__ = [
     "set_device_states",
     "track_rng",
 ]
+
+
+def _finder_of_sharded() -> _Finder:
+    from .integrations.fsdp import origin_of
+
+    return origin_of
+
+
+_register_finder("torch.distributed.fsdp", _finder_of_sharded)
+
 
 #: Names of torch's reentrant engine, taken from there when asked for.
 _OF_TORCH = frozenset({"CheckpointFunction", "check_backward_validity", "detach_variable"})

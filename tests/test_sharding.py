@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import timedelta
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -175,58 +172,6 @@ def test_a_fingerprint_waits_for_a_collective(one_rank, fingerprint):
     assert torch.equal(found, fingerprint(torch.arange(3.0)))
     assert not reduced.completed  # the program waits by itself, where it would have
     assert torch.equal(reduced + 1, torch.arange(1.0, 4.0))
-
-
-def rank_of_two(rank, path, results):
-    """Trains a model split by tensor parallelism over two processes, whose collectives take a while, with values compared."""
-    from torch.distributed._functional_collectives import all_gather_tensor_autograd
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    torch.set_num_threads(1)
-    store = torch.distributed.FileStore(path, 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    try:
-        mesh = init_device_mesh("cpu", (2,))
-        for check in ("values", "sampled_values"):
-            torch.manual_seed(0)
-            block = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
-            block = parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)})
-            x = torch.randn(500, 64)
-
-            calls = [0]
-
-            def gathered(x):
-                calls[0] += 1
-                # When autograd saves the parts, one process has not got them in every other call; both have in the others.
-                time.sleep(0.1 * rank if calls[0] % 2 else 0)
-                parts = all_gather_tensor_autograd(x * (rank + 1), 0, mesh.get_group())
-                time.sleep(0 if calls[0] % 2 else 0.1)
-                return parts.sin()
-
-            found = []
-            for region in (lambda f: f, checkpoint(determinism_check=check), nested_with(check)):
-                y = x.clone().requires_grad_()
-                for calls[0] in (0, 1):
-                    region(lambda y: gathered(block(y).to_local().exp()))(y).sum().backward()
-                found.append([y.grad, *(p.grad.to_local() for p in block.parameters())])
-                block.zero_grad()
-            assert [torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0], strict=True)] == [True] * 10
-        results.put(rank)
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def nested_with(check):
-    return lambda f: checkpoint(determinism_check=check)(lambda x: checkpoint(determinism_check=check)(f)(x) * 1)
-
-
-@pytest.mark.slow
-def test_values_of_collectives_of_two_processes(tmp_path):
-    """No process sees memory that the others have not filled yet, which would end one of them and leave the other waiting."""
-    context = torch.multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path / "store"), results), nprocs=2)
-    assert sorted(results.get() for _ in range(2)) == [0, 1]
 
 
 def wrapped(block, mesh):

@@ -154,6 +154,9 @@ class RecordedFrame(ReplayedFrame):
             self.compared.close()
         self.tape = self.hooks_around = None
         self.complete = True
+        if tape.has_refilled and self.whole is None:
+            # Processes which gather parameters together have to agree, whatever the sizes of their batches.
+            self.whole = False
         if self._recorder is not None:
             self._recorder.__exit__()
         if self._operator_watch is not None:

@@ -22,10 +22,13 @@ from ckpt_hooks._ambient.current import Made, run_on
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
+from ckpt_hooks._tensors.held import HeldRefilled
+from ckpt_hooks._tensors.refilling import Owner
 from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError
 
+from .borrowing import Borrowing
 from .rerouted import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
@@ -72,6 +75,7 @@ class Replay:
         crossing: The values read of the frame around, weakly.
         held: Copies of wanted tensors which were overwritten since, by the number of the value.
         key: The key of the replay's scope, None without a scope.
+        owners: The owners of memory which may be freed between two runs, by address of the storage.
         made: Hands values to streams of devices; None where no accelerator was in use in forward.
         readers: The number of remaining reads of each value.
         taken: In a group of backwards, the indices of the used handles.
@@ -94,6 +98,7 @@ class Replay:
         self._plan, work = plan_for(roots, frame.start, nested=frame.outer is not None)
         self.readers = self._plan.readers
         self.crossing = [weakref.ref(value) for value in work.crossing]
+        self.owners: dict[int, Owner] = {}
         whole = frame.bytes <= AT_ONCE if frame.whole is None else frame.whole
         self._whole: Work | None = work if whole or self._plan.in_order else None
         self._ran: set[int] = set()
@@ -149,8 +154,15 @@ class Replay:
         """Gets the kept tensors for some work."""
         for value in work.leaves:
             if value.number not in self.tensors:
-                assert value.saved is not None
-                self.put(value, value.saved.get())
+                saved = value.saved
+                assert saved is not None
+                if type(saved) is HeldRefilled:
+                    tensor = saved.unmodified()
+                    self.owners[storage_address(tensor)] = saved.owner
+                    if id(value.store) not in self._plan.written:
+                        self.tensors[value.number] = tensor
+                        continue
+                self.put(value, saved.get())
         work.leaves.clear()
 
     def run(self, work: Work) -> None:
@@ -159,7 +171,13 @@ class Replay:
             self.made.renew()
         self._fetch(work)
         if work.steps:
-            self.frame.observed(self._run, work.steps)
+            self.frame.observed(self._run_on_loans if self.owners else self._run, work.steps)
+
+    def _run_on_loans(self, steps: dict[int, Op | Value]) -> None:
+        with Borrowing(steps, self.tensors, self.owners) as borrowing:
+            steps.clear()
+            for part in borrowing.parts():
+                self._run(part)
 
     def _run(self, steps: dict[int, Op | Value]) -> None:
         surroundings: Surroundings | None = None
@@ -266,6 +284,7 @@ def _bring_back(replay: Replay, value: Value) -> None:
             if work is not None:
                 for source, crossing in sources:
                     current.put(crossing, source.take(crossing))
+                    current.owners.update(source.owners)
                 current.run(work)
                 continue
             assert wanted is not None

@@ -21,7 +21,8 @@ from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._tensors.held import HeldTensor, Hooks
+from ckpt_hooks._tensors.held import HeldRefilled, HeldTensor, Hooks
+from ckpt_hooks._tensors.refilling import origin_of
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
@@ -46,6 +47,7 @@ class Tape:
         current: Devices and streams as the outermost region began; None where no accelerator was in use.
         decisions: The decisions of the innermost region's policy; None without a policy.
         draws_anew: Whether a replay of the innermost region draws other random numbers.
+        has_refilled: Whether an operator read memory which its owner frees and fills again.
         held: The kept tensors.
         hooks: The saved-tensor hooks around the outermost region.
         is_in_frame: Whether the outermost region is inside a function frame.
@@ -82,6 +84,7 @@ class Tape:
         self.lock = threading.RLock()
         self.decisions: Decisions | None = None
         self.draws_anew = False
+        self.has_refilled = False
         self.users_modes: Sequence[str] = ()
         self.watched: Sequence[Watch] = ()
 
@@ -226,9 +229,13 @@ class Tape:
         value.counter = counter_in(self.tables, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
-        saved = HeldTensor()
+        origin = origin_of(tensor)
+        if origin is None:
+            saved = HeldTensor()
+        else:
+            saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
-        saved.reason = store.reason
+        saved.reason = store.reason if origin is None else "a parameter gathered for its unit"
         saved.path = self.path
         saved.by_policy = False
         value.saved = saved
@@ -242,7 +249,8 @@ class Tape:
             saved.steps = num_fused_steps()
             saved.is_fickle = False
         else:
-            saved.version = None
+            if origin is None:
+                saved.version = None
             saved.is_fickle = store.written and not tensor.requires_grad
             self.held.note(value, holder)
         return value

@@ -1,4 +1,4 @@
-"""Tensors held until backward: as they are, through saved-tensor hooks, on the host, or lost.
+"""Tensors held until backward: as they are, in memory filled again, through saved-tensor hooks, on the host, or lost.
 
 Frames of both kinds hold tensors besides their handles: a selective function frame the outputs kept by its policy, a recorded
 frame also the tensors from outside which its operators read. :meth:`HeldTensor.sealed` decides between the kinds when versions
@@ -28,9 +28,10 @@ from .copies import Clones, copy_in, stand_in_for
 from .fused_steps import num_fused_steps, stepped_since
 from .moved import Moved
 from .offloaded import Batch
+from .refilling import Origin
 from .transfers import Transfers
 
-__all__ = ["HeldByHooks", "HeldOnHost", "HeldTensor", "Hooks", "Lost", "hold", "recomputes"]
+__all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold", "recomputes"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -134,6 +135,78 @@ def hold(tensor: torch.Tensor, path: RegionPath, reason: str) -> HeldTensor:
     held.tensor, held.version, held.reason, held.path = tensor, None, reason, path
     held.is_fickle, held.by_policy = False, True
     return held
+
+
+class HeldRefilled(HeldTensor):
+    """A tensor in memory which its owner frees, and fills again with the same contents; never copied, never given to hooks.
+
+    Attributes:
+        owner: The owner of the memory.
+        source: The tensor from which the owner fills the memory.
+        source_version: The version of the source in forward.
+        source_steps: The number of steps of fused optimizers in forward.
+    """
+
+    __slots__ = ("owner", "source", "source_steps", "source_version")
+
+    def __init__(self, tensor: torch.Tensor, origin: Origin) -> None:
+        self.tensor, self.version, self.steps = tensor, _version_of(tensor), num_fused_steps()
+        self.owner, self.source = origin
+        self.source_steps = self.steps
+        self.source_version = _version_of(origin.source)
+
+    def describe(self) -> str:
+        """Returns nothing: the memory is the owner's."""
+        return ""
+
+    def holding(self, reason: str) -> None:
+        """Returns no report, likewise."""
+
+    def copy(self, clones: Clones) -> None:
+        """Does nothing: the owner writes to the memory what was there. Another write shows in the version."""
+
+    def sealed(self, hooks: Hooks | None) -> HeldTensor:
+        """Returns itself, with an alias for a tensor which has a history."""
+        tensor = self.tensor
+        assert tensor is not None
+        if self.version is None:
+            self.version = _version_of(tensor)
+        if tensor.requires_grad and not is_kept_anyway(tensor):
+            self.tensor = counted_detach(tensor)
+        return self
+
+    def unmodified(self) -> torch.Tensor:
+        """Returns the tensor, whose memory may be freed, to be borrowed before a read.
+
+        Raises:
+            MutationError: If the tensor, or the tensor from which it is filled, was modified since forward.
+        """
+        tensor, source = self.tensor, self.source
+        assert tensor is not None
+        if self.version is not None and tensor._version != self.version:
+            raise self._modified(tensor)
+        if self.source_version is not None and (
+            source._version != self.source_version
+            or (self.source_steps != num_fused_steps() and stepped_since(source, self.source_steps))
+        ):
+            holder = f"that {region_in_words(self.path)} needs ({self.reason})"
+            raise mutated(source, self.source_version, self.path, holder)
+        return tensor
+
+    def get(self) -> torch.Tensor:
+        """Returns the tensor.
+
+        Raises:
+            MutationError: If the tensor or its source was modified since forward, or its memory is freed.
+        """
+        tensor = self.unmodified()
+        if is_freed(tensor):
+            raise self._freed(tensor)
+        return tensor
+
+
+def _version_of(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
 
 
 class HeldByHooks(HeldTensor):

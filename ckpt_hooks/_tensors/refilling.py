@@ -1,0 +1,135 @@
+"""Memory which its owner frees after forward and can fill again: who owns the memory, and loans of it to replays.
+
+A framework that shards parameters gathers the whole parameters of a unit for the unit's forward and frees them after it. A
+replay which reads such a parameter borrows the memory: the owner fills it, all of a unit's tensors at once, and frees it when
+the last borrower gives it back. A framework registers a finder of owners here. This module knows no framework.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["Finder", "Loan", "Origin", "Owner", "borrow", "give_back", "is_lent", "origin_of", "register_finder"]
+
+
+class Owner(Protocol):
+    """The owner of some tensors' memory. Equal owners are one."""
+
+    def __hash__(self) -> int: ...
+
+    def __eq__(self, other: object, /) -> bool: ...
+
+    def fill(self) -> Callable[[], None] | None:
+        """Fills the memory, if it is freed.
+
+        Returns:
+            What frees the memory again; None if the memory was there, or the owner itself is about to use it.
+        """
+
+
+class Origin(NamedTuple):
+    """Where the contents of a tensor come from.
+
+    Attributes:
+        owner: The owner of the memory.
+        source: The tensor from which the owner fills the memory.
+    """
+
+    owner: Owner
+    source: torch.Tensor
+
+
+#: Returns where the contents of a tensor come from; None for memory which is not the framework's.
+Finder = Callable[[torch.Tensor], Origin | None]
+
+
+class _Registered:
+    """The finder of a framework, loaded once the framework is."""
+
+    __slots__ = ("_find", "_load", "framework")
+
+    def __init__(self, framework: str, load: Callable[[], Finder]) -> None:
+        self.framework, self._load = framework, load
+        self._find: Finder | None = None
+
+    def find(self, tensor: torch.Tensor) -> Origin | None:
+        find = self._find
+        if find is None:
+            find = self._find = self._load()
+        return find(tensor)
+
+
+_registered: list[_Registered] = []
+
+
+def register_finder(framework: str, load: Callable[[], Finder]) -> None:
+    """Registers who finds the owners of a framework's memory.
+
+    Args:
+        framework: The framework's module. As long as nobody has imported the module, no question costs more than a look-up.
+        load: Returns the finder, called when the first question comes.
+    """
+    _registered.append(_Registered(framework, load))
+
+
+def origin_of(tensor: torch.Tensor) -> Origin | None:
+    """Returns where the contents of a tensor come from; None for memory which stays."""
+    for registered in _registered:
+        if registered.framework in sys.modules and (origin := registered.find(tensor)) is not None:
+            return origin
+    return None
+
+
+class Loan:
+    """Filled memory, as long as somebody uses it.
+
+    Attributes:
+        free: Frees the memory.
+        users: The number of users.
+    """
+
+    __slots__ = ("free", "users")
+
+    def __init__(self, free: Callable[[], None]) -> None:
+        self.free, self.users = free, 0
+
+
+_loans: dict[Any, Loan] = {}
+_lock = threading.RLock()
+
+
+def is_lent(owner: Owner) -> bool:
+    """Whether a replay has borrowed the memory of an owner, which would be freed with the last use."""
+    return owner in _loans
+
+
+def borrow(owner: Owner) -> Loan | None:
+    """Has the memory of an owner filled, until :func:`give_back`.
+
+    Returns:
+        The loan; None if the memory was there without one, and so stays.
+    """
+    with _lock:
+        free, loan = owner.fill(), _loans.get(owner)
+        if loan is None:
+            if free is None:
+                return None
+            loan = _loans[owner] = Loan(free)
+        elif free is not None:  # the owner had freed the memory since
+            loan.free = free
+        loan.users += 1
+        return loan
+
+
+def give_back(owner: Owner, loan: Loan) -> None:
+    """Ends a use of borrowed memory; the last user has it freed."""
+    with _lock:
+        loan.users -= 1
+        if not loan.users:
+            del _loans[owner]
+            loan.free()

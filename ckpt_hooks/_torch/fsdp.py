@@ -1,0 +1,83 @@
+"""Private parts of FSDP2 (``torch.distributed.fsdp.fully_shard``): its parameters' memory, gathered and freed unit by unit.
+
+A unit has one or more groups of parameters, gathered together. ``FSDPModule.unshard`` and ``reshard``, which are public, do not
+tell whether the parameters were there before, and in which of two forms of shards. To go with a public way to ask whose memory
+a tensor has. All of 2.11 to 2.15, but where another version is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed import _composable_state
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from ckpt_hooks._torch import storage_of
+
+__all__ = ["addresses_of", "gather", "num_units", "parameters_by_group", "shard_of"]
+
+
+def num_units() -> int:
+    """Returns the number of modules given to FSDP2, or to another composable function of torch."""
+    return len(_composable_state._module_state_mapping)
+
+
+def parameters_by_group() -> Iterator[tuple[Any, Any]]:
+    """Yields each group with each of its parameters (``FSDPParamGroup``, ``FSDPParam``)."""
+    for reference in list(_composable_state._module_state_mapping.values()):
+        state: Any = reference()
+        # Since 2.12 a state has several groups.
+        groups = getattr(state, "_fsdp_param_groups", None)
+        if groups is None:
+            groups = [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            for parameter in getattr(group, "fsdp_params", ()):
+                yield group, parameter
+
+
+def addresses_of(parameter: Any) -> set[int]:
+    """Returns the addresses of the storages that a gather fills for a parameter; none before the first gather."""
+    whole = getattr(parameter, "_unsharded_param", None)
+    tensors = [
+        whole,
+        getattr(whole, "_local_tensor", None),
+        *getattr(parameter, "all_gather_outputs", ()),
+        *getattr(parameter, "_unsharded_inner_tensors", ()),
+    ]
+    found = {storage_of(tensor) for tensor in tensors if isinstance(tensor, torch.Tensor)}
+    return {address for address in found if address}
+
+
+def shard_of(parameter: Any) -> torch.Tensor:
+    """Returns the parameter of this process, to which the optimizer writes."""
+    shard: torch.Tensor = parameter.sharded_param
+    return shard
+
+
+def gather(group: Any) -> Callable[[], None] | None:
+    """Gathers the parameters of a group, unless they are there.
+
+    Returns:
+        What brings back the shards as they were; None if FSDP has gathered the parameters, or has begun to, for its own use.
+    """
+    if group.is_unsharded:
+        return None
+    found = group._training_state
+    # A prefetch, after which FSDP uses and frees the parameters; not so after the backward of the group.
+    is_begun = group._all_gather_result is not None and found != TrainingState.POST_BACKWARD
+    between = TrainingState.FORWARD if group.is_sharded_post_forward else TrainingState.IDLE
+    with group.use_training_state(TrainingState.IDLE):  # in which nothing is passed over, on the current stream
+        group.lazy_init()
+        group.unshard(async_op=False)
+        group.wait_for_unshard()
+    if is_begun:
+        return None
+
+    def free() -> None:
+        if group._training_state == found:  # else FSDP uses the parameters by now
+            with group.use_training_state(between):
+                group.reshard()
+
+    return free

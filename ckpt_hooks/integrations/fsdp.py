@@ -1,0 +1,94 @@
+"""Parameters sharded by FSDP2, for replays which need them gathered: several units in one recorded region.
+
+FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. The replay
+of a region around several units reads parameters of units whose backward has not come. :func:`origin_of` names the unit that a
+parameter belongs to, as the owner which gathers it again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.modes import past_modes
+from ckpt_hooks._tensors.refilling import Origin
+from ckpt_hooks._torch import storage_address
+from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
+
+__all__ = ["Unit", "origin_of"]
+
+
+class Unit:
+    """A group of parameters which FSDP2 gathers together.
+
+    Attributes:
+        group: The group, an ``FSDPParamGroup`` of torch.
+    """
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+
+    def __hash__(self) -> int:
+        return hash(id(self.group))
+
+    def __eq__(self, other: object, /) -> bool:
+        return isinstance(other, Unit) and other.group is self.group
+
+    def fill(self) -> Callable[[], None] | None:
+        """Gathers the parameters; see :meth:`ckpt_hooks._tensors.refilling.Owner.fill`."""
+        free = past_modes(gather, self.group)
+        return None if free is None else lambda: past_modes(free)
+
+
+# The group and the parameter that a storage belongs to, by the storage's address; weakly, as models come and go.
+_by_address: dict[int, tuple[weakref.ref[Any], weakref.ref[Any]]] = {}
+# The parameters in the index.
+_indexed: weakref.WeakSet[Any] = weakref.WeakSet()
+# Parameters which FSDP2 has not made, by identity. None of them becomes one that it has.
+_foreign: dict[int, weakref.ref[torch.Tensor]] = {}
+
+
+def origin_of(tensor: torch.Tensor) -> Origin | None:
+    """Returns the unit that gathers a tensor, and the shard in this process; None for memory which FSDP2 does not free."""
+    if not num_units():
+        return None
+    whole = tensor._base if tensor._is_view() else tensor
+    if type(whole) is not torch.nn.Parameter:
+        return None
+    key = id(whole)
+    foreign = _foreign.get(key)
+    if foreign is not None and foreign() is whole:
+        return None
+    address = storage_address(whole)
+    found = _found(address)
+    if found is None:
+        _index()
+        found = _found(address)
+        if found is None:
+            _foreign[key] = weakref.ref(whole, partial(_foreign.pop, key))
+    return found
+
+
+def _found(address: int) -> Origin | None:
+    references = _by_address.get(address)
+    if references is None:
+        return None
+    group, parameter = references[0](), references[1]()
+    if group is None or parameter is None or address not in addresses_of(parameter):
+        del _by_address[address]
+        return None
+    return Origin(Unit(group), shard_of(parameter))
+
+
+def _index() -> None:
+    """Adds to the index the parameters gathered for the first time since the index was last made."""
+    for group, parameter in parameters_by_group():
+        if parameter not in _indexed and (addresses := addresses_of(parameter)):
+            _indexed.add(parameter)
+            _by_address.update(dict.fromkeys(addresses, (weakref.ref(group), weakref.ref(parameter))))

@@ -1,0 +1,83 @@
+"""Regions in the stages of a pipeline, under torch's schedules."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torch.distributed.pipelining")
+
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, results
+
+PARTS = 4
+
+#: Each schedule, with the stages of the two processes.
+SCHEDULES = {
+    "GPipe": (ScheduleGPipe, ((0,), (1,))),
+    "1F1B": (Schedule1F1B, ((0,), (1,))),
+    "Interleaved1F1B": (ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
+    "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
+    "ZBVZeroBubble": (ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
+}
+
+
+class Stage(torch.nn.Module):
+    """Two blocks, in a region."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
+        for block in self.blocks:  # buffers would have what the stages' look at shapes makes of uninitialised memory
+            block.norm = torch.nn.LayerNorm(WIDTH)
+        self.form = FORMS[form]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Returns the result of both blocks."""
+        return self.form(lambda x: self.blocks[1](self.blocks[0](x)))(x)
+
+
+def losses_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return (y - target).pow(2).mean()
+
+
+def steps(schedule: str, form: str) -> list[torch.Tensor]:
+    make, numbers = SCHEDULES[schedule]
+    rank, num_stages = torch.distributed.get_rank(), sum(map(len, numbers))
+    torch.manual_seed(0)
+    modules = [Stage(form) for _ in range(num_stages)]
+    mine = [modules[number] for number in numbers[rank]]
+    stages = [PipelineStage(modules[number], number, num_stages, torch.device("cpu")) for number in numbers[rank]]
+    is_single = len(stages) == 1
+    found = []
+    runner = make(stages[0] if is_single else stages, PARTS, loss_fn=losses_of, scale_grads=False)
+    optimizer = torch.optim.AdamW([parameter for module in mine for parameter in module.parameters()], 0.01)
+    torch.manual_seed(2)
+    x, target = torch.randn(3 * PARTS, WIDTH), torch.randn(3 * PARTS, WIDTH)
+    for _ in range(2):
+        losses: list[torch.Tensor] = []
+        has_first, has_last = 0 in numbers[rank], num_stages - 1 in numbers[rank]
+        runner.step(*((x,) if has_first else ()), **({"target": target, "losses": losses} if has_last else {}))
+        found += [*losses, *(tensor for module in mine for tensor in results(module))]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [tensor.detach().clone() for tensor in found]
+
+
+def every_form(schedule: str) -> None:
+    expected = steps(schedule, "plain")
+    for form in (*FEW, "call with values", "region in a call"):
+        assert_equal(steps(schedule, form), expected, form)
+
+
+@pytest.mark.parametrize("schedule", list(SCHEDULES))
+def test_regions_in_stages(ranks, schedule):
+    ranks.run(every_form, schedule)

@@ -1,0 +1,186 @@
+"""Memory that its owner frees and fills again: loans to replays, with an owner made up for the tests."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+
+import pytest
+import torch
+
+from ckpt_hooks import MutationError, checkpoint_region
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks._tensors import refilling
+from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
+from tests.measure import Frames
+from tests.regions import assert_same
+
+
+class Sheets:
+    """The owner of whole tensors, each a copy of a source, all filled and freed together."""
+
+    def __init__(self, **sources: torch.Tensor) -> None:
+        self.sources = sources
+        self.whole = {name: torch.nn.Parameter(source.clone()) for name, source in sources.items()}
+        self.told: list[str] = []
+        self.is_full = True
+
+    def fill(self):
+        if self.is_full:
+            return None
+        self.told.append("fill")
+        for name, tensor in self.whole.items():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
+                tensor.copy_(self.sources[name])
+        self.is_full = True
+        return self.free
+
+    def free(self) -> None:
+        self.told.append("free")
+        for tensor in self.whole.values():
+            tensor.untyped_storage().resize_(0)
+        self.is_full = False
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """Registers owners, of a framework that has been imported."""
+    owners: list[Sheets] = []
+
+    def find(tensor):
+        for owner in owners:
+            for name, whole in owner.whole.items():
+                if whole is tensor:
+                    return Origin(owner, owner.sources[name])
+        return None
+
+    monkeypatch.setitem(sys.modules, "made_up_framework", types.ModuleType("made_up_framework"))
+    monkeypatch.setattr(refilling, "_registered", [])
+    refilling.register_finder("made_up_framework", lambda: find)
+    return owners
+
+
+def sheets(owners, *names):
+    owner = Sheets(**{name: torch.rand(3, 3) for name in names})
+    owners.append(owner)
+    return owner
+
+
+def test_a_replay_borrows_what_it_reads(registered):
+    """Tensors filled together are borrowed once, from the first operator that reads one to the last."""
+    first, second = sheets(registered, "a", "b"), sheets(registered, "c")
+    x = torch.rand(3, 3, requires_grad=True)
+    found = []
+    for whole in (None, True, False):
+        for owner in (first, second):
+            owner.fill()
+            owner.told.clear()
+        a, b, c = first.whole["a"], first.whole["b"], second.whole["c"]
+        if whole is None:
+            y = ((x @ a).sin() @ b).exp() @ c
+        else:
+            with checkpoint_region(replay_whole=whole):
+                y = ((x @ a).sin() @ b).exp() @ c
+            first.free()  # not the second, as if its backward had begun
+            first.told.clear()
+
+            def fill_for_backward(grad):
+                first.fill()
+                first.told.append("backward")
+
+            y.grad_fn.next_functions[0][0].register_prehook(lambda grads: fill_for_backward(grads))
+        found.append(torch.autograd.grad(y.sum(), (x, a, b, c)))
+        if whole is not None:
+            assert first.told == ["fill", "free", "fill", "backward"]
+            assert second.told == []
+    assert_same(list(found[1]), list(found[0]))
+    assert_same(list(found[2]), list(found[0]))
+
+
+def test_memory_of_an_owner_is_not_the_regions(registered):
+    owner = sheets(registered, "a")
+    owner.whole["a"].requires_grad_(False)
+    x = torch.rand(3, 3, requires_grad=True)
+    frames = Frames()
+    with observe(frames), checkpoint_region():
+        y = (x + owner.whole["a"]).sin().exp()
+    frame = frames.frames[0]()
+    assert len(frame.saved()) == 2
+    assert frame.held() == []
+    y.sum().backward()
+
+
+def test_the_last_user_gives_back(registered):
+    owner = sheets(registered, "a")
+    assert borrow(owner) is None  # there, and stays
+    assert not is_lent(owner)
+    owner.free()
+    first, second = borrow(owner), borrow(owner)
+    assert is_lent(owner)
+    give_back(owner, first)
+    assert owner.is_full
+    owner.free()  # by the owner itself
+    third = borrow(owner)
+    assert owner.is_full
+    give_back(owner, second)
+    assert owner.is_full
+    give_back(owner, third)
+    assert owner.told == ["free", "fill", "free", "fill", "free"]
+    assert not is_lent(owner)
+
+
+def test_users_in_several_threads(registered):
+    owner = sheets(registered, "a")
+    owner.free()
+    inside, errors = threading.Barrier(4), []
+
+    def use():
+        for _ in range(20):
+            loan = borrow(owner)
+            inside.wait(10)
+            if not owner.is_full:
+                errors.append("freed while in use")
+            inside.wait(10)
+            give_back(owner, loan)
+            inside.wait(10)
+
+    threads = [threading.Thread(target=use) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not errors
+    assert owner.told == ["free"] + ["fill", "free"] * 20
+
+
+def test_a_source_that_was_modified(registered):
+    owner = sheets(registered, "a")
+    x = torch.rand(3, 3, requires_grad=True)
+    with checkpoint_region():
+        y = (x @ owner.whole["a"]).sin().exp()
+    owner.free()
+    owner.sources["a"].mul_(2)
+    with pytest.raises(MutationError, match=r"region 'region' needs \(a parameter gathered for its unit\) has been modified"):
+        y.sum().backward()
+    assert owner.told == ["free"]
+
+
+def test_memory_of_nobody(registered):
+    owner = sheets(registered, "a")
+    registered.clear()
+    x = torch.rand(3, 3, requires_grad=True)
+    with checkpoint_region():
+        y = (x @ owner.whole["a"]).sin().exp()
+    owner.free()
+    with pytest.raises(MutationError, match="was freed after forward and not filled again"):
+        y.sum().backward()
+
+
+def test_no_question_before_the_framework_is_imported(registered, monkeypatch):
+    """The finder is not even loaded."""
+    monkeypatch.delitem(sys.modules, "made_up_framework")
+    owner = sheets(registered, "a")
+    assert refilling.origin_of(owner.whole["a"]) is None
+    assert refilling._registered[0]._find is None
