@@ -43,6 +43,21 @@ def test_charlm_trains_alike_in_every_mode():
     assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
 
 
+@pytest.mark.distributed
+def test_fsdp_trains_alike_in_every_mode():
+    """In two processes, with a region for each unit and with one for all."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no process groups")
+    command = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    tiny = ["--steps", "2", "--layers", "2", "--width", "16", "--heads", "2", "--context", "16", "--batch", "2"]
+    found = subprocess.run(
+        [*command, str(ROOT / "examples" / "train_fsdp.py"), *tiny], check=False, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    assert "losses of all modes bitwise equal: yes" in found.stdout
+    assert len(found.stdout.splitlines()) == 8
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["everything_saveable", "nothing_saveable", "dots_with_no_batch_dims_saveable"])
 def test_charlm_trains_alike_under_every_policy(policy):

@@ -16,9 +16,19 @@ from torch.distributed.pipelining.schedules import (
     ScheduleZBVZeroBubble,
 )
 
+from ckpt_hooks import checkpoint, checkpoint_region, policies
 from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, results
+from tests.measure import CountOps
 
 PARTS = 4
+
+#: Forms whose values stay for the second part of a backward.
+SPLIT = {
+    "call, split": checkpoint(split_backward=True),
+    "policy, split": checkpoint(split_backward=True, policy=policies.dots_saveable),
+    "region, split": checkpoint_region(split_backward=True),
+    "kept products, split": checkpoint_region(split_backward=True, policy=policies.dots_saveable),
+}
 
 #: Each schedule, with the stages of the two processes.
 SCHEDULES = {
@@ -38,7 +48,7 @@ class Stage(torch.nn.Module):
         self.blocks = torch.nn.ModuleList(Block() for _ in range(2))
         for block in self.blocks:  # buffers would have what the stages' look at shapes makes of uninitialised memory
             block.norm = torch.nn.LayerNorm(WIDTH)
-        self.form = FORMS[form]
+        self.form = {**FORMS, **SPLIT}[form]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the result of both blocks."""
@@ -49,7 +59,8 @@ def losses_of(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (y - target).pow(2).mean()
 
 
-def steps(schedule: str, form: str) -> list[torch.Tensor]:
+def steps(schedule: str, form: str, gelus: list[int] | None = None) -> list[torch.Tensor]:
+    """Trains for two steps; notes how often each step ran ``gelu``, the operator that only forwards of blocks run."""
     make, numbers = SCHEDULES[schedule]
     rank, num_stages = torch.distributed.get_rank(), sum(map(len, numbers))
     torch.manual_seed(0)
@@ -65,7 +76,10 @@ def steps(schedule: str, form: str) -> list[torch.Tensor]:
     for _ in range(2):
         losses: list[torch.Tensor] = []
         has_first, has_last = 0 in numbers[rank], num_stages - 1 in numbers[rank]
-        runner.step(*((x,) if has_first else ()), **({"target": target, "losses": losses} if has_last else {}))
+        with CountOps() as ops:
+            runner.step(*((x,) if has_first else ()), **({"target": target, "losses": losses} if has_last else {}))
+        if gelus is not None:
+            gelus.append(ops.counts["gelu"])
         found += [*losses, *(tensor for module in mine for tensor in results(module))]
         optimizer.step()
         optimizer.zero_grad()
@@ -81,3 +95,23 @@ def every_form(schedule: str) -> None:
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_regions_in_stages(ranks, schedule):
     ranks.run(every_form, schedule)
+
+
+def forwards(schedule: str) -> dict[str, int]:
+    """Returns how often each form ran forwards of this process's blocks in the second step; the first looks at shapes too."""
+    expected, found = steps(schedule, "plain"), {}
+    for form in ("plain", "call", "with", *SPLIT):
+        gelus: list[int] = []
+        assert_equal(steps(schedule, form, gelus), expected, form)
+        found[form] = gelus[1]
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
+def test_schedules_without_bubbles_run_each_forward_twice(ranks, schedule):
+    """Under ``split_backward`` once in forward and once for both parts of the backward; without it once more for each part."""
+    runs = 2 * 2 * PARTS  # of two stages with two blocks
+    for found in ranks.run(forwards, schedule):
+        assert found.pop("plain") == runs
+        assert found.pop("call") > 2 * runs < found.pop("with")
+        assert found == dict.fromkeys(SPLIT, 2 * runs)
