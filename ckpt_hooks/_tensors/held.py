@@ -82,7 +82,7 @@ class HeldTensor:
         assert tensor is not None
         if tensor.is_inference():
             return self
-        if self.is_fickle:
+        if self.is_fickle and not is_freed(tensor):
             self.copy({})
             return self
         self.version, self.steps = tensor._version, num_fused_steps()

@@ -16,7 +16,7 @@ import torch
 
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._tensors.refilling import Origin
-from ckpt_hooks._torch import storage_address
+from ckpt_hooks._torch import storage_of
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
 
 __all__ = ["Unit", "origin_of"]
@@ -56,18 +56,17 @@ _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 def origin_of(tensor: torch.Tensor) -> Origin | None:
     """Returns the unit that gathers a tensor, and the shard in this process; None for memory which FSDP2 does not free."""
-    if not num_units():
+    if not num_units() or (address := storage_of(tensor)) is None:
         return None
+    found = _found(address)
+    if found is not None:
+        return found
     whole = tensor._base if tensor._is_view() else tensor
     if type(whole) is not torch.nn.Parameter:
         return None
     key = id(whole)
     foreign = _foreign.get(key)
-    if foreign is not None and foreign() is whole:
-        return None
-    address = storage_address(whole)
-    found = _found(address)
-    if found is None:
+    if foreign is None or foreign() is not whole:
         _index()
         found = _found(address)
         if found is None:

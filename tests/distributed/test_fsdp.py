@@ -292,3 +292,26 @@ def what_is_held() -> None:
 
 def test_gathered_parameters_are_not_held(ranks):
     ranks.run(what_is_held)
+
+
+class CallsTwice(Model):
+    """Calls the blocks twice, so that the backward of a unit has been, and comes again."""
+
+    def through(self, x: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        return super().through(super().through(x, start, end), start, end)
+
+
+def units_called_twice() -> None:
+    found = []
+    for form in ("plain", *FEW, "part by part", "two regions"):
+        torch.manual_seed(0)
+        model = CallsTwice(FORMS[form])
+        SHARDINGS["units"](model)
+        with counted() as gathers:
+            found.append([*trained(model, 3), torch.tensor(len(gathers.whole))])
+        assert_equal(found[-1], found[0], form)
+
+
+def test_units_called_twice(ranks):
+    """No unit stays whole for longer, to be read by the next forward as from before the optimizer's step."""
+    ranks.run(units_called_twice)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from ckpt_hooks import checkpoint
-from tests.distributed.training import FORMS, WIDTH, Model, assert_equal, local
+from tests.distributed.training import FEW, FORMS, WIDTH, Model, assert_equal, local
 
 LENGTH = 4
 
@@ -67,20 +68,20 @@ def steps(plan: str, form: str, is_sharded: bool) -> list[torch.Tensor]:
     return [local(tensor) for tensor in (*found, *model.parameters())]
 
 
-def every_form(plan: str, is_sharded: bool = False) -> None:
+def as_plain(plan: str, forms: Iterable[str], is_sharded: bool = False) -> None:
     expected = steps(plan, "plain", is_sharded)
-    for form in FORMS.keys() - ({"region in a call"} if is_sharded else set()):
+    for form in forms:
         assert_equal(steps(plan, form, is_sharded), expected, form)
 
 
 @pytest.mark.parametrize("plan", list(PLANS))
 def test_regions_in_split_models(ranks, plan):
-    ranks.run(every_form, plan)
+    ranks.run(as_plain, plan, tuple(FORMS) if plan == "tensor" else FEW)
 
 
 def test_regions_over_units_of_split_parameters(four_ranks):
     """The gathered parameter is a distributed tensor of another mesh."""
-    four_ranks.run(every_form, "tensor", True)
+    four_ranks.run(as_plain, "tensor", FEW, True)
 
 
 def slow_collectives(check: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
-from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, results
+from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, block_of_code, results
 from tests.measure import CountOps
 
 PARTS = 4
@@ -37,6 +37,13 @@ SCHEDULES = {
     "Interleaved1F1B": (ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
     "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
     "ZBVZeroBubble": (ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
+}
+
+
+#: For schedules that run a backward in two parts.
+SPLIT = {
+    "split region": block_of_code(split_backward=True),
+    "split call": checkpoint(split_backward=True),
 }
 
 
@@ -88,12 +95,18 @@ def steps(schedule: str, form: str, gelus: list[int] | None = None) -> list[torc
 
 def every_form(schedule: str) -> None:
     expected = steps(schedule, "plain")
-    for form in (*FEW, "call with values", "region in a call"):
+    for form in (*FEW, "call with values", "region in a call", *SPLIT):
         assert_equal(steps(schedule, form), expected, form)
+
+
+def skip_where_it_hangs(schedule: str) -> None:
+    if schedule == "ZBVZeroBubble" and torch.__version__ < "2.12":
+        pytest.skip("the processes wait for each other under gloo, without regions too")
 
 
 @pytest.mark.parametrize("schedule", list(SCHEDULES))
 def test_regions_in_stages(ranks, schedule):
+    skip_where_it_hangs(schedule)
     ranks.run(every_form, schedule)
 
 
@@ -110,6 +123,7 @@ def forwards(schedule: str) -> dict[str, int]:
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble"])
 def test_schedules_without_bubbles_run_each_forward_twice(ranks, schedule):
     """Under ``split_backward`` once in forward and once for both parts of the backward; without it once more for each part."""
+    skip_where_it_hangs(schedule)
     runs = 2 * 2 * PARTS  # of two stages with two blocks
     for found in ranks.run(forwards, schedule):
         assert found.pop("plain") == runs

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
 
-__all__ = ["EXTENTS", "FEW", "FORMS", "WIDTH", "Block", "Model", "assert_equal", "local", "results", "trained"]
+__all__ = ["EXTENTS", "FEW", "FORMS", "WIDTH", "Block", "Model", "assert_equal", "block_of_code", "local", "results", "trained"]
 
 WIDTH = 8
 
