@@ -89,7 +89,7 @@ def frame_of_call(
     if not (debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)
     checked_flag(debug, "debug")
-    logs = OperatorLogs()
+    logs = OperatorLogs(function)
     own = logs.forward, logs.recompute
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
     frame.explain = logs.explain
