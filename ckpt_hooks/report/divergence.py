@@ -82,9 +82,7 @@ def _same(one: Entry, other: Entry) -> bool:
     return _same_line(one, other) and _same_kinds(one, other)
 
 
-def _behind(
-    forward: Sequence[Entry], place: int, recompute: Sequence[Entry], found: int, *, is_whole: bool
-) -> Divergence:
+def _behind(forward: Sequence[Entry], place: int, recompute: Sequence[Entry], found: int, *, is_whole: bool) -> Divergence:
     """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends."""
     most, most_found = min(_WINDOW, len(forward) - place), min(_WINDOW, len(recompute) - found)
     for match in (_same_line, _same_operator):
@@ -94,11 +92,8 @@ def _behind(
                 if one == len(forward) or other == len(recompute):
                     agree = is_whole and one == len(forward) and other == len(recompute)
                 else:
-                    is_last = one + 1 == len(forward) or other + 1 == len(recompute)
-                    is_end = is_last and (not is_whole or (one + 1 == len(forward) and other + 1 == len(recompute)))
-                    agree = match(forward[one], recompute[other]) and (
-                        is_end or (not is_last and match(forward[one + 1], recompute[other + 1]))
-                    )
+                    is_last = not distance or one + 1 == len(forward) or other + 1 == len(recompute)
+                    agree = match(forward[one], recompute[other]) and (is_last or match(forward[one + 1], recompute[other + 1]))
                 if agree and distance:
                     return Divergence(place, one, found, other)
                 if agree:  # the same operator, of other kinds or at another line
@@ -135,14 +130,10 @@ def divergence_in_words(
         head = f"{blamed.operator} had other arguments, or another result, in the recompute than in forward"
     else:
         head = f"Forward ran {one.operator}, and the recompute ran {other.operator}"
-    also = "".join(
-        f"\nwhere {'forward' if entry is one else 'the recompute'} is at {entry.line(root)}" for entry in lines[1:]
-    )
+    also = "".join(f"\nwhere {'forward' if entry is one else 'the recompute'} is at {entry.line(root)}" for entry in lines[1:])
     runs = [
         _run_in_words("forward", one or (forward[place] if place < len(forward) else None), one is None, root),
-        _run_in_words(
-            "recompute", other or (recompute[found] if found < len(recompute) else None), other is None, root
-        ),
+        _run_in_words("recompute", other or (recompute[found] if found < len(recompute) else None), other is None, root),
     ]
     return (
         f"the recompute first differs at {blamed.line(root)}{also}\n{head}.\n{''.join(runs)}"
