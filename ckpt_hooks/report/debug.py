@@ -98,9 +98,9 @@ class OperatorLogs:
         explained = rebuild_error(
             type(error),
             f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
-            f"during the original forward and during recomputation differ. Both logs whole, {len(forward)} operators of forward "
-            f"and {len(recompute)} of the recompute: `print(*error.operators, sep='\\n')`, and likewise "
-            f"error.recomputed_operators.\n\n{error}",
+            "during the original forward and during recomputation differ. The error has both logs whole, "
+            f"{len(forward)} operators of forward and {len(recompute)} of the recompute: print(*error.operators, sep='\\n'), "
+            f"and likewise error.recomputed_operators.\n\n{error}",
             vars(error),
         )
         explained.operators = tuple(f"{entry.in_words()} at {entry.line(root)}" for entry in forward)

@@ -83,14 +83,17 @@ def _same(one: Entry, other: Entry) -> bool:
 
 
 def _behind(forward: Sequence[Entry], place: int, recompute: Sequence[Entry], found: int, *, is_whole: bool) -> Divergence:
-    """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends."""
+    """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends.
+
+    Operators of the same line are looked for first, then the same operators at whatever line.
+    """
     most, most_found = min(_WINDOW, len(forward) - place), min(_WINDOW, len(recompute) - found)
     for match in (_same_line, _same_operator):
         for distance in range(most + most_found + 1):
             for count in range(max(0, distance - most_found), min(distance, most) + 1):
                 one, other = place + count, found + distance - count
                 if one == len(forward) or other == len(recompute):
-                    agree = is_whole and one == len(forward) and other == len(recompute)
+                    agree = is_whole and match is _same_operator and one == len(forward) and other == len(recompute)
                 else:
                     is_last = not distance or one + 1 == len(forward) or other + 1 == len(recompute)
                     agree = match(forward[one], recompute[other]) and (is_last or match(forward[one + 1], recompute[other + 1]))

@@ -51,7 +51,7 @@ def changed_global(x):
     h = x.sin().exp()
     if len(SCALE) == 1:
         h = h.tan()  # of forward
-    else:
+    if len(SCALE) == 2:
         h = h.atan()  # of the recompute
     return (h * x).exp().sin()
 
@@ -167,7 +167,7 @@ def test_the_same_operators_at_other_lines_are_no_difference():
     def function(x):
         if is_recomputing():
             h = x.sin()
-        else:
+        if not is_recomputing():
             h = x.sin()
         h = h.cos()
         return h.exp() if is_recomputing() else h.tan()  # blamed
@@ -179,7 +179,7 @@ def test_the_same_operators_at_other_lines_are_no_difference():
 def test_another_function_altogether():
     """Then operators are compared, and no lines."""
     todo = [lambda x: x.sin().cos().exp(), lambda x: x.sin().tan().cos().exp()]
-    message = message_of(lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(3), None, determinism_check="values")
+    message = message_of(lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(3), None, early_stop=False)
     assert "The recompute ran aten.tan.default, and forward did not." in message
 
 
