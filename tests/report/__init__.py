@@ -1,1 +1,0 @@
-"""Reports: debug mode, traces, saved tensors."""
