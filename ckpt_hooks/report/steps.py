@@ -172,7 +172,7 @@ def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
                 value = getattr(region, figure)
                 counts[figure] += sum(value.values()) if isinstance(value, dict) else value or 0
     return tuple(
-        Drift(*key[:2], figure, values)
+        Drift(key[0], key[1], figure, values)
         for key, counts in sums.items()
         for figure in ("entries", *_FIGURES)
         if len(set(values := tuple(count[figure] for count in counts))) > 1

@@ -94,7 +94,8 @@ class _Tracer(Observer):
         if opened:
             region = opened[0]
             raise RuntimeError(
-                f"trace.step() was called inside of region {'/'.join(region.path)!r}. Call it after backward, outside of regions."
+                f"step() of a trace was called inside of region {'/'.join(region.path)!r}, where a step cannot end. Call it "
+                "outside of regions, after backward."
             )
         self._done.append(self._present())
         self._begin()
