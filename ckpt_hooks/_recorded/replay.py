@@ -24,8 +24,9 @@ from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_address
-from ckpt_hooks.errors import CheckpointError
+from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
+from .lines import Lines
 from .rerouted import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
@@ -42,14 +43,16 @@ class Replayable(Frame):
 
     Attributes:
         bytes: The size of all tensors saved in the frame.
+        lines: The lines of operators, in debug mode; else None.
         outer: The recorded frame directly around, on the same tape.
         start: The number of the latest value when the frame began.
         whole: Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
     """
 
-    __slots__ = ("bytes", "outer", "start", "whole")
+    __slots__ = ("bytes", "lines", "outer", "start", "whole")
 
     bytes: int
+    lines: Lines | None
     outer: Replayable | None
     start: int
     whole: bool | None
@@ -150,7 +153,13 @@ class Replay:
         for value in work.leaves:
             if value.number not in self.tensors:
                 assert value.saved is not None
-                self.put(value, value.saved.get())
+                try:
+                    tensor = value.saved.get()
+                except MutationError as error:
+                    if self.frame.lines is not None:
+                        self.frame.lines.explain_replay(error, value, work.steps.values())
+                    raise
+                self.put(value, tensor)
         work.leaves.clear()
 
     def run(self, work: Work) -> None:
@@ -237,10 +246,18 @@ class Replay:
             out = draw_again(facts.operator, args, kwargs, draw)
         del args, kwargs
         if facts.has_shape_from_data:
-            check_shapes(self.frame, op, out)
+            self._check_shapes(op, out)
         self._ran.add(op.number)
         self._let_go(values)
         self._keep(op.number, out)
+
+    def _check_shapes(self, op: Op, out: Any) -> None:
+        try:
+            check_shapes(self.frame, op, out)
+        except DeterminismError as error:
+            if self.frame.lines is not None:
+                self.frame.lines.explain_operator(error, op.number)
+            raise
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Copies wanted tensors which are about to be overwritten."""
