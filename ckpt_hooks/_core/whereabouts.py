@@ -7,6 +7,7 @@ import os
 import sys
 import types
 import weakref
+from collections.abc import Mapping
 
 import torch
 
@@ -14,7 +15,16 @@ from ckpt_hooks._torch import MODULE_CALL
 
 from .words import is_of_library
 
-__all__ = ["Place", "module_in_call", "module_in_words", "outermost_module", "place_in_words", "place_of", "site_of"]
+__all__ = [
+    "Place",
+    "module_in_call",
+    "module_in_words",
+    "module_names",
+    "outermost_module",
+    "place_in_words",
+    "place_of",
+    "site_of",
+]
 
 #: A place in a program, cheap to note: the code, its line, the innermost called module, and whether the line is inside of the
 #: innermost region.
@@ -94,30 +104,42 @@ def place_of(frame: types.FrameType | None) -> Place:
     return place, line, module, is_inside
 
 
-def place_in_words(place: Place, root: torch.nn.Module | None) -> str:
+def place_in_words(place: Place, names: Mapping[int, str]) -> str:
     """Returns a place in words, with the text of its line.
 
     Args:
         place: The place.
-        root: The module in which modules have their names.
+        names: The names of modules (:func:`module_names`).
     """
     code, line, reference, _ = place
     module = None if reference is None else reference()
     words = "an unknown line" if code is None else f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}()"
     if module is not None:
-        words += f", {module_in_words(module, root)}"
+        words += f", {module_in_words(module, names)}"
     text = "" if code is None else linecache.getline(code.co_filename, line).strip()
     return f"{words}: {text}" if text else words
 
 
-def module_in_words(module: torch.nn.Module, root: torch.nn.Module | None) -> str:
-    """Returns the class of a module in words, with the module's name in another module if there is one.
+def module_names(root: torch.nn.Module | None) -> dict[int, str]:
+    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares one.
+
+    Args:
+        root: The module; None for none.
+    """
+    names: dict[int, str] = {}
+    for name, module in () if root is None else root.named_modules():
+        names.setdefault(id(vars(module)), name)
+    return names
+
+
+def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
+    """Returns the class of a module in words, with the module's name if there is one.
 
     Args:
         module: The module.
-        root: The other module.
+        names: The names of modules (:func:`module_names`).
     """
-    name = "" if root is None else next((name for name, other in root.named_modules() if vars(other) is vars(module)), "")
+    name = names.get(id(vars(module)), "")
     return f"module {name} ({type(module).__name__})" if name else f"module {type(module).__name__}"
 
 

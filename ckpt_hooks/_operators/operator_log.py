@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -76,13 +76,13 @@ class Entry:
         code, line = self.place[:2]
         return "" if code is None else f"{os.path.basename(code.co_filename)}:{line}"
 
-    def line(self, root: torch.nn.Module | None) -> str:
+    def line(self, names: Mapping[int, str]) -> str:
         """Returns line and module in words.
 
         Args:
-            root: The module in which modules have their names.
+            names: The names of modules (:func:`module_names`).
         """
-        return place_in_words(self.place, root)
+        return place_in_words(self.place, names)
 
 
 class OperatorLog(PausableDispatchMode):

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.saved import TrackedKept
-from ckpt_hooks._core.whereabouts import outermost_module
+from ckpt_hooks._core.whereabouts import module_names, outermost_module
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError
@@ -112,5 +112,5 @@ class Lines:
 
     def _explain(self, place: int, words: str, error: CheckpointError) -> None:
         if 0 <= place < len(self._entries):
-            entry, root = self._entries[place], None if self._root is None else self._root()
-            error.args = (f"{error}\n{words} {entry.in_words()}\n  at {entry.line(root)}",)
+            entry, names = self._entries[place], module_names(None if self._root is None else self._root())
+            error.args = (f"{error}\n{words} {entry.in_words()}\n  at {entry.line(names)}",)

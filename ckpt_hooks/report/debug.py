@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.settings import override
-from ckpt_hooks._core.whereabouts import outermost_module
+from ckpt_hooks._core.whereabouts import module_names, outermost_module
 from ckpt_hooks._operators.operator_log import OperatorLog
 from ckpt_hooks.errors import DeterminismError, rebuild_error
 
@@ -88,12 +88,12 @@ class OperatorLogs:
             error: The error of the recompute.
         """
         forward, log = self.forward.entries, self._latest[0] if self._latest else OperatorLog()
-        root, recompute = None if self._root is None else self._root(), log.entries
+        names, recompute = module_names(None if self._root is None else self._root()), log.entries
         divergence = first_divergence(forward, recompute, is_whole=log.error is None)
         if divergence is None:
             words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
         else:
-            words = divergence_in_words(divergence, forward, recompute, root)
+            words = divergence_in_words(divergence, forward, recompute, names)
         region = f"region {'/'.join(error.region)!r}: " if error.region else ""
         explained = rebuild_error(
             type(error),
@@ -103,6 +103,6 @@ class OperatorLogs:
             f"and likewise error.recomputed_operators.\n\n{error}",
             vars(error),
         )
-        explained.operators = tuple(f"{entry.in_words()} at {entry.line(root)}" for entry in forward)
-        explained.recomputed_operators = tuple(f"{entry.in_words()} at {entry.line(root)}" for entry in recompute)
+        explained.operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in forward)
+        explained.recomputed_operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in recompute)
         return explained

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
-
-import torch
 
 from ckpt_hooks._core.whereabouts import module_in_words
 from ckpt_hooks._operators.facts import same_operator
@@ -105,7 +103,7 @@ def _behind(forward: Sequence[Entry], place: int, recompute: Sequence[Entry], fo
 
 
 def divergence_in_words(
-    divergence: Divergence, forward: Sequence[Entry], recompute: Sequence[Entry], root: torch.nn.Module | None
+    divergence: Divergence, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]
 ) -> str:
     """Returns sentences on a divergence: operators, lines and modules of both runs, and the operators around.
 
@@ -113,7 +111,7 @@ def divergence_in_words(
         divergence: The divergence.
         forward: The operators of forward.
         recompute: The operators of the recompute.
-        root: The module in which modules have their names.
+        names: The names of modules (:func:`module_names`).
     """
     place, end, found, end_found = divergence
     one, other = forward[place] if place < end else None, recompute[found] if found < end_found else None
@@ -133,26 +131,26 @@ def divergence_in_words(
         head = f"{blamed.operator} had other arguments, or another result, in the recompute than in forward"
     else:
         head = f"Forward ran {one.operator}, and the recompute ran {other.operator}"
-    also = "".join(f"\nwhere {'forward' if entry is one else 'the recompute'} is at {entry.line(root)}" for entry in lines[1:])
+    also = "".join(f"\nwhere {'forward' if entry is one else 'the recompute'} is at {entry.line(names)}" for entry in lines[1:])
     runs = [
-        _run_in_words("forward", one or (forward[place] if place < len(forward) else None), one is None, root),
-        _run_in_words("recompute", other or (recompute[found] if found < len(recompute) else None), other is None, root),
+        _run_in_words("forward", one or (forward[place] if place < len(forward) else None), one is None, names),
+        _run_in_words("recompute", other or (recompute[found] if found < len(recompute) else None), other is None, names),
     ]
     return (
-        f"the recompute first differs at {blamed.line(root)}{also}\n{head}.\n{''.join(runs)}"
-        f"{_modes(one, forward, recompute, root)}"
+        f"the recompute first differs at {blamed.line(names)}{also}\n{head}.\n{''.join(runs)}"
+        f"{_modes(one, forward, recompute, names)}"
         f"Operators around it in forward:\n{_around(forward, place, end)}"
         f"Operators around it in the recompute:\n{_around(recompute, found, end_found)}"
     )
 
 
-def _run_in_words(name: str, entry: Entry | None, is_next: bool, root: torch.nn.Module | None) -> str:
+def _run_in_words(name: str, entry: Entry | None, is_next: bool, names: Mapping[int, str]) -> str:
     if entry is None:
         return f"  {name}: nothing more\n"
-    return f"  {name}{', next' if is_next else ''}: {entry.in_words()}\n    at {entry.line(root)}\n"
+    return f"  {name}{', next' if is_next else ''}: {entry.in_words()}\n    at {entry.line(names)}\n"
 
 
-def _modes(one: Entry | None, forward: Sequence[Entry], recompute: Sequence[Entry], root: torch.nn.Module | None) -> str:
+def _modes(one: Entry | None, forward: Sequence[Entry], recompute: Sequence[Entry], names: Mapping[int, str]) -> str:
     """Returns a sentence on a module in another mode in the recompute than in forward, the module of an operator first."""
     modes = {entry.place[2]: entry.training for entry in forward if entry.training is not None}
     found = {entry.place[2]: entry.training for entry in recompute if entry.training is not None}
@@ -166,7 +164,7 @@ def _modes(one: Entry | None, forward: Sequence[Entry], recompute: Sequence[Entr
         if now != modes[reference]:
             before, after = ("training" if mode else "evaluation" for mode in (modes[reference], now))
             return (
-                f"{module_in_words(module, root)} was in {before} mode in forward, and is in {after} mode in the recompute: "
+                f"{module_in_words(module, names)} was in {before} mode in forward, and is in {after} mode in the recompute: "
                 "call train() and eval() after backward.\n"
             )
     return ""
