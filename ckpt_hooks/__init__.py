@@ -37,6 +37,7 @@ if _TYPE_CHECKING:
     from ._tensors.refilling import Finder as _Finder
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
+    from .report import trace
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ __all__ = [
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
+    "trace",
     "track_rng",
 ]
 
@@ -85,7 +87,7 @@ _register_finder("torch.distributed.fsdp", _finder_of_sharded)
 _OF_TORCH = frozenset({"CheckpointFunction", "check_backward_validity", "detach_variable"})
 
 
-#: Names of the upper floors, imported when asked for.
+#: Names of the upper floors and of reports, imported when asked for.
 _LATER = {
     "apply_checkpointing": "modules",
     "checkpoint_module": "modules",
@@ -93,6 +95,7 @@ _LATER = {
     "every": "modules",
     "patch_torch": "integrations",
     "remove_checkpointing": "modules",
+    "trace": "report",
 }
 
 

@@ -65,6 +65,8 @@ class DeterminismError(CheckpointError):
         routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: operators
             which chose among floating-point numbers before the difference, and whose results were not kept. In a recorded
             region, operators on which the first different shape depends.
+        operators: The operators of forward, a line of text for each, in debug mode; else empty.
+        recomputed_operators: The operators of the recompute, likewise.
     """
 
     def __init__(
@@ -76,6 +78,8 @@ class DeterminismError(CheckpointError):
         self.expected = expected
         self.found = found
         self.routing: tuple[str, ...] = ()
+        self.operators: tuple[str, ...] = ()
+        self.recomputed_operators: tuple[str, ...] = ()
 
 
 class MutationError(CheckpointError):

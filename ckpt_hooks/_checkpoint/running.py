@@ -42,7 +42,7 @@ def run(
         kwargs: Its keyword arguments.
         options: Options of recomputes.
         context_fn: Makes the contexts of the region.
-        debug: Whether an error lists the operators.
+        debug: Whether an error names the first operator that differs.
     """
     if torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
@@ -89,7 +89,7 @@ def frame_of_call(
     if not (debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)
     checked_flag(debug, "debug")
-    logs = OperatorLogs()
+    logs = OperatorLogs(function)
     own = logs.forward, logs.recompute
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
     frame.explain = logs.explain

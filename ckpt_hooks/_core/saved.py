@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_hooks._torch import is_kept_anyway
+from ckpt_hooks.errors import CheckpointError
 
 __all__ = ["Fate", "Kept", "Saved", "TrackedKept", "fate_of_kept", "nbytes_of"]
 
@@ -18,9 +20,15 @@ Kept = list[Any]
 
 
 class TrackedKept(list[Any]):
-    """The same, with support for weak references."""
+    """The same, with support for weak references.
 
-    __slots__ = ("__weakref__",)
+    Attributes:
+        needed_by: Adds the operator which saved the tensor to an error; unset outside of debug mode.
+    """
+
+    __slots__ = ("__weakref__", "needed_by")
+
+    needed_by: Callable[[CheckpointError], None]
 
 
 class Fate(enum.Enum):

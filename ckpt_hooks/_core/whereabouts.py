@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import types
+import weakref
+from collections.abc import Mapping
 
 import torch
 
@@ -12,7 +15,25 @@ from ckpt_hooks._torch import MODULE_CALL
 
 from .words import is_of_library
 
-__all__ = ["module_in_call", "site_of"]
+__all__ = [
+    "Place",
+    "module_in_call",
+    "module_in_words",
+    "module_names",
+    "outermost_module",
+    "place_in_words",
+    "place_of",
+    "site_of",
+]
+
+#: A place in a program, cheap to note: the code, its line, the innermost called module, and whether the line is inside of the
+#: innermost region.
+Place = tuple[types.CodeType | None, int, "weakref.ref[torch.nn.Module] | None", bool]
+
+#: Whether a file is of this package or of torch, and whether of this package.
+_FILES: dict[str, tuple[bool, bool]] = {}
+
+_MOST = 6  # calls between a module's call and the line of an operator
 
 
 def site_of(frame: types.FrameType | None) -> str | None:
@@ -45,3 +66,89 @@ def module_in_call(module: torch.nn.Module | None) -> str | None:
     if outermost is None:
         return None if module is None else ""
     return next((name for name, other in outermost.named_modules() if other is module), None)
+
+
+def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
+    """Returns whether a frame of Python runs code of this package or of torch, and whether of this package."""
+    name = frame.f_code.co_filename
+    found = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
+    if not name.startswith("<"):  # others may stand for several modules
+        _FILES[name] = found
+    return found
+
+
+def place_of(frame: types.FrameType | None) -> Place:
+    """Returns the innermost line outside of this package and of torch, and the innermost called module around an operator.
+
+    Args:
+        frame: The frame of Python to start at, which is not of this package.
+    """
+    module, is_inside = None, True
+    while frame is not None:
+        code = frame.f_code
+        if code is MODULE_CALL and module is None:
+            module = weakref.ref(frame.f_locals["self"])
+        of_library, of_package = _FILES.get(code.co_filename) or _look_at(frame)
+        if not of_library:
+            break
+        if of_package:
+            is_inside = False
+        frame = frame.f_back
+    if frame is None:
+        return None, 0, module, False
+    place, line, count = frame.f_code, frame.f_lineno, 0
+    while module is None and count < _MOST and (caller := frame.f_back) is not None:
+        frame, count = caller, count + 1
+        if frame.f_code is MODULE_CALL:
+            module = weakref.ref(frame.f_locals["self"])
+    return place, line, module, is_inside
+
+
+def place_in_words(place: Place, names: Mapping[int, str]) -> str:
+    """Returns a place in words, with the text of its line.
+
+    Args:
+        place: The place.
+        names: The names of modules (:func:`module_names`).
+    """
+    code, line, reference, _ = place
+    module = None if reference is None else reference()
+    words = "an unknown line" if code is None else f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}()"
+    if module is not None:
+        words += f", {module_in_words(module, names)}"
+    text = "" if code is None else linecache.getline(code.co_filename, line).strip()
+    return f"{words}: {text}" if text else words
+
+
+def module_names(root: torch.nn.Module | None) -> dict[int, str]:
+    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares one.
+
+    Args:
+        root: The module; None for none.
+    """
+    names: dict[int, str] = {}
+    for name, module in () if root is None else root.named_modules():
+        names.setdefault(id(vars(module)), name)
+    return names
+
+
+def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
+    """Returns the class of a module in words, with the module's name if there is one.
+
+    Args:
+        module: The module.
+        names: The names of modules (:func:`module_names`).
+    """
+    name = names.get(id(vars(module)), "")
+    return f"module {name} ({type(module).__name__})" if name else f"module {type(module).__name__}"
+
+
+def outermost_module() -> torch.nn.Module | None:
+    """Returns the outermost module whose call runs on this thread."""
+    outermost: torch.nn.Module | None = None
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            outermost = frame.f_locals["self"]
+        frame = frame.f_back
+    return outermost

@@ -29,10 +29,12 @@ from ckpt_hooks._torch import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks.errors import MutationError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
+from .lines import Lines
 from .recorder import Recorder
 from .replayed import Handle, ReplayedFrame, fate_of
 from .tape import Tape
@@ -52,6 +54,7 @@ class RecordedFrame(ReplayedFrame):
     """
 
     __slots__ = (
+        "_debug",
         "_decisions",
         "_draws_anew",
         "_offload_inputs",
@@ -90,7 +93,9 @@ class RecordedFrame(ReplayedFrame):
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
-        ReplayedFrame.__init__(self, name, parent, current_settings().observers, outer)
+        settings = current_settings()
+        ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
+        self._debug = settings.debug
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
         self._decisions = None if policy is None else Decisions(policy)
@@ -122,12 +127,17 @@ class RecordedFrame(ReplayedFrame):
             tape.users_modes = users
             self._recorder = Recorder(tape)
             self._recorder.__enter__()
+            if self._debug:
+                self.lines = Lines(tape.tables)
+                self.lines.enter()
         else:
             outer._children.append(weakref.ref(self))
         self.start, self.current = tape.tables.number, tape.current
         self._lock = tape.lock
         try:
             pack, release = self._packing(tape)
+            if self.lines is not None:
+                pack = self.lines.packing(pack)
             if tape.users_modes:
                 compared = self.compared = ComparedValues(tape.users_modes)
                 push_saved_tensors_hooks(compared.packing(pack), unpack_compared)
@@ -135,6 +145,8 @@ class RecordedFrame(ReplayedFrame):
                 push_saved_tensors_hooks(pack, unpack)
         except BaseException:
             if self._recorder is not None:
+                if self.lines is not None:
+                    self.lines.exit()
                 self._recorder.__exit__()
             if self._operator_watch is not None:
                 self._operator_watch.__exit__()
@@ -158,6 +170,8 @@ class RecordedFrame(ReplayedFrame):
             # Processes which gather parameters together have to agree, whatever the sizes of their batches.
             self.whole = False
         if self._recorder is not None:
+            if self.lines is not None:
+                self.lines.exit()
             self._recorder.__exit__()
         if self._operator_watch is not None:
             self._operator_watch.__exit__()
@@ -274,12 +288,23 @@ def unpack(packed: Any) -> torch.Tensor:
     if type(packed) is not Handle:
         leaf: torch.Tensor = packed[0]
         if leaf._version != packed[1]:
-            raise mutated_leaf(packed)
+            error = mutated_leaf(packed)
+            if hasattr(packed, "needed_by"):
+                packed.needed_by(error)
+            try:
+                raise error
+            finally:
+                del error  # its traceback has this call, which would keep it alive in turn
         return leaf
     handle = packed
     frame, saved = handle.frame, handle.value.saved
     if saved is not None and not saved.is_packed:
-        tensor = saved.get()
+        try:
+            tensor = saved.get()
+        except MutationError as error:
+            if frame.lines is not None:
+                frame.lines.explain_saved(error, handle)
+            raise
     else:
         with frame._lock:
             replay = frame.passes.get(graph_task_id())

@@ -26,9 +26,10 @@ from ckpt_hooks._tensors.held import HeldRefilled
 from ckpt_hooks._tensors.refilling import Owner
 from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_address
-from ckpt_hooks.errors import CheckpointError
+from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .borrowing import Borrowing
+from .lines import Lines
 from .rerouted import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
@@ -45,14 +46,16 @@ class Replayable(Frame):
 
     Attributes:
         bytes: The size of all tensors saved in the frame.
+        lines: The lines of operators, in debug mode; else None.
         outer: The recorded frame directly around, on the same tape.
         start: The number of the latest value when the frame began.
         whole: Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
     """
 
-    __slots__ = ("bytes", "outer", "start", "whole")
+    __slots__ = ("bytes", "lines", "outer", "start", "whole")
 
     bytes: int
+    lines: Lines | None
     outer: Replayable | None
     start: int
     whole: bool | None
@@ -154,16 +157,24 @@ class Replay:
         """Gets the kept tensors for some work."""
         for value in work.leaves:
             if value.number not in self.tensors:
-                saved = value.saved
-                assert saved is not None
-                if type(saved) is HeldRefilled:
-                    tensor = saved.unmodified()
-                    self.owners[storage_address(tensor)] = saved.owner
-                    if id(value.store) not in self._plan.written:
-                        self.tensors[value.number] = tensor
-                        continue
-                self.put(value, saved.get())
+                try:
+                    self._fetch_one(value)
+                except MutationError as error:
+                    if self.frame.lines is not None:
+                        self.frame.lines.explain_replay(error, value, work.steps.values())
+                    raise
         work.leaves.clear()
+
+    def _fetch_one(self, value: Value) -> None:
+        saved = value.saved
+        assert saved is not None
+        if type(saved) is HeldRefilled:
+            tensor = saved.unmodified()
+            self.owners[storage_address(tensor)] = saved.owner
+            if id(value.store) not in self._plan.written:
+                self.tensors[value.number] = tensor
+                return
+        self.put(value, saved.get())
 
     def run(self, work: Work) -> None:
         """Does some work, once the values of the frame around are there."""
@@ -255,10 +266,18 @@ class Replay:
             out = draw_again(facts.operator, args, kwargs, draw)
         del args, kwargs
         if facts.has_shape_from_data:
-            check_shapes(self.frame, op, out)
+            self._check_shapes(op, out)
         self._ran.add(op.number)
         self._let_go(values)
         self._keep(op.number, out)
+
+    def _check_shapes(self, op: Op, out: Any) -> None:
+        try:
+            check_shapes(self.frame, op, out)
+        except DeterminismError as error:
+            if self.frame.lines is not None:
+                self.frame.lines.explain_operator(error, op.number)
+            raise
 
     def _hold(self, facts: Any, args: list[Any], kwargs: dict[str, Any]) -> None:
         """Copies wanted tensors which are about to be overwritten."""

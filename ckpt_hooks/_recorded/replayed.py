@@ -71,6 +71,7 @@ class ReplayedFrame(Replayable):
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
         self.externals: list[weakref.ref[TrackedKept]] = []
+        self.lines = None if outer is None else outer.lines
         self.outer = outer
         self.handles: list[weakref.ref[Handle]] = []
         self.start = 0

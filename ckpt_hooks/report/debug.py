@@ -1,18 +1,20 @@
-"""Debug mode: the operators of forward and recompute, in errors."""
+"""Debug mode: errors of a recompute begin with the first operator that differs from forward, and its line."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
-from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.settings import override
-from ckpt_hooks._core.words import describe_tensor
+from ckpt_hooks._core.whereabouts import module_names, outermost_module
+from ckpt_hooks._operators.operator_log import OperatorLog
 from ckpt_hooks.errors import DeterminismError, rebuild_error
+
+from .divergence import divergence_in_words, first_divergence
 
 __all__ = ["OperatorLogs", "set_checkpoint_debug_enabled"]
 
@@ -21,10 +23,17 @@ __all__ = ["OperatorLogs", "set_checkpoint_debug_enabled"]
 def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
     """Switches debug mode on or off for every region whose forward runs in the block, whatever its ``debug`` says.
 
-    The setting is this thread's (and context's) alone. The innermost block wins.
+    The setting is this thread's (and context's) alone. The innermost block wins. In debug mode a region notes each operator,
+    which takes a few times as long as a small operator itself.
+
+    - Of :func:`ckpt_hooks.checkpoint`, a :class:`ckpt_hooks.DeterminismError` begins with the first operator of forward or
+      recompute without a counterpart in the other run, with the user's line and the module. The error has both logs whole, as
+      ``operators`` and ``recomputed_operators``.
+    - Of :class:`ckpt_hooks.checkpoint_region`, a :class:`ckpt_hooks.MutationError` names the operator which needs the changed
+      tensor, with the line which ran the operator in forward.
 
     Args:
-        enabled: Whether errors of a recompute list the operators of both runs. None defers to each region's ``debug``.
+        enabled: Whether errors of a recompute tell of operators and lines. None defers to each region's ``debug``.
 
     Example:
         >>> import torch
@@ -37,59 +46,63 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
         yield
 
 
-def _in_words(value: Any) -> str:
-    return str(tree_map_only(torch.Tensor, describe_tensor, value))
+class _RecomputeLog(OperatorLog):
+    """The context of each recompute: enters a new log each time, and leaves the log of the latest ended recompute in a list."""
 
+    def __init__(self, latest: list[OperatorLog]) -> None:
+        super().__init__()
+        self._latest = latest
 
-class _OperatorLog(QuietDispatchMode):
-    """Notes each operator that runs below autograd, with its arguments and outputs in words."""
+    def _recreate_cm(self) -> _RecomputeLog:
+        return _RecomputeLog(self._latest)
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.lines: list[str] = []
-
-    def __enter__(self) -> _OperatorLog:
-        self.lines = []
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        count_writes(func, args)
-        arguments = [_in_words(value) for value in args]
-        arguments += [f"{key}={_in_words(value)}" for key, value in kwargs.items()]
-        self.lines.append(f"{func}({', '.join(arguments)}) -> {_in_words(result)}")
-        return result
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        self._latest[:] = [self]
 
 
 class OperatorLogs:
     """Logs of one region's operators, in forward and in its latest recompute.
 
     Attributes:
-        forward: Logs the operators that run while it is entered, as forward's.
-        recompute: The same for a recompute; each entering starts anew.
+        forward: The log of forward, a context manager.
+        recompute: The context manager of recomputes.
     """
 
-    def __init__(self) -> None:
-        self.forward = _OperatorLog()
-        self.recompute = _OperatorLog()
-
-    def explain(self, error: DeterminismError) -> DeterminismError:
-        """Returns an error of the same kind and fields that lists both logs.
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Makes empty logs.
 
         Args:
-            error: What the recompute raised.
+            function: The region's function.
         """
-        logs = "".join(
-            f"\nOperators executed during {name}:\n\n" + "".join(f"  {index:4} {line}\n" for index, line in enumerate(lines))
-            for name, lines in (("the original forward", self.forward.lines), ("recomputation", self.recompute.lines))
-        )
-        return rebuild_error(
+        self._latest: list[OperatorLog] = []
+        self.forward = OperatorLog()
+        self.recompute = _RecomputeLog(self._latest)
+        root = outermost_module() or (function if isinstance(function, torch.nn.Module) else None)
+        self._root = None if root is None else weakref.ref(root)
+
+    def explain(self, error: DeterminismError) -> DeterminismError:
+        """Returns an error of the same kind and fields which begins with the first difference, and has both logs.
+
+        Args:
+            error: The error of the recompute.
+        """
+        forward, log = self.forward.entries, self._latest[0] if self._latest else OperatorLog()
+        names, recompute = module_names(None if self._root is None else self._root()), log.entries
+        divergence = first_divergence(forward, recompute, is_whole=log.error is None)
+        if divergence is None:
+            words = "Forward and recompute ran the same operators, on tensors of the same kinds, as far as the recompute got.\n"
+        else:
+            words = divergence_in_words(divergence, forward, recompute, names)
+        region = f"region {'/'.join(error.region)!r}: " if error.region else ""
+        explained = rebuild_error(
             type(error),
-            "You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved during the original "
-            f"forward and during recomputation differ.\n{logs}\n"
-            "Calls of aten.detach differ in any case: the runtime makes them in a recompute.\n\n"
-            f"{error}",
+            f"{region}{words}You are seeing this error because you passed `debug=True` to checkpoint and the tensors saved "
+            "during the original forward and during recomputation differ. The error has both logs whole, "
+            f"{len(forward)} operators of forward and {len(recompute)} of the recompute: print(*error.operators, sep='\\n'), "
+            f"and likewise error.recomputed_operators.\n\n{error}",
             vars(error),
         )
+        explained.operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in forward)
+        explained.recomputed_operators = tuple(f"{entry.in_words()} at {entry.line(names)}" for entry in recompute)
+        return explained

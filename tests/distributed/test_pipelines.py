@@ -17,7 +17,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
-from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, block_of_code, results
+from tests.distributed.training import FEW, FORMS, WIDTH, Block, assert_equal, results
 from tests.measure import CountOps
 
 PARTS = 4
@@ -37,13 +37,6 @@ SCHEDULES = {
     "Interleaved1F1B": (ScheduleInterleaved1F1B, ((0, 2), (1, 3))),
     "InterleavedZeroBubble": (ScheduleInterleavedZeroBubble, ((0, 2), (1, 3))),
     "ZBVZeroBubble": (ScheduleZBVZeroBubble, ((0, 3), (1, 2))),
-}
-
-
-#: For schedules that run a backward in two parts.
-SPLIT = {
-    "split region": block_of_code(split_backward=True),
-    "split call": checkpoint(split_backward=True),
 }
 
 
@@ -95,7 +88,7 @@ def steps(schedule: str, form: str, gelus: list[int] | None = None) -> list[torc
 
 def every_form(schedule: str) -> None:
     expected = steps(schedule, "plain")
-    for form in (*FEW, "call with values", "region in a call", *SPLIT):
+    for form in (*FEW, "call with values", "region in a call"):
         assert_equal(steps(schedule, form), expected, form)
 
 

@@ -1,0 +1,283 @@
+"""Traces: what each region dropped, held and computed again, step by step."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
+from ckpt_hooks._core.holdings import Holding
+from ckpt_hooks._core.misuse import checked_flag
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.saved import Fate, Saved
+from ckpt_hooks._torch import graph_task_id
+from ckpt_hooks._torch.profiling import profiler_range
+
+from .formatting import format_bytes
+from .steps import Drift, RegionTrace, StepTrace, drift_of
+
+__all__ = ["Trace", "trace"]
+
+_logger = logging.getLogger("ckpt_hooks")
+
+
+class _Entry:
+    """One entry of a region, as found so far."""
+
+    __slots__ = ("again", "dropped", "held", "inside", "offloaded", "operators", "recomputes", "region", "seconds")
+
+    def __init__(self, region: Region) -> None:
+        self.region = region
+        self.inside: list[_Entry] = []
+        self.held: dict[str, int] = {}
+        self.operators = self.again = self.dropped = self.offloaded = self.recomputes = 0
+        self.seconds = 0.0
+
+    def frozen(self, *, operators: bool) -> RegionTrace:
+        region = self.region
+        return RegionTrace(
+            region.kind,
+            region.path[-1],
+            region.path,
+            region.site,
+            region.module,
+            self.operators if operators else None,
+            self.dropped,
+            dict(self.held),
+            self.offloaded,
+            self.recomputes,
+            self.again if operators else None,
+            self.seconds,
+            tuple(entry.frozen(operators=operators) for entry in self.inside),
+        )
+
+
+class _Running(threading.local):
+    """One thread's running recomputes, and its open ranges of the profiler, by region."""
+
+    def __init__(self) -> None:
+        self.recomputes: list[tuple[int, float]] = []
+        self.ranges: list[tuple[int, bool, Any]] = []
+
+
+class _Tracer(Observer):
+    """Adds up the events of one step after another."""
+
+    def __init__(self, *, operators: bool, log: bool, profiler_ranges: bool) -> None:
+        self.wants_operators = operators
+        self._log, self._ranges = log, profiler_ranges
+        self._lock = threading.Lock()
+        self._running = _Running()
+        self._done: list[StepTrace] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        self._roots: list[_Entry] = []
+        self._entries: dict[int, _Entry] = {}  # of this step's regions, by number
+        self._open: set[int] = set()
+        self._billed: set[int] = set()  # storages that some region holds
+        self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
+        self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
+        self._late, self._seconds = 0, 0.0
+
+    def _present(self) -> StepTrace:
+        regions = tuple(entry.frozen(operators=self.wants_operators) for entry in self._roots)
+        return StepTrace(regions, self._late, self._seconds)
+
+    def end_step(self) -> None:
+        """Ends a step."""
+        opened = [region for number in sorted(self._open) if (region := self._entries[number].region).frame() is not None]
+        if opened:
+            region = opened[0]
+            raise RuntimeError(
+                f"step() of a trace was called inside of region {'/'.join(region.path)!r}, where a step cannot end. Call it "
+                "outside of regions, after backward."
+            )
+        self._done.append(self._present())
+        self._begin()
+
+    def steps(self) -> tuple[StepTrace, ...]:
+        """Returns the ended steps, and the present one if there is anything in it."""
+        return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
+
+    # Events
+
+    def entered(self, region: Region) -> None:
+        self._begin_range(region, "forward")
+        if region.in_recompute:
+            return
+        entry = self._entries[region.id] = _Entry(region)
+        self._open.add(region.id)
+        outer = None if region.parent is None else self._entries.get(region.parent)
+        (self._roots if outer is None else outer.inside).append(entry)
+
+    def exited(self, region: Region, error: BaseException | None) -> None:
+        self._end_range(region)
+        self._open.discard(region.id)
+
+    def ran(self, region: Region, operator: Operator) -> None:
+        running = self._running.recomputes
+        entry = self._entries.get(running[-1][0] if operator.in_recompute and running else region.id)
+        if entry is not None and operator.in_recompute:
+            entry.again += 1
+        elif entry is not None:
+            entry.operators += 1
+
+    def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
+        if saved.fate is Fate.DROPPED and tensor.storage is not None and region.id in self._entries:
+            self._dropped.setdefault(tensor.storage, (region.id, saved.position, tensor.storage_nbytes))
+            self._positions[region.id, saved.position] = tensor.storage
+
+    def let_go(self, region: Region, position: int) -> None:
+        storage = self._positions.pop((region.id, position), None)
+        if storage is not None and self._dropped.get(storage, ())[:2] == (region.id, position):
+            del self._dropped[storage]  # backward is done with it
+
+    def freed(self, storage: int) -> None:
+        found = self._dropped.pop(storage, None)
+        if found is not None and storage not in self._billed and graph_task_id() == -1:
+            entry = self._entries.get(found[0])
+            if entry is not None:
+                entry.dropped += found[2]
+
+    def held(self, region: Region, holdings: Sequence[Holding]) -> None:
+        entry = self._entries.get(region.id)
+        if entry is None:
+            return
+        for holding in holdings:
+            if holding.storage is None:
+                if holding.device is None:  # with hooks of the user's, who knows where
+                    entry.held[holding.reason] = entry.held.get(holding.reason, 0) + holding.nbytes
+            elif holding.storage not in self._billed:
+                self._billed.add(holding.storage)
+                entry.held[holding.reason] = entry.held.get(holding.reason, 0) + holding.storage_nbytes
+
+    def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
+        entry = self._entries.get(region.id)
+        if entry is not None and to_host:
+            entry.offloaded += nbytes
+
+    def recomputing(self, region: Region) -> None:
+        self._begin_range(region, "recompute")
+        self._running.recomputes.append((region.id, time.perf_counter()))
+
+    def recomputed(self, region: Region, error: BaseException | None) -> None:
+        running = self._running.recomputes
+        while running:
+            number, begun = running.pop()
+            if number == region.id:
+                break
+        else:
+            return
+        seconds = time.perf_counter() - begun
+        self._end_range(region)
+        entry = self._entries.get(region.id)
+        with self._lock:
+            if not running:
+                self._seconds += seconds
+            if entry is not None:
+                entry.recomputes += 1
+                entry.seconds += seconds
+            elif not region.in_recompute:
+                self._late += 1
+        if self._log:
+            dropped = "" if entry is None else f", which had dropped {format_bytes(entry.dropped)}"
+            outcome = "" if error is None or not isinstance(error, Exception) else f", ended by {type(error).__name__}"
+            _logger.debug(
+                "recomputed region %r%s in %.3f ms%s%s",
+                "/".join(region.path),
+                f" of module {region.module}" if region.module else "",
+                seconds * 1e3,
+                dropped,
+                outcome,
+            )
+
+    # Ranges of the profiler
+
+    def _begin_range(self, region: Region, what: str) -> None:
+        if self._ranges:
+            opened = profiler_range(f"{what} of region {region.module or '/'.join(region.path)}")
+            opened.__enter__()
+            self._running.ranges.append((region.id, what == "recompute", opened))
+
+    def _end_range(self, region: Region) -> None:
+        ranges = self._running.ranges
+        if any(number == region.id for number, _, _ in ranges):
+            while ranges:  # regions that were left without an end are inside
+                number, _, opened = ranges.pop()
+                opened.__exit__(None, None, None)
+                if number == region.id:
+                    break
+
+
+class Trace:
+    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        self._tracer = tracer
+
+    @property
+    def steps(self) -> tuple[StepTrace, ...]:
+        """The steps so far, each a :class:`StepTrace`; the last may still run."""
+        return self._tracer.steps()
+
+    def step(self) -> None:
+        """Marks the end of a step: later regions belong to the next one.
+
+        Raises:
+            RuntimeError: If a region is open.
+        """
+        self._tracer.end_step()
+
+    @property
+    def drift(self) -> tuple[Drift, ...]:
+        """The figures of regions which change from step to step, each a :class:`Drift`."""
+        return drift_of(self.steps)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the trace as values for ``json.dumps``."""
+        steps = self.steps
+        return {"steps": [step.to_json() for step in steps], "drift": [drift.to_json() for drift in drift_of(steps)]}
+
+
+@contextlib.contextmanager
+def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
+    """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
+
+    Backward may run in the block or behind it. Call ``step()`` of the trace at the end of each step, to compare steps.
+
+    Args:
+        operators: Whether operators are counted, at some 20 us an operator.
+        log: Whether each recompute is logged, to the logger ``ckpt_hooks`` at the level DEBUG: name, time, bytes. The logger's
+            level is looked at when the block begins.
+        profiler_ranges: Whether forward and recomputes of a region are ranges of ``torch.profiler``, as in
+            ``"recompute of region layers.0"``.
+
+    Yields:
+        The :class:`Trace`. It grows as regions run.
+
+    Raises:
+        TypeError: If an option is not a boolean.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint
+        >>> from ckpt_hooks.report import trace
+        >>> x = torch.ones(256, requires_grad=True)
+        >>> with trace() as found:
+        ...     checkpoint(lambda x: x.sin().cos().exp(), x).sum().backward()
+        >>> (step,) = found.steps
+        >>> step.dropped_bytes, step.recomputes
+        (2048, 1)
+    """
+    tracer = _Tracer(
+        operators=checked_flag(operators, "operators"),
+        log=checked_flag(log, "log") and _logger.isEnabledFor(logging.DEBUG),
+        profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
+    )
+    with observe(tracer):
+        yield Trace(tracer)

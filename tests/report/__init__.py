@@ -1,0 +1,1 @@
+"""Reports: debug mode, traces, saved tensors."""

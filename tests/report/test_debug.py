@@ -1,0 +1,297 @@
+"""Debug mode: errors begin with the first operator that differs, its line and its module."""
+
+from __future__ import annotations
+
+import inspect
+import pathlib
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import DeterminismError, checkpoint, is_recomputing, set_checkpoint_debug_enabled
+from ckpt_hooks._operators.operator_log import OperatorLog
+from ckpt_hooks.policies import nothing_saveable, save_ops
+from tests.measure import leaf
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+aten = torch.ops.aten
+
+POLICIES = {"no policy": None, "recompute all": nothing_saveable, "keep exp": save_ops(aten.exp.default)}
+
+SCALE = [1.0]
+
+# Held where no region looks, so that a recompute finds its mode of today.
+OUT_OF_REACH = {"dropout": [nn.Dropout(0.5)]}
+
+
+def place(function: object, text: str) -> str:
+    """Returns file and line of the line of a function that has a text in it."""
+    lines, first = inspect.getsourcelines(function)
+    (found,) = [number for number, line in enumerate(lines) if text in line]
+    return f"{pathlib.Path(inspect.getsourcefile(function)).name}:{first + found}"
+
+
+class Layer(nn.Module):
+    """A layer with a dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x):
+        h = self.linear(x).exp()
+        h = OUT_OF_REACH["dropout"][0](h)  # a line that faults blame
+        return h.sin().exp().cos()
+
+
+def changed_global(x):
+    h = x.sin().exp()
+    if len(SCALE) == 1:
+        h = h.tan()  # of forward
+    if len(SCALE) == 2:
+        h = h.atan()  # of the recompute
+    return (h * x).exp().sin()
+
+
+def swapped_operators(x):
+    h = x.exp().sin()
+    h = h.cos().tan() if not is_recomputing() else h.tan().cos()  # swapped
+    return (h * x).exp().sin()
+
+
+def missing_operator(x):
+    h = x.exp().sin()
+    if not is_recomputing():
+        h = h.cos()  # missing
+    h = h.sin()
+    return (h * x).exp().sin()
+
+
+def surplus_operator(x):
+    h = x.exp().sin()
+    if is_recomputing():
+        h = h.cos()  # surplus
+    h = h.sin()
+    return (h * x).exp().sin()
+
+
+def other_dtype(x):
+    h = x.exp().sin()
+    h = h.to(torch.float16 if is_recomputing() else torch.float32)  # cast
+    return (h * x).exp().sin()
+
+
+def other_number(x):
+    h = x.exp().sin()
+    h = h * (3.0 if is_recomputing() else 2.0)  # number
+    return (h * x).exp().sin()
+
+
+def message_of(function, x, policy, change=lambda: None, **options):
+    y = checkpoint(debug=True, policy=policy, **options)(function)(x)
+    change()
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    return str(caught.value)
+
+
+def head_of(message):
+    """Returns the lines before the operators around."""
+    return message.partition("Operators around")[0]
+
+
+@pytest.fixture(autouse=True)
+def scale():
+    SCALE[:] = [1.0]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("function", "line", "blamed"),
+    [
+        (swapped_operators, "# swapped", "Forward ran aten.cos.default, and the recompute ran aten.tan.default"),
+        (missing_operator, "# missing", "Forward ran aten.cos.default, and the recompute did not"),
+        (surplus_operator, "# surplus", "The recompute ran aten.cos.default, and forward did not"),
+        (other_dtype, "# cast", "aten._to_copy.default had other arguments"),
+    ],
+    ids=["swapped", "missing", "surplus", "dtype"],
+)
+def test_faults(policy, function, line, blamed):
+    message = message_of(function, leaf(3), POLICIES[policy], determinism_check="values")
+    first, second = message.split("\n")[:2]
+    assert f"the recompute first differs at {place(function, line)} in {function.__name__}()" in first
+    assert first.endswith(line)
+    assert blamed in second
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_global_that_changed(policy):
+    message = message_of(changed_global, leaf(3), POLICIES[policy], lambda: SCALE.append(2.0), determinism_check="values")
+    head = head_of(message)
+    assert place(changed_global, "# of forward") in message.split("\n")[0]
+    assert f"where the recompute is at {place(changed_global, '# of the recompute')}" in message.split("\n")[1]
+    assert "Forward ran aten.tan.default, and the recompute ran aten.atan.default." in head
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("training", [True, False])
+def test_another_mode_of_a_module(policy, training):
+    """The line, the module and its mode are named, of a module in a model and of the region's own."""
+    layer, (dropout,) = Layer(), OUT_OF_REACH["dropout"]
+    dropout.train(training)
+    model = nn.Sequential(nn.Identity(), checkpoint(debug=True, policy=POLICIES[policy])(layer))
+    y = model(torch.ones(2, 3, requires_grad=True))
+    dropout.train(not training)
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    head = head_of(str(caught.value))
+    assert place(Layer, "# a line that faults blame") in head.split("\n")[0]
+    assert "module Dropout" in head.split("\n")[0]
+    if training:
+        assert "module Dropout was in training mode in forward, and is in evaluation mode in the recompute" in head
+    assert "module 1 (" in str(caught.value)  # by its name in the model, where it has one
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_other_numbers_show_where_values_are_compared(policy):
+    message = message_of(other_number, leaf(3), POLICIES[policy], determinism_check="values")
+    assert place(other_number, "# number") in message.split("\n")[0]
+    assert "aten.mul.Tensor(float64[3] on cpu, 2.0) -> float64[3] on cpu" in head_of(message)
+    assert "aten.mul.Tensor(float64[3] on cpu, 3.0)" in head_of(message)
+
+
+def test_the_same_operators_at_other_lines_are_no_difference():
+    def function(x):
+        if is_recomputing():
+            h = x.sin()
+        if not is_recomputing():
+            h = x.sin()
+        h = h.cos()
+        return h.exp() if is_recomputing() else h.tan()  # blamed
+
+    message = message_of(function, leaf(3), None, determinism_check="values")
+    assert place(function, "# blamed") in message.split("\n")[0]
+
+
+def test_another_function_altogether():
+    """Then operators are compared, and no lines."""
+    todo = [lambda x: x.sin().cos().exp(), lambda x: x.sin().tan().cos().exp()]
+    message = message_of(lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(3), None, early_stop=False)
+    assert "The recompute ran aten.tan.default, and forward did not." in message
+
+
+def test_a_table_of_one_run_is_not_blamed():
+    """Operators without gradients in one of the two runs are passed over while there is another difference."""
+    table = []
+
+    def function(x):
+        if not table:
+            table.append(torch.arange(3).sin())  # a table
+        h = x.sin() * table[0]
+        if not is_recomputing():
+            h = h.cos()  # blamed
+        return h.exp()
+
+    assert place(function, "# blamed") in message_of(function, leaf(3), None).split("\n")[0]
+
+
+def test_an_error_without_a_difference_of_operators():
+    values = iter([1.0, 2.0])
+
+    def function(x):
+        return (x * torch.full_like(x, 2.0).copy_(torch.tensor([next(values)] * 3))).exp()
+
+    message = message_of(function, leaf(3), None, determinism_check="values")
+    assert "ran the same operators" in message.split("\n")[0]
+
+
+def test_operators_around_it_and_both_logs():
+    y = checkpoint(missing_operator, leaf(3), debug=True)
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    error, message = caught.value, str(caught.value)
+    _, forward, recompute = message.split("Operators around it in ")
+    assert [line for line in forward.split("\n") if line.startswith("  >")] == [
+        f"  >    2 aten.cos.default(float64[3] on cpu) -> float64[3] on cpu  {place(missing_operator, '# missing')}"
+    ]
+    assert "  >" not in recompute.partition("You are seeing")[0]
+    assert [line.partition("(")[0] for line in error.operators] == [
+        *("aten.exp.default", "aten.sin.default", "aten.cos.default", "aten.sin.default"),
+        *("aten.mul.Tensor", "aten.exp.default", "aten.sin.default"),
+    ]
+    assert [line.partition("(")[0] for line in error.recomputed_operators] == [
+        *("aten.exp.default", "aten.sin.default", "aten.sin.default", "aten.mul.Tensor", "aten.exp.default", "aten.sin.default")
+    ]
+    assert error.operators[2].endswith("h = h.cos()  # missing")
+    assert pickle.loads(pickle.dumps(error)).operators == error.operators
+
+
+def test_without_debug_there_are_no_logs():
+    y = checkpoint(missing_operator, leaf(3))
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    assert caught.value.operators == caught.value.recomputed_operators == ()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_any_number_of_backwards(policy):
+    """Each backward has a log of its own; one with another order is found by its own operators."""
+    x, fails = leaf(3), []
+
+    def function(x):
+        h = x.exp().sin()
+        if fails:
+            h = h.cos()  # blamed
+        return h.sin().exp()
+
+    y = checkpoint(debug=True, policy=POLICIES[policy], determinism_check="values")(function)(x).sum()
+    expected = torch.autograd.grad(function(x).sum(), x)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(y, x, retain_graph=True)[0], expected[0])
+    fails.append(1)
+    for _ in range(2):
+        with pytest.raises(DeterminismError) as caught:
+            torch.autograd.grad(y, x, retain_graph=True)
+        assert place(function, "# blamed") in str(caught.value).split("\n")[0]
+    fails.clear()
+    assert torch.equal(torch.autograd.grad(y, x)[0], expected[0])
+
+
+def test_inside_of_another_region():
+    calls = []
+
+    def inner(x):
+        calls.append(1)  # by forward, by the recompute of the region around, by its own
+        return x.exp().sin() if len(calls) < 3 else x.cos().exp().sin()  # blamed
+
+    def outer(x):
+        return checkpoint(inner, x.sin(), determinism_check="values").cos()
+
+    with set_checkpoint_debug_enabled(True):
+        y = checkpoint(outer, leaf(3))
+    with pytest.raises(DeterminismError) as caught:
+        y.sum().backward()
+    assert place(inner, "# blamed") in str(caught.value).split("\n")[0]
+
+
+def test_a_log_keeps_no_tensor_alive():
+    x = leaf(3)
+    with OperatorLog() as log:
+        y = torch.stack([x.sin(), x.cos()])
+        y.add_(1)
+    todo, seen = [[[getattr(entry, name) for name in entry.__slots__] for entry in log.entries]], set()
+    while todo:
+        value = todo.pop()
+        assert not isinstance(value, torch.Tensor)
+        if isinstance(value, (list, tuple)) and id(value) not in seen:
+            seen.add(id(value))
+            todo += value
+        elif isinstance(value, dict):
+            todo += value.values()
+    assert [str(entry.operator) for entry in log.entries] == [
+        *("aten.sin.default", "aten.cos.default", "aten.stack.default", "aten.add_.Tensor")
+    ]
+    assert log.entries[2].in_words() == ("aten.stack.default([float64[3] on cpu, float64[3] on cpu]) -> float64[2, 3] on cpu")

@@ -1,0 +1,413 @@
+"""Traces: what regions drop, hold and compute again, step by step."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import ckpt_hooks
+from ckpt_hooks import checkpoint, checkpoint_region
+from ckpt_hooks.offload import offload_saved_tensors
+from ckpt_hooks.policies import offload_ops, save_ops
+from ckpt_hooks.report import Drift, format_trace, print_trace, trace
+from tests.fake_device import fake_device
+from tests.measure import leaf
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+aten = torch.ops.aten
+
+BYTES = 8 * 16 * 16  # of a tensor of the blocks below
+
+
+def block(x):
+    return x.sin().cos().exp()
+
+
+def run_function(x, name="block"):
+    return checkpoint(name=name)(block)(x)
+
+
+def run_recorded(x, name="block"):
+    with checkpoint_region(name=name):
+        return block(x)
+
+
+KINDS = {"function": run_function, "recorded": run_recorded}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request):
+    return request.param
+
+
+def warmed_up(run):
+    """Runs once: the first random state of a process is kept by whoever runs first."""
+    run(leaf(16, 16)).sum().backward()
+
+
+def test_bytes_and_recomputes(kind):
+    x = leaf(16, 16) * 1
+    with trace(operators=True) as found:
+        y = KINDS[kind](x)
+        (before,) = found.steps
+        y.sum().backward()
+    (step,) = found.steps
+    (region,) = step.regions
+    assert (before.recomputes, before.dropped_bytes, before.recompute_seconds) == (0, BYTES, 0.0)
+    assert (region.kind, region.name, region.path, region.module) == (kind, "block", ("block",), None)
+    assert region.site.startswith("test_trace.py:")
+    # Of what sin, cos and exp save, the caller has the first and the last.
+    assert region.dropped_bytes == step.dropped_bytes == BYTES
+    reason = "argument" if kind == "function" else "saved, from outside of the region"
+    assert region.held_bytes[reason] == BYTES
+    assert set(region.held_bytes) <= {reason, "random state"}
+    assert step.held_bytes == region.held_bytes
+    assert (region.recomputes, step.recomputes, step.late_recomputes) == (1, 1, 0)
+    assert (region.operators, region.recomputed_operators) == (step.operators, step.recomputed_operators) == (3, 3)
+    assert region.recompute_seconds == step.recompute_seconds > 0
+    assert region.regions == ()
+
+
+def test_operators_are_counted_on_request_alone(kind):
+    with trace() as found:
+        KINDS[kind](leaf(4)).sum().backward()
+    (step,) = found.steps
+    assert step.operators is step.recomputed_operators is step.regions[0].operators is None
+
+
+def test_what_outlives_forward_is_not_dropped(kind):
+    """A result that someone else has is in memory, though the region has dropped it; views of parameters are, too."""
+    kept, layer = [], nn.Linear(16, 16, dtype=torch.float64)
+
+    def function(x):
+        h = layer(x).sin()
+        kept.append(h)
+        return h.cos().exp().sum()
+
+    x = leaf(16, 16)
+    with trace() as found:
+        if kind == "function":
+            y = checkpoint(function, x)
+        else:
+            with checkpoint_region():
+                y = function(x)
+        y.backward()
+        kept.clear()
+    assert found.steps[0].dropped_bytes == 2 * BYTES  # of what sin and exp saved: cos saved what is kept
+
+
+def test_regions_inside_of_regions():
+    layers = nn.ModuleList(nn.Linear(16, 16, dtype=torch.float64) for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            for layer in self.layers:
+
+                def run(x, layer=layer):
+                    with checkpoint_region(name="inner"):
+                        h = layer(x).sin().cos()
+                    return h.exp().sin()
+
+                x = checkpoint(name="outer")(run)(x)
+            return x
+
+    with trace(operators=True) as found:
+        Model()(leaf(16, 16)).sum().backward()
+    (step,) = found.steps
+    assert [region.path for region in step.walk()] == [("outer",), ("outer", "inner")] * 3
+    assert [len(region.regions) for region in step.regions] == [1] * 3
+    assert [region.recomputes for region in step.walk()] == [1] * 6
+    assert {region.operators for region in step.regions} == {2}
+    outer, inner = step.regions[0], step.regions[0].regions[0]
+    assert outer.recompute_seconds > 0
+    assert inner.recompute_seconds > 0
+    assert step.operators == sum(region.operators for region in step.walk())
+    assert step.dropped_bytes == outer.dropped_bytes * 3 + inner.dropped_bytes * 3
+
+
+def test_policies_and_reasons(kind):
+    w = leaf(16, 16)
+    policy = save_ops(aten.mm.default)
+
+    def function(x):
+        return (x @ w).sin().exp()
+
+    x = leaf(16, 16) * 1
+    with trace() as found:
+        if kind == "function":
+            y = checkpoint(policy=policy)(function)(x)
+        else:
+            with checkpoint_region(policy=policy):
+                y = function(x)
+    held = found.steps[0].held_bytes
+    (kept,) = [nbytes for reason, nbytes in held.items() if reason.startswith("kept by the policy")]
+    assert kept == BYTES
+    del y
+
+
+def test_a_storage_counts_once():
+    """The input of two regions is held by the first one; the input of a region inside is held by the outer one."""
+    x = leaf(16, 16) * 1
+    with trace() as found:
+        y = [run_function(x), run_function(x)]
+    assert [region.held_bytes.get("argument", 0) for region in found.steps[0].regions] == [BYTES, 0]
+    del y
+
+
+def test_offloaded_bytes():
+    with fake_device(), trace() as found:
+        h = leaf(16, 16) * 1
+        y = checkpoint(policy=offload_ops(aten.sin.default))(lambda x: x.sin().exp().cos())(h)
+    (region,) = found.steps[0].regions
+    assert region.offloaded_bytes == BYTES
+    assert not any("policy" in reason for reason in region.held_bytes)
+    del y
+
+
+def test_steps_and_drift():
+    """Each step has its regions; what differs between steps is told."""
+    sizes = [(16, 2), (16, 2), (32, 3)]
+    with trace() as found:
+        for size, count in sizes:
+            x = leaf(size) * 1
+            for number in range(count):
+                run_function(x, f"block {number}").sum().backward(retain_graph=True)
+            found.step()
+    assert [len(step.regions) for step in found.steps] == [2, 2, 3]
+    changes = {(change.name, change.figure): change.values for change in found.drift}
+    assert changes["block 0", "dropped_bytes"] == (256, 256, 512)
+    assert changes["block 2", "entries"] == (0, 0, 1)
+    assert ("block 0", "recomputes") not in changes
+    assert isinstance(found.drift[0], Drift)
+    text = format_trace(found)
+    assert "step 2: 3 regions" in text
+    assert "block 0: dropped_bytes 256 B 256 B 512 B" in text
+
+
+def test_without_drift():
+    with trace() as found:
+        for _ in range(3):
+            run_recorded(leaf(16)).sum().backward()
+            found.step()
+    assert found.drift == ()
+    assert "changes" not in format_trace(found)
+
+
+def test_a_recompute_of_an_earlier_step():
+    with trace() as found:
+        y = run_function(leaf(16))
+        found.step()
+        y.sum().backward()
+    first, second = found.steps
+    assert (first.recomputes, first.late_recomputes) == (0, 0)
+    assert (second.recomputes, second.late_recomputes, second.regions) == (1, 1, ())
+    assert second.recompute_seconds > 0
+    assert "1 recompute in" in format_trace(found)
+    assert "1 of earlier steps" in format_trace(found)
+
+
+def test_backward_behind_the_block(kind):
+    with trace() as found:
+        y = KINDS[kind](leaf(16))
+    y.sum().backward()
+    assert found.steps[0].recomputes == 1
+
+
+def test_backwards_twice(kind):
+    with trace() as found:
+        y = KINDS[kind](leaf(16)).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+    assert found.steps[0].recomputes == 2
+
+
+def test_a_step_cannot_end_in_a_region(kind):
+    make = checkpoint if kind == "function" else checkpoint_region
+    with trace() as found, pytest.raises(RuntimeError, match="was called inside of region 'function', where a step cannot end"):
+        make(name="function")(lambda x: found.step())(leaf(3))
+    found.step()  # no region is open any more
+    assert len(found.steps) == 1
+
+
+def test_regions_that_failed(kind):
+    def fail(x):
+        x.sin().cos()
+        raise KeyError("mine")
+
+    with trace() as found:
+        with pytest.raises(KeyError):
+            (checkpoint if kind == "function" else checkpoint_region)(name="fails")(fail)(leaf(3))
+        KINDS[kind](leaf(16)).sum().backward()
+    assert [region.recomputes for region in found.steps[0].regions] == [0, 1]
+
+
+def test_it_keeps_no_tensor_and_no_frame(kind):
+    released = []
+
+    class Argument:
+        def __call__(self, x):
+            return block(x)
+
+    function = Argument()
+    weakref.finalize(function, released.append, "function")
+    x = leaf(16) * 1
+    weakref.finalize(x, released.append, "tensor")
+    with trace(operators=True) as found:
+        if kind == "function":
+            y = checkpoint(function, x)
+        else:
+            with checkpoint_region():
+                y = function(x)
+        del x, function, y
+        assert released == ["function", "tensor"] or sorted(released) == ["function", "tensor"]
+        found.step()
+    todo, seen = [found], set()
+    while todo:
+        value = todo.pop()
+        if id(value) in seen or isinstance(value, type) or callable(value):
+            continue
+        seen.add(id(value))
+        assert not isinstance(value, torch.Tensor)
+        todo += gc.get_referents(value)
+
+
+def test_json():
+    with trace(operators=True) as found:
+        for _ in range(2):
+            run_function(leaf(16)).sum().backward()
+            found.step()
+    values = json.loads(json.dumps(found.to_json()))
+    assert [step["recomputes"] for step in values["steps"]] == [1, 1]
+    region = values["steps"][0]["regions"][0]
+    assert (region["name"], region["path"], region["operators"], region["regions"]) == ("block", ["block"], 3, [])
+    assert all(change["figure"] == "held_bytes" for change in values["drift"])
+
+
+def test_text(capsys):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(12))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = checkpoint(layer, x)
+            return x
+
+    warmed_up(run_function)
+    model, x = Model(), torch.rand(4, 16, requires_grad=True)
+    with trace() as found:
+        model(x).sum().backward()
+    print_trace(found)
+    text = capsys.readouterr().out
+    first, header, *lines = text.splitlines()
+    assert first.startswith("12 regions, dropped ")
+    assert "12 recomputes in" in first
+    assert header.split()[:3] == ["region", "kind", "line"]
+    assert any("layers.1-11 Sequential  function  test_trace.py:" in line for line in lines)
+    assert "argument" in text
+    assert format_trace(found) + "\n" == text
+
+
+def test_text_of_nothing():
+    with trace() as found:
+        torch.ones(3).sin()
+    assert found.steps == ()
+    assert format_trace(found) == "no region has run"
+
+
+def test_logging(kind, caplog):
+    """Each recompute, at the level DEBUG, if someone listens as the block begins."""
+    with caplog.at_level(logging.DEBUG, "ckpt_hooks"), trace(log=True):
+        KINDS[kind](leaf(16, 16)).sum().backward()
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("ckpt_hooks", logging.DEBUG)
+    assert record.getMessage().startswith("recomputed region 'block' in ")
+    assert record.getMessage().endswith("ms, which had dropped 4.0 KiB")
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "ckpt_hooks"), trace(log=True):
+        KINDS[kind](leaf(16, 16)).sum().backward()
+    with caplog.at_level(logging.DEBUG, "ckpt_hooks"), trace():
+        KINDS[kind](leaf(16, 16)).sum().backward()
+    assert caplog.records == []
+
+
+def test_logging_of_a_recompute_that_fails(caplog):
+    calls = []
+
+    def function(x):
+        calls.append(1)
+        if len(calls) > 1:
+            raise KeyError("mine")
+        return block(x)
+
+    with caplog.at_level(logging.DEBUG, "ckpt_hooks"), trace(log=True):
+        y = checkpoint(name="fails")(function)(leaf(3))
+        with pytest.raises(Exception):
+            y.sum().backward()
+    assert caplog.records[0].getMessage().rpartition(", ended by ")[2] in ("KeyError", "DeterminismError")
+
+
+def ranges(run, **options):
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler, trace(**options):
+        run()
+    return [event.name for event in profiler.events() if "region" in event.name]
+
+
+def test_ranges_of_the_profiler(kind):
+    def run():
+        KINDS[kind](leaf(16)).sum().backward()
+
+    assert sorted(ranges(run, profiler_ranges=True)) == ["forward of region block", "recompute of region block"]
+    assert ranges(run) == []
+
+
+def test_ranges_of_nested_regions_are_nested():
+    def run():
+        checkpoint(name="outer")(lambda x: run_recorded(x, "inner").sin())(leaf(16)).sum().backward()
+
+    found = ranges(run, profiler_ranges=True)
+    assert found.count("recompute of region outer") == 1
+    assert found.count("forward of region outer/inner") == 2  # in forward, and in the recompute of the outer one
+    assert found.count("recompute of region outer/inner") == 1
+
+
+def test_traces_nest_and_end():
+    with trace() as outer:
+        run_function(leaf(3))
+        with trace() as inner:
+            run_function(leaf(3))
+    run_function(leaf(3))
+    assert (len(outer.steps[0].regions), len(inner.steps[0].regions)) == (2, 1)
+
+
+def test_values_are_the_same(kind):
+    x = leaf(16)
+    (expected,) = torch.autograd.grad(block(x).sum(), x)
+    with trace(operators=True, profiler_ranges=True, log=True), offload_saved_tensors():
+        (found,) = torch.autograd.grad(KINDS[kind](x).sum(), x)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("option", ["operators", "log", "profiler_ranges"])
+def test_options_are_checked(option):
+    with pytest.raises(TypeError, match=f"{option} should be True or False, but got 'yes'"), trace(**{option: "yes"}):
+        pass
+
+
+def test_names():
+    assert ckpt_hooks.trace is trace
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ckpt_hooks.report.nothing
