@@ -7,7 +7,6 @@ import gc
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
@@ -16,7 +15,7 @@ from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Fate
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from tests.behaviours.runs import same
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, allocated, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -136,13 +135,6 @@ class Ledger(Observer):
         for reason, nbytes in self.reasons.values():
             found[reason if isinstance(reason, str) else reason.value] += nbytes
         return dict(found)
-
-
-def allocated(program):
-    """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = program()
-    return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
 def warmed_up(run, *args):

@@ -21,7 +21,7 @@ from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.holdings import Holding, holdings_in
+from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.saved import Fate
@@ -192,6 +192,10 @@ class FunctionFrame(RerunFrame):
             ("recomputed", [opened.values for opened in self.passes.values()]),
         )
         return [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
+
+    def owners(self) -> list[Frame]:
+        """Returns the frames around whose tensors are arguments, or pass through their hooks; see :meth:`Frame.owners`."""
+        return owners_in((self._arguments, self._selection), Frame, (ModulePlan,))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._keeps_all:

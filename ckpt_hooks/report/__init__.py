@@ -1,1 +1,40 @@
-"""Reports on regions."""
+"""Reports on regions, and on the memory that backward holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .entries import Reason, Residual, SavedResiduals
+    from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
+
+__all__ = [
+    "Reason",
+    "Residual",
+    "SavedResiduals",
+    "format_saved_residuals",
+    "print_saved_residuals",
+    "saved_residuals",
+    "saved_tensors_report",
+]
+
+# Modules by the names in them, imported when asked for: a first checkpoint needs none.
+_MODULES = {
+    "Reason": "entries",
+    "Residual": "entries",
+    "SavedResiduals": "entries",
+    "format_saved_residuals": "residuals",
+    "print_saved_residuals": "residuals",
+    "saved_residuals": "residuals",
+    "saved_tensors_report": "residuals",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = found
+    return found
