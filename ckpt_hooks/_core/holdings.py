@@ -11,7 +11,7 @@ from ckpt_hooks._torch import is_kept_anyway
 from ckpt_hooks._torch.graphs import SAVED_TENSORS, packed_of
 
 from .numbers import storage_and_size
-from .parts import parts_of
+from .parts import dense_parts, parts_of
 from .words import describe_kind, kind_of
 
 __all__ = ["Holding", "holdings_in", "owners_in", "size_of"]
@@ -29,6 +29,7 @@ class Holding(NamedTuple):
         shape: Its sizes; None for a nested tensor.
         dtype: Its dtype.
         device: Its device; None where the user's saved-tensor hooks have the tensor.
+        parts: Of a tensor made of others, the number and the size of the storage of each.
     """
 
     description: str
@@ -39,6 +40,7 @@ class Holding(NamedTuple):
     shape: torch.Size | None
     dtype: torch.dtype
     device: torch.device | None
+    parts: tuple[tuple[int | None, int], ...] = ()
 
 
 def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
@@ -58,8 +60,11 @@ def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...
                 yield found
         elif value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
             dtype, shape = kind_of(value)
-            storage = storage_and_size(value)
-            yield Holding(describe_kind(value), reason, size_of(value), *storage, shape, dtype, value.device)
+            inner = dense_parts(value)
+            is_dense = len(inner) == 1 and inner[0] is value
+            storage, parts = storage_and_size(value) if is_dense else (None, 0), () if is_dense else inner
+            sizes = tuple(map(storage_and_size, parts))
+            yield Holding(describe_kind(value), reason, size_of(value), *storage, shape, dtype, value.device, sizes)
 
 
 def owners_in(part: Any, kind: type[Any], skipped: tuple[type, ...] = ()) -> list[Any]:

@@ -10,7 +10,7 @@ import torch
 from ckpt_hooks._core.frame import Frame, describe_packed, frame_of
 from ckpt_hooks._core.holdings import Holding, holdings_in, size_of
 from ckpt_hooks._core.numbers import storage_and_size
-from ckpt_hooks._core.parts import parts_of
+from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of
@@ -130,6 +130,11 @@ class GraphReader:
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
         """Reads the object of hooks which are not a region's: its tensors, where these show."""
+        if type(packed).__module__ == "torch.utils.checkpoint":
+            why = "by torch.utils.checkpoint, of unknown size"
+            entry = Residual(Reason.DROPPED, 0, None, None, None, why, None, None, origin.site, origin.module, (), name)
+            self._dropped.append((None, entry))
+            return
         found = list(holdings_in(packed, "packed by saved-tensor hooks", set(), (Frame,)))
         for holding in found:
             reason = Reason.OFFLOADED if holding.description.endswith(" on the host") else Reason.HOOKS
@@ -142,12 +147,12 @@ class GraphReader:
     def _claim(
         self, tensor: torch.Tensor, reason: Reason, origin: Origin, name: tuple[str, ...], region: tuple[str, ...] = ()
     ) -> None:
-        parts = None if type(tensor) is torch.Tensor and tensor.layout is torch.strided else parts_of(tensor)
-        if parts is not None:
-            for part in parts:
-                if isinstance(part, torch.Tensor):
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            parts = dense_parts(tensor)
+            if len(parts) != 1 or parts[0] is not tensor:
+                for part in parts:
                     self._claim(part, reason, origin, name, region)
-            return
+                return
         address = storage_of(tensor)
         storage, size = (None, 0) if address is None else self._numbers.get(address) or self._number(address, tensor)
         if is_kept_anyway(tensor):
@@ -171,7 +176,8 @@ class GraphReader:
         reason = _reason_of(holding) if reason is None else reason
         words, shape, dtype, device = holding.reason, holding.shape, holding.dtype, holding.device
         entry = Residual(reason, holding.nbytes, shape, dtype, device, words, None, None, None, None, region, name)
-        self._add(holding.storage, holding.storage_nbytes, entry, origin)
+        for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
+            self._add(storage, size, entry, origin)
 
     def _add(self, storage: int | None, size: int, entry: Residual, origin: Origin = NOWHERE) -> None:
         """Adds a claim.
@@ -228,7 +234,7 @@ class GraphReader:
         notes = self._notes
         if notes is None:
             return []
-        others = {storage_and_size(tensor)[0] for tensor in tensors}
+        others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)}
         left = [storage for storage in notes.made if storage not in self._claims and storage not in others]
         found = []
         for storage in left:

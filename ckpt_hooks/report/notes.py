@@ -14,6 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.numbers import storage_and_size
+from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._core.stack import is_recomputing
 from ckpt_hooks._core.whereabouts import site_of
@@ -62,11 +63,13 @@ class Known:
     def add_module(self, module: torch.nn.Module) -> None:
         """Adds the parameters and buffers of a module."""
         for name, parameter in module.named_parameters():
-            storage = storage_and_size(parameter)[0]
-            self.names.setdefault(storage, name)
-            self.parameters.add(storage)
+            for part in dense_parts(parameter):
+                storage = storage_and_size(part)[0]
+                self.names.setdefault(storage, name)
+                self.parameters.add(storage)
         for name, buffer in module.named_buffers():
-            self.names.setdefault(storage_and_size(buffer)[0], name)
+            for part in dense_parts(buffer):
+                self.names.setdefault(storage_and_size(part)[0], name)
 
     def add_arguments(self, arguments: Iterable[tuple[str, Any]]) -> None:
         """Adds the tensors and modules in arguments.
@@ -78,8 +81,8 @@ class Known:
             for path, leaf in tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, torch.nn.Module):
                     self.add_module(leaf)
-                elif isinstance(leaf, torch.Tensor):
-                    storage = storage_and_size(leaf)[0]
+                for part in dense_parts(leaf):
+                    storage = storage_and_size(part)[0]
                     if storage not in self.parameters:
                         self.arguments.add(storage)
                         self.names[storage] = place + keystr(path)
@@ -139,17 +142,19 @@ class Notes(Observer):
         if number not in self.nodes:
             origin = self.nodes[number] = self._origin(operator)
         if operator not in _BIRTHS:
-            for tensor in inputs:
-                storage, _ = storage_and_size(tensor) if isinstance(tensor, torch.Tensor) else (None, 0)
+            for tensor in (part for value in inputs for part in dense_parts(value)):
+                storage, _ = storage_and_size(tensor)
                 if storage is not None and storage not in self.made:
                     self.found.add(storage)
-        for tensor in outputs:
-            storage, _ = storage_and_size(tensor) if isinstance(tensor, torch.Tensor) else (None, 0)
-            if storage is None or storage in self.found or storage in self.made and storage not in self._uninitialized:
+        is_empty = isinstance(operator, OVERLOAD) and facts_of(operator).is_uninitialized
+        for tensor in (part for value in outputs for part in dense_parts(value)):
+            storage, _ = storage_and_size(tensor)
+            is_known = storage in self.made and storage not in self._uninitialized
+            if storage is None or storage in self.found or is_known:
                 continue
             origin = self.made[storage] = origin or self._origin(operator)
             self.storages.setdefault(storage, weakref.ref(tensor.untyped_storage()))
-            if isinstance(operator, OVERLOAD) and facts_of(operator).is_uninitialized:
+            if is_empty:
                 self._uninitialized.add(storage)
             else:
                 self._uninitialized.discard(storage)

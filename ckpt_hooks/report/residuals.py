@@ -234,7 +234,8 @@ def _table(entries: Sequence[Residual], max_rows: int) -> list[str]:
 def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
     first = group[0]
     times = f"x{len(group)}" if len(group) > 1 else ""
-    rows = [[format_bytes(first.nbytes * len(group)), times, *_cells_of(first, group)]]
+    size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
+    rows = [[size, times, *_cells_of(first, group)]]
     rows += [["", "", *_view_cells(view)] for view in first.views]
     return rows
 
