@@ -17,6 +17,9 @@ from .words import describe_kind, kind_of
 __all__ = ["Holding", "holdings_in", "owners_in", "size_of"]
 
 
+_ATOMS = frozenset({type(None), bool, bytes, float, int, str, torch.device, torch.dtype, torch.Size})
+
+
 class Holding(NamedTuple):
     """A tensor kept alive by a frame.
 
@@ -92,15 +95,15 @@ def _found_in(part: Any, seen: set[int], skipped: tuple[type, ...]) -> Iterator[
     todo = [part]
     while todo:
         value = todo.pop()
-        if id(value) in seen:
-            continue
-        owner = getattr(value, "frame", value)
-        if isinstance(owner, skipped):
-            yield owner
+        if type(value) in _ATOMS or id(value) in seen:
             continue
         if isinstance(value, torch.Tensor):
             seen.add(id(value))
             yield value
+            continue
+        owner = getattr(value, "frame", value)
+        if isinstance(owner, skipped):
+            yield owner
         elif isinstance(value, dict):
             seen.add(id(value))
             todo += [*value.keys(), *value.values()]

@@ -45,7 +45,7 @@ from .state.closure_scan import NOTHING, scan_closure
 from .state.module_plan import ModulePlan, idle_plan
 from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
-from .state.variables import variables_in, variables_of
+from .state.variables import contents_of, variables_in, variables_of
 from .suspects import compared
 
 __all__ = ["FunctionFrame"]
@@ -186,7 +186,7 @@ class FunctionFrame(RerunFrame):
         seen: set[int] = set()
         parts = (
             ("argument", self._arguments),
-            ("state that the function reaches", (self._state, self._variables)),
+            ("state that the function reaches", (self._state, contents_of(self._variables))),
             ("random state", (self._ambient, self._draws)),
             ("kept by the policy", self._selection),
             ("recomputed", [opened.values for opened in self.passes.values()]),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ckpt_hooks._core.frame import Frame, describe_packed, frame_of
-from ckpt_hooks._core.holdings import Holding, holdings_in, size_of
+from ckpt_hooks._core.holdings import Holding, holdings_in
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import format_path
@@ -34,6 +35,12 @@ _REASONS = {
 }
 
 
+_NO_STORAGE: tuple[int | None, int] = (None, 0)
+_NO_VIEWS: tuple[Residual, ...] = ()
+# Without the constructor: half the cost.
+_new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residual)
+
+
 def _reason_of(holding: Holding) -> Reason:
     if holding.description.endswith(" on the host"):
         return Reason.OFFLOADED
@@ -55,12 +62,14 @@ class GraphReader:
             notes: The notes of the graph's forward, if there are any.
         """
         self._known, self._notes = known, notes
+        self._knows_nothing = notes is None and not known.names
         # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.
         self._claims: dict[int, list[Residual]] = {}
         self._sizes: dict[int, int] = {}
         self._numbers: dict[int, tuple[int | None, int]] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
         self._frames: dict[int, Frame] = {}
+        self._names: dict[str, tuple[str, ...]] = {}
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -87,27 +96,38 @@ class GraphReader:
         return found
 
     def _read_node(self, node: Any) -> None:
-        origin, name = NOWHERE, (node.name(),)
-        if self._notes is not None:
-            origin = self._notes.origin_of_node(node)
-        for saved in saved_in(node):
-            packed = packed_of(saved)
-            if packed is None:
-                continue
-            if isinstance(packed, torch.Tensor):
-                reason = Reason.HOOKS if is_packed(saved) else Reason.SAVED
-                self._claim(packed, reason, origin, name)
-                continue
-            frame = frame_of(packed)
-            if frame is not None:
-                self._read_handle(frame, packed, origin, name)
-            elif (description := describe_packed(packed)) is not None:
-                self._claim(packed[0], Reason.INPUT, origin, name, region=description.region)
-            else:
-                self._read_hooks(packed, origin, name)
-        for attribute, value in attributes_of(node).items():
+        found = saved_in(node)
+        attributes = attributes_of(node)
+        if not (found or attributes):
+            return
+        origin = NOWHERE if self._notes is None else self._notes.origin_of_node(node)
+        name = self._name_of(node)
+        for saved in found:
+            self._read_saved(saved, origin, name)
+        for attribute, value in attributes.items():
             for holding in holdings_in(value, f"ctx.{attribute}", set()):
                 self._claim_holding(holding, (), origin, Reason.CTX, name)
+
+    def _name_of(self, node: Any) -> tuple[str, ...]:
+        name = node.name()
+        return self._names.setdefault(name, (name,))
+
+    def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
+        packed = packed_of(saved)
+        if packed is None:
+            return
+        if isinstance(packed, torch.Tensor):
+            reason = Reason.HOOKS if is_packed(saved) else Reason.SAVED
+            self._claim(packed, reason, origin, name)
+            return
+        owner = packed[0] if isinstance(packed, tuple) and packed else getattr(packed, "frame", None)
+        frame = self._frames.get(id(owner)) or frame_of(packed)  # the second asks for the class, at 1 us
+        if frame is not None:
+            self._read_handle(frame, packed, origin, name)
+        elif (description := describe_packed(packed)) is not None:
+            self._claim(packed[0], Reason.INPUT, origin, name, region=description.region)
+        else:
+            self._read_hooks(packed, origin, name)
 
     def _read_handle(self, frame: Frame, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
         self._frames[id(frame)] = frame
@@ -123,9 +143,8 @@ class GraphReader:
                 operator, site, module = made.operator or operator, made.site or site, made.module or module
         reason = Reason.DROPPED if saved.fate is Fate.DROPPED else Reason.LOST
         region = self._region_of(frame)[0]
-        entry = Residual(
-            reason, saved.nbytes or 0, saved.shape, saved.dtype, None, "", None, operator, site, module, region, name
-        )
+        size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
+        entry = _new_entry((reason, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
         self._dropped.append((storage, entry))
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
@@ -154,11 +173,12 @@ class GraphReader:
                     self._claim(part, reason, origin, name, region)
                 return
         address = storage_of(tensor)
-        storage, size = (None, 0) if address is None else self._numbers.get(address) or self._number(address, tensor)
-        if is_kept_anyway(tensor):
+        storage, size = _NO_STORAGE if address is None else self._numbers.get(address) or self._number(address, tensor)
+        if tensor.requires_grad and is_kept_anyway(tensor):
             reason = Reason.PARAMETER
         shape = None if tensor.is_nested else tensor.shape
-        entry = Residual(reason, size_of(tensor), shape, tensor.dtype, tensor.device, "", None, None, None, None, region, name)
+        nbytes, dtype, device = tensor.nbytes, tensor.dtype, tensor.device
+        entry = _new_entry((reason, nbytes, shape, dtype, device, "", None, None, None, None, region, name, _NO_VIEWS))
         self._add(storage, size, entry, origin)
 
     def _number(self, address: int, tensor: torch.Tensor) -> tuple[int | None, int]:
@@ -205,6 +225,8 @@ class GraphReader:
 
     def _placed(self, storage: int, entry: Residual, origin: Origin) -> Residual:
         """Returns a claim with the reason of the storage's own, and with its origin."""
+        if self._knows_nothing and origin is NOWHERE:
+            return entry
         known, notes, reason = self._known, self._notes, entry.reason
         if storage in known.arguments:
             reason = Reason.ARGUMENT

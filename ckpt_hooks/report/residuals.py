@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -66,11 +68,12 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         known.add_module(module)
     known.add_arguments([("args", args), ("kwargs", kwargs)])
     reader = GraphReader(known, notes)
-    reader.read(tensors)
-    unclaimed = reader.unclaimed(tensors)
-    del result, tensors
-    reader.add_unseen(unclaimed)
-    return reader.report()
+    with _collector_off():
+        reader.read(tensors)
+        unclaimed = reader.unclaimed(tensors)
+        del result, tensors
+        reader.add_unseen(unclaimed)
+        return reader.report()
 
 
 def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
@@ -106,8 +109,21 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     there = Known()
     there.add_arguments([("known", known)])
     reader = GraphReader(there)
-    reader.read(tensors)
-    return reader.report()
+    with _collector_off():
+        reader.read(tensors)
+        return reader.report()
+
+
+@contextlib.contextmanager
+def _collector_off() -> Iterator[None]:
+    """Switches off the garbage collector: it would go through the entries of a large report again and again."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
