@@ -9,7 +9,10 @@ from typing import Any
 
 import torch
 
+from ._core.holdings import Holding, size_of
 from ._core.mutation import mutated
+from ._core.numbers import storage_and_size
+from ._core.words import describe_kind
 from ._tensors.offloaded import Batch, Offloaded
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, Transfers, transfers_for
 from ._torch import (
@@ -137,6 +140,12 @@ class _Saved:
         assert sent is not None
         sent.takers = [*(sent.takers or [weakref.ref(self)]), weakref.ref(saved)]
         return saved
+
+    def holding(self, reason: str) -> Holding:
+        """Returns a report of the tensor, or of the copy on the host."""
+        tensor, place = (self._tensor, "") if self._sent is None else (self._sent.on_host(), " on the host")
+        words, storage = describe_kind(tensor) + place, storage_and_size(tensor)
+        return Holding(words, reason, size_of(tensor), *storage, tensor.shape, tensor.dtype, tensor.device)
 
     def get(self) -> torch.Tensor:
         """Returns the tensor on its device."""

@@ -221,7 +221,7 @@ class RecordedFrame(ReplayedFrame):
             elif store.external and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
-                self.externals.append(weakref.ref(external))
+                self.externals.append((weakref.ref(external), store.reason))
                 return external
             else:
                 value = tape.value_of(tensor, None)

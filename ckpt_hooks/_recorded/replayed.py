@@ -53,7 +53,7 @@ class ReplayedFrame(Replayable):
     """A recorded frame's handles and replays.
 
     Attributes:
-        externals: Stand-ins for saved tensors from outside.
+        externals: Stand-ins for saved tensors from outside, and the reasons why these are.
         handles: The frame's handles.
     """
 
@@ -68,7 +68,7 @@ class ReplayedFrame(Replayable):
         Frame.__init__(self, name, parent, observers)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
-        self.externals: list[weakref.ref[TrackedKept]] = []
+        self.externals: list[tuple[weakref.ref[TrackedKept], str]] = []
         self.outer = outer
         self.handles: list[weakref.ref[Handle]] = []
         self.start = 0
@@ -83,9 +83,9 @@ class ReplayedFrame(Replayable):
         seen: set[int] = set()
         held = [
             found
-            for reference in self.externals
+            for reference, reason in self.externals
             if (external := reference()) is not None
-            for found in holdings_in(external[0], "saved, from outside of the region", seen)
+            for found in holdings_in(external[0], f"saved, {reason}", seen)
         ]
         for value in self._values():
             if value.saved is not None:

@@ -76,6 +76,11 @@ class Offloaded:
         if self._sent is not None:
             self._transfers.leave_behind(self._sent.number)
 
+    def on_host(self) -> torch.Tensor:
+        """Returns the copy on the host."""
+        assert self._sent is not None
+        return self._sent.host
+
     def finish_sending(self) -> None:
         """Makes the present stream wait for the copy, so that the tensor may be written to."""
         assert self._sent is not None

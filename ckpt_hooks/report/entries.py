@@ -28,6 +28,8 @@ class Reason(str, enum.Enum):
     HOOKS = "hooks"
     #: An attribute of the ``ctx`` of an ``autograd.Function``, past ``save_for_backward``.
     CTX = "ctx"
+    #: Kept by a region, since its operator cannot be replayed.
+    NOT_REPLAYED = "cannot be replayed"
     #: An argument of a region, or a tensor from outside of a recorded region.
     INPUT = "region input"
     #: Kept by a policy.
@@ -36,8 +38,6 @@ class Reason(str, enum.Enum):
     NAME = "name"
     #: Moved to the host.
     OFFLOADED = "offloaded"
-    #: Kept by a region, since its operator cannot be replayed.
-    NOT_REPLAYED = "cannot be replayed"
     #: State that a region's function reaches: copies of buffers, and aliases.
     STATE = "state"
     #: The state of a random generator, for a recompute.

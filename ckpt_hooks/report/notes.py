@@ -146,10 +146,12 @@ class Notes(Observer):
                 storage, _ = storage_and_size(tensor)
                 if storage is not None and storage not in self.made:
                     self.found.add(storage)
-        is_empty = isinstance(operator, OVERLOAD) and facts_of(operator).is_uninitialized
+        facts = facts_of(operator) if isinstance(operator, OVERLOAD) else None
+        is_empty = facts is not None and facts.is_uninitialized
         for tensor in (part for value in outputs for part in dense_parts(value)):
             storage, _ = storage_and_size(tensor)
-            is_known = storage in self.made and storage not in self._uninitialized
+            is_view = facts is not None and facts.is_view
+            is_known = storage in self.made and (is_view or storage not in self._uninitialized)
             if storage is None or storage in self.found or is_known:
                 continue
             origin = self.made[storage] = origin or self._origin(operator)
