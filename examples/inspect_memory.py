@@ -5,7 +5,8 @@
     python examples/inspect_memory.py --mode checkpoint --json > residuals.json
 
 The model, the modes and their options are those of `train_charlm.py`. Each mode runs forward once. The report bills each
-storage once: its bytes, the operator which made it, the line of the program, the module, the region, and the reason for holding.
+storage once: its bytes, the operator which made it, the line of the program, the module, the region, and the reason for
+holding.
 """
 
 from __future__ import annotations

@@ -129,7 +129,7 @@ def test_reasons_of_a_recorded_region():
     report = saved_residuals(program, x)
     assert only(report, Reason.NAME).why == "kept by the policy, by the name of 'h'"
     assert only(report, Reason.NOT_REPLAYED).why == "saved, memory that was written to in part"
-    assert only(report, Reason.NOT_REPLAYED).operator == "aten.fill_.Tensor"
+    assert only(report, Reason.NOT_REPLAYED).operator.startswith("aten.fill_")
     text = format_saved_residuals(report)
     assert "memory that was written to in part" in text
 
