@@ -69,7 +69,7 @@ class GraphReader:
         self._numbers: dict[int, tuple[int | None, int]] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
         self._frames: dict[int, Frame] = {}
-        self._names: dict[str, tuple[str, ...]] = {}
+        self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -109,8 +109,10 @@ class GraphReader:
                 self._claim_holding(holding, (), origin, Reason.CTX, name)
 
     def _name_of(self, node: Any) -> tuple[str, ...]:
-        name = node.name()
-        return self._names.setdefault(name, (name,))
+        found = self._names.get(type(node))
+        if found is None:
+            found = self._names[type(node)] = (node.name(),)
+        return found
 
     def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
         packed = packed_of(saved)
