@@ -17,8 +17,9 @@ __all__ = ["SAVED_TENSORS", "attributes_of", "is_packed", "packed_of", "saved_in
 #: The classes of saved tensors, which have the packed object as ``data``.
 SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
 
-# The attributes which hold saved tensors, by the class of nodes: a class for each operator, and one for each custom function.
+# The attributes which hold saved tensors, by the class of nodes, one for each operator. Custom functions have one attribute.
 _fields: dict[type, tuple[str, ...]] = {}
+_OF_FUNCTIONS = ("_raw_saved_tensors",)
 
 _NOTHING: Sequence[Any] = ()
 
@@ -34,9 +35,13 @@ def saved_in(node: Any) -> Iterable[Any]:
     kind = type(node)
     fields = _fields.get(kind)
     if fields is None:
+        if issubclass(kind, torch.autograd.function.BackwardCFunction):
+            return _saved(node, _OF_FUNCTIONS)
         fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-    if not fields:
-        return _NOTHING
+    return _saved(node, fields) if fields else _NOTHING
+
+
+def _saved(node: Any, fields: Iterable[str]) -> list[Any]:
     found: list[Any] = []
     for field in fields:
         try:
