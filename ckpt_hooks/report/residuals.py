@@ -51,7 +51,7 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         >>> x = torch.ones(256, requires_grad=True)
         >>> saved_residuals(lambda x: x.sin().exp(), x).by_reason
         {'argument': 1024, 'saved': 1024}
-        >>> saved_residuals(checkpoint(lambda x: x.sin().exp()), x).dropped_bytes
+        >>> saved_residuals(checkpoint()(lambda x: x.sin().exp()), x).dropped_bytes
         1024
     """
     notes = Notes()
