@@ -37,7 +37,7 @@ if _TYPE_CHECKING:
     from ._tensors.refilling import Finder as _Finder
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
-    from .report import trace
+    from .report import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report, trace
 
 __version__ = "0.1.0"
 
@@ -61,11 +61,15 @@ __all__ = [
     "create_selective_checkpoint_contexts",
     "enable_in_transformers",
     "every",
+    "format_saved_residuals",
     "get_device_states",
     "is_recomputing",
     "noop_context_fn",
     "patch_torch",
+    "print_saved_residuals",
     "remove_checkpointing",
+    "saved_residuals",
+    "saved_tensors_report",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
     "set_device_states",
@@ -93,8 +97,12 @@ _LATER = {
     "checkpoint_module": "modules",
     "enable_in_transformers": "integrations",
     "every": "modules",
+    "format_saved_residuals": "report",
     "patch_torch": "integrations",
+    "print_saved_residuals": "report",
     "remove_checkpointing": "modules",
+    "saved_residuals": "report",
+    "saved_tensors_report": "report",
     "trace": "report",
 }
 

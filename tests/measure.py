@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks._core.events import Observer
@@ -61,6 +62,13 @@ class SavesItsResult(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         return gradient * ctx.saved_tensors[0]
+
+
+def allocated(program):
+    """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
+        result = program()
+    return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
 class Frames(Observer):

@@ -7,7 +7,6 @@ import gc
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
@@ -16,7 +15,7 @@ from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Fate
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from tests.behaviours.runs import same
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, allocated, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -138,13 +137,6 @@ class Ledger(Observer):
         return dict(found)
 
 
-def allocated(program):
-    """Returns what a program returns, and how many bytes it has allocated and not freed, by the allocator's own count."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        result = program()
-    return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
-
-
 def warmed_up(run, *args):
     """Runs a region whose graph stays for as long as the result; returns the storages that it keeps, too."""
     ledger = Ledger()
@@ -257,7 +249,8 @@ def test_policies_and_random_draws(region):
         return ((torch.nn.functional.dropout(h @ w, 0.5).sin()) @ v).exp()
 
     run = region(block, "block", save_ops(aten.mm.default))
-    run(x.sin()).sum().backward()
+    before = run(x.sin())  # holds its random state, or that would be freed below
+    before.sum().backward(retain_graph=True)
     torch.manual_seed(1)
     ledger = Ledger()
     with observe(ledger):
@@ -273,7 +266,7 @@ def test_policies_and_random_draws(region):
     ((_, ran),) = ledger.recomputes
     assert "mm" not in ran
     assert "bernoulli_" in ran
-    del y
+    del y, before
     assert ledger.alive() == 0
     assert set(ledger.by_reason()) <= {"random state"}  # which is the latest one of the process
 

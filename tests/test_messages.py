@@ -305,6 +305,19 @@ def a_backward_in_a_recompute_with_respect_to_what_has_gone():
     backward(program(leaf(3)))
 
 
+# Reports
+
+
+@provokes
+def a_look_at_a_function_without_tensors():
+    ckpt_hooks.saved_residuals(lambda: 3)
+
+
+@provokes
+def a_look_at_a_result_without_tensors():
+    ckpt_hooks.saved_tensors_report("loss")
+
+
 # Tensors that are not what they were
 
 

@@ -204,7 +204,7 @@ def test_what_cannot_be_brought_back_is_kept():
         table[2:] = 2
         y = (x.sin() * table).exp()
     assert kept_by(region) == [
-        ("float64[4]", "saved, from outside of the region"),
+        ("float64[4]", "saved, memory that was written to in part"),
         ("float64[4]", "memory that was written to in part"),
     ]
     one, other = region.kept()

@@ -222,6 +222,23 @@ def test_a_function_frame_holds_arguments_state_and_random_state():
     del y
 
 
+SCALE, UNRELATED = torch.ones(2), torch.ones(3)
+
+
+def reads_a_global(x):
+    return x * SCALE
+
+
+def test_other_globals_of_a_module_are_not_a_frame_s():
+    log = Frames()
+    with observe(log):
+        y = checkpoint(reads_a_global, leaf(2))
+    storages = {held.storage for held in log.frames[0].held()}
+    assert storage_and_size(SCALE)[0] in storages
+    assert storage_and_size(UNRELATED)[0] not in storages
+    del y
+
+
 def test_a_function_frame_holds_what_its_policy_keeps():
     x, w = leaf(4, 4), leaf(4, 4)
     log = Frames()

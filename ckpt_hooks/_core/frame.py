@@ -25,7 +25,7 @@ from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 from .watch import Watch
 
-__all__ = ["Frame", "Mark", "describe_packed", "is_in_recompute", "mutated_leaf", "overlap_error"]
+__all__ = ["Frame", "Mark", "describe_packed", "frame_of", "is_in_recompute", "mutated_leaf", "overlap_error"]
 
 R = TypeVar("R")
 
@@ -125,6 +125,10 @@ class Frame(abc.ABC):
         """Returns each tensor kept alive by this frame, with the reason; leaves which require grad are left out."""
 
     @abc.abstractmethod
+    def owners(self) -> list[Frame]:
+        """Returns the frames which this frame keeps alive, as it needs a tensor of theirs."""
+
+    @abc.abstractmethod
     def describe(self, packed: Any) -> Saved:
         """Describes the saved tensor of one of this frame's handles.
 
@@ -186,5 +190,15 @@ def describe_packed(packed: Any) -> Saved | None:
         tensor, _, path = packed
         shape = None if tensor.is_nested else tensor.shape
         return Saved(format_path(path), -1, fate_of_kept(tensor), shape, tensor.dtype, size_of(tensor))
+    frame = frame_of(packed)
+    return None if frame is None else frame.describe(packed)
+
+
+def frame_of(packed: Any) -> Frame | None:
+    """Returns the frame of a handle in autograd's graph; None for other objects.
+
+    Args:
+        packed: The result of a pack hook.
+    """
     frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
-    return frame.describe(packed) if isinstance(frame, Frame) else None
+    return frame if isinstance(frame, Frame) else None

@@ -8,8 +8,9 @@ import torch
 
 from ckpt_hooks._torch import sparse_parts
 
-__all__ = ["inner_tensors", "parts_of"]
+__all__ = ["dense_parts", "inner_tensors", "parts_of"]
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _BY_ROWS, _BY_COLUMNS = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 
@@ -32,3 +33,13 @@ def parts_of(tensor: torch.Tensor) -> list[Any] | None:
     if tensor.layout in _BY_COLUMNS:
         return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
     return None
+
+
+def dense_parts(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors with memory of their own which a tensor is made of; nothing for other objects."""
+    if type(value) in _PLAIN and value.layout is torch.strided:
+        return [value]
+    if not isinstance(value, torch.Tensor):
+        return []
+    parts = parts_of(value)
+    return [value] if parts is None else [inner for part in parts for inner in dense_parts(part)]

@@ -21,14 +21,14 @@ from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.holdings import Holding, holdings_in
+from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
-from ckpt_hooks._tensors.offloaded_inputs import OffloadedInputs
+from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
 from ckpt_hooks._torch import (
     num_dispatch_modes,
     pop_saved_tensors_hooks,
@@ -48,7 +48,7 @@ from .state.closure_scan import NOTHING, scan_closure
 from .state.module_plan import ModulePlan, idle_plan
 from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
-from .state.variables import variables_in, variables_of
+from .state.variables import contents_of, variables_in, variables_of
 from .suspects import compared
 
 __all__ = ["FunctionFrame"]
@@ -71,7 +71,7 @@ class FunctionFrame(RerunFrame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = ("_finish", "_keeps_all", "_offloaded")
+    __slots__ = ("_finish", "_keeps_all")
 
     def __init__(
         self,
@@ -105,10 +105,8 @@ class FunctionFrame(RerunFrame):
         owner = getattr(function, "__self__", function) if settings.observers else None
         HandleFrame.__init__(self, name, parent, settings.observers, owner if isinstance(owner, torch.nn.Module) else None)
         self._function = function
-        self._offloaded: OffloadedInputs | None = None
         if options.offload_inputs and top_saved_tensors_hooks(False) is None:
-            self._offloaded = OffloadedInputs(self.path, self.watch)
-            push_saved_tensors_hooks(*self._offloaded.hooks)
+            push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch))
             try:
                 self._arguments = Arguments(args, kwargs)
             finally:
@@ -198,13 +196,16 @@ class FunctionFrame(RerunFrame):
         seen: set[int] = set()
         parts = (
             ("argument", self._arguments),
-            ("state that the function reaches", (self._state, self._variables)),
+            ("state that the function reaches", (self._state, contents_of(self._variables))),
             ("random state", (self._ambient, self._draws)),
             ("kept by the policy", self._selection),
             ("recomputed", [opened.values for opened in self.passes.values()]),
         )
-        held = [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
-        return held if self._offloaded is None else self._offloaded.holdings() + held
+        return [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
+
+    def owners(self) -> list[Frame]:
+        """Returns the frames around whose tensors are arguments, or pass through their hooks; see :meth:`Frame.owners`."""
+        return owners_in((self._arguments, self._selection), Frame, (ModulePlan,))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._keeps_all:

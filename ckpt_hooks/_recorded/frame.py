@@ -17,7 +17,7 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.watched import watch_forward
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._tensors.held import Hooks
-from ckpt_hooks._tensors.offloaded_inputs import OffloadedInputs
+from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
 from ckpt_hooks._torch import (
     counted_detach,
     graph_task_id,
@@ -113,7 +113,7 @@ class RecordedFrame(ReplayedFrame):
         self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
         if hooks is None and self._offload_inputs:
-            hooks = self.hooks_around = OffloadedInputs(self.path, self.watch).hooks
+            hooks = self.hooks_around = hooks_for_inputs(self.path, self.watch)
             respect_hooks = False  # outputs kept by the policy stay
         elif hooks is not None:
             if not are_of_frame(hooks):
@@ -250,7 +250,7 @@ class RecordedFrame(ReplayedFrame):
             elif store.external and tape.hooks is None and self.hooks_around is None:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
-                self.externals.append(weakref.ref(external))
+                self.externals.append((weakref.ref(external), store.reason))
                 return external
             else:
                 value = tape.value_of(tensor, None)

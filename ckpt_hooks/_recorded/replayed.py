@@ -12,7 +12,7 @@ import torch
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
-from ckpt_hooks._core.holdings import Holding, holdings_in
+from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
@@ -54,7 +54,7 @@ class ReplayedFrame(Replayable):
     """A recorded frame's handles and replays.
 
     Attributes:
-        externals: Stand-ins for saved tensors from outside.
+        externals: Stand-ins for saved tensors from outside, and the reasons why these are.
         handles: The frame's handles.
         is_split: Whether values stay for a second backward (:mod:`.split`).
     """
@@ -70,7 +70,7 @@ class ReplayedFrame(Replayable):
         Frame.__init__(self, name, parent, observers)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
-        self.externals: list[weakref.ref[TrackedKept]] = []
+        self.externals: list[tuple[weakref.ref[TrackedKept], str]] = []
         self.lines = None if outer is None else outer.lines
         self.outer = outer
         self.handles: list[weakref.ref[Handle]] = []
@@ -87,19 +87,27 @@ class ReplayedFrame(Replayable):
         seen: set[int] = set()
         held = [
             found
-            for reference in self.externals
+            for reference, reason in self.externals
             if (external := reference()) is not None
-            for found in holdings_in(external[0], "saved, from outside of the region", seen)
+            for found in holdings_in(external[0], f"saved, {reason}", seen)
         ]
-        for value in sorted(
-            values_below([handle.value for reference in self.handles if (handle := reference()) is not None]), key=_number
-        ):
+        for value in self._values():
             if value.saved is not None:
                 held += holdings_in(value.saved, value.saved.reason, seen, (Frame,))
             if value.op is not None:
                 held += holdings_in(value.op.draw, "random state", seen, (Frame,))
         replays = [[*replay.tensors.values(), *replay.held.values()] for replay in self.passes.values()]
         return held + list(holdings_in(replays, "recomputed", seen))
+
+    def _values(self) -> list[Value]:
+        """Returns the values needed by the living handles, in the order of their making."""
+        handles = [handle for reference in self.handles if (handle := reference()) is not None]
+        return sorted(values_below([handle.value for handle in handles]), key=_number)
+
+    def owners(self) -> list[Frame]:
+        """Returns the frames around; see :meth:`Frame.owners`."""
+        packed = [value.saved for value in self._values() if value.saved is not None and value.saved.is_packed]
+        return owners_in([self.outer, packed], Frame)
 
     def describe(self, packed: Handle) -> Saved:
         """Returns the description of a handle's tensor; see :meth:`Frame.describe`."""

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.holdings import Holding
+from ckpt_hooks._core.holdings import Holding, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import mutated
+from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.paths import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.saved import nbytes_of
 from ckpt_hooks._core.words import describe_kind, kind_in_words, kind_of
@@ -30,6 +31,7 @@ from .moved import Moved
 from .offloaded import Batch
 from .refilling import Origin
 from .transfers import Transfers
+from .walk import instances_in
 
 __all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold", "recomputes"]
 
@@ -230,10 +232,20 @@ class HeldByHooks(HeldTensor):
         return kind_in_words(self._kind)
 
     def holding(self, reason: str) -> Holding | None:
-        """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself."""
+        """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself.
+
+        Of other hooks the report has the memory of the one tensor in their result, or else the size of the held tensor.
+        """
+        if recomputes(self._unpack):
+            return None
         if type(self._packed) is Moved:
             return self._packed.holding(reason)
-        return None if recomputes(self._unpack) else _holding(self.describe(), reason, self._kind, None)
+        found = _holding(self.describe(), reason, self._kind, None)
+        packed = instances_in(self._packed, torch.Tensor)
+        if len(packed) != 1:
+            return found
+        storage, size = storage_and_size(packed[0])
+        return found._replace(nbytes=size_of(packed[0]), storage=storage, storage_nbytes=size)
 
     @property
     def is_on_host(self) -> bool:  # type: ignore[override]

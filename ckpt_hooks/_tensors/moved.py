@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.holdings import Holding
+from ckpt_hooks._core.holdings import Holding, size_of
 from ckpt_hooks._core.mutation import mutated
+from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.paths import RegionPath, region_in_words
 from ckpt_hooks._core.words import describe_kind
 from ckpt_hooks._torch import storage_address, version_witness
@@ -95,12 +96,11 @@ class Moved:
             saved.batch = batch
         return saved
 
-    def holding(self, reason: str) -> Holding | None:
-        """Returns a report of the copy on the host; None before it is made."""
-        if self._sent is None:
-            return None
-        host = self._sent.host
-        return Holding(f"{describe_kind(host)} on the host", reason, host.nbytes, None, 0, host.shape, host.dtype, host.device)
+    def holding(self, reason: str) -> Holding:
+        """Returns a report of the tensor, or of the copy on the host."""
+        tensor, place = (self._tensor, "") if self._sent is None else (self._sent.host, " on the host")
+        words, storage = describe_kind(tensor) + place, storage_and_size(tensor)
+        return Holding(words, reason, size_of(tensor), *storage, tensor.shape, tensor.dtype, tensor.device)
 
     def get(self) -> torch.Tensor:
         """Returns the tensor on its device.

@@ -10,11 +10,8 @@ once. Whoever saves the inputs compares the versions of those that stay.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 
-from ckpt_hooks._core.holdings import Holding
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
@@ -24,49 +21,33 @@ from .moved import Moved, Shared
 from .offloaded import Batch
 from .transfers import transfers_for
 
-__all__ = ["OffloadedInputs"]
+__all__ = ["hooks_for_inputs"]
 
 _shared = Shared()
 
 
-class OffloadedInputs:
-    """The inputs of one region on the host.
+def hooks_for_inputs(path: RegionPath, watch: Watch | None) -> Hooks:
+    """Returns the hooks for the inputs of one region.
 
-    Attributes:
-        hooks: The pair of saved-tensor hooks which moves them.
-        moved: The moved tensors, as long as they are wanted.
+    Args:
+        path: The region.
+        watch: Hears of the copies.
     """
+    batch = Batch(watch)
 
-    __slots__ = ("hooks", "moved")
+    def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
+        if not tensor.requires_grad or is_kept_anyway(tensor):
+            return tensor
+        transfers = transfers_for(tensor)
+        if transfers is None:
+            return counted_detach(tensor)
+        moved = _shared.find(tensor, batch, path)
+        if moved is None:
+            moved = Moved(tensor, transfers, batch=batch, path=path)
+            moved.send(_shared)
+        return moved
 
-    def __init__(self, path: RegionPath, watch: Watch | None) -> None:
-        """Makes the hooks.
-
-        Args:
-            path: The region.
-            watch: Hears of the copies.
-        """
-        batch = Batch(watch)
-        all_moved = self.moved = weakref.WeakSet[Moved]()
-
-        def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
-            if not tensor.requires_grad or is_kept_anyway(tensor):
-                return tensor
-            transfers = transfers_for(tensor)
-            if transfers is None:
-                return counted_detach(tensor)
-            moved = _shared.find(tensor, batch, path)
-            if moved is None:
-                moved = Moved(tensor, transfers, batch=batch, path=path)
-                moved.send(_shared)
-            all_moved.add(moved)
-            return moved
-
-        self.hooks: Hooks = pack, _unpack
-
-    def holdings(self) -> list[Holding]:
-        """Returns a report of each copy on the host."""
-        return [found for moved in self.moved if (found := moved.holding("argument")) is not None]
+    return pack, _unpack
 
 
 def _unpack(packed: Moved | torch.Tensor) -> torch.Tensor:

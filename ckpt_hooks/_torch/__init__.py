@@ -344,18 +344,18 @@ class _SaveInput(torch.autograd.Function):
         return output
 
 
-class _NodeSavedTensor:
+class NodeSavedTensor:
     """:class:`SavedTensor` for torch 2.11, where an autograd node has to save the tensor."""
 
-    __slots__ = ("_output",)
+    __slots__ = ("output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
         anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
         # The output owns the node; the Python object of a node alone does not keep what it saved.
-        self._output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+        self.output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 
     def unpack(self) -> torch.Tensor:
-        tensor: torch.Tensor = self._output.grad_fn.saved_tensors[0]
+        tensor: torch.Tensor = self.output.grad_fn.saved_tensors[0]
         return tensor
 
 
@@ -395,5 +395,5 @@ def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 save_tensor: Callable[[torch.Tensor], SavedTensor] = (
     (lambda tensor: _autograd._make_saved_tensor(tensor, False))
     if hasattr(_autograd, "_make_saved_tensor")
-    else _NodeSavedTensor
+    else NodeSavedTensor
 )

@@ -5,17 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .entries import Reason, Residual, SavedResiduals
+    from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
     from .steps import Drift, RegionTrace, StepTrace
     from .trace_text import format_trace, print_trace
     from .tracing import Trace, trace
 
 __all__ = [
     "Drift",
+    "Reason",
     "RegionTrace",
+    "Residual",
+    "SavedResiduals",
     "StepTrace",
     "Trace",
+    "format_saved_residuals",
     "format_trace",
+    "print_saved_residuals",
     "print_trace",
+    "saved_residuals",
+    "saved_tensors_report",
     "trace",
 ]
 
@@ -28,6 +37,13 @@ _MODULES = {
     "format_trace": "trace_text",
     "print_trace": "trace_text",
     "trace": "tracing",
+    "Reason": "entries",
+    "Residual": "entries",
+    "SavedResiduals": "entries",
+    "format_saved_residuals": "residuals",
+    "print_saved_residuals": "residuals",
+    "saved_residuals": "residuals",
+    "saved_tensors_report": "residuals",
 }
 
 

@@ -32,7 +32,7 @@ from ckpt_hooks._torch import is_kept_anyway
 from .closure_scan import NOTHING, Reached, facts_of
 from .module_plan import ModulePlan
 
-__all__ = ["Loan", "StandIns", "lend", "take_back", "variables_in", "variables_of"]
+__all__ = ["Loan", "StandIns", "contents_of", "lend", "take_back", "variables_in", "variables_of"]
 
 #: The content of an unassigned variable.
 _ABSENT = object()
@@ -162,6 +162,11 @@ def variables_of(function: Any, reached: Reached, plans: Sequence[ModulePlan] = 
 def variables_in(plan: ModulePlan) -> Sequence[_Entry]:
     """Notes the variables of the functions held by a module and its submodules."""
     return [entry for one in plan.functions if (function := one()) is not None and (entry := _entry_of(function))]
+
+
+def contents_of(entries: Sequence[_Entry] | None) -> list[Any]:
+    """Returns the noted contents of variables, without the namespaces around."""
+    return [] if entries is None else [contents for _, _, _, contents, _ in entries]
 
 
 def _entry_of(function: FunctionType) -> _Entry | None:

@@ -1,0 +1,79 @@
+"""Autograd's graph, read without running anything: the saved tensors of a node, and what stands for each.
+
+2.11 to 2.15. Goes when torch has a public way to list the tensors that a node saved, without the unpack hooks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_hooks._torch import NodeSavedTensor
+
+__all__ = ["SAVED_TENSORS", "attributes_of", "is_packed", "packed_of", "saved_in"]
+
+#: The classes of saved tensors, which have the packed object as ``data``.
+SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
+
+# The attributes which hold saved tensors, by the class of nodes, one for each operator. Custom functions have one attribute.
+_fields: dict[type, tuple[str, ...]] = {}
+_OF_FUNCTIONS = ("_raw_saved_tensors",)
+
+_NOTHING: Sequence[Any] = ()
+
+
+def saved_in(node: Any) -> Iterable[Any]:
+    """Returns the saved tensors of a node; none for a node whose backward has freed them.
+
+    Nodes written in C++ outside of torch's own formulas show none, and neither does the function inside ``CopySlices``.
+
+    Args:
+        node: A node of autograd's graph.
+    """
+    kind = type(node)
+    fields = _fields.get(kind)
+    if fields is None:
+        if issubclass(kind, torch.autograd.function.BackwardCFunction):
+            return _saved(node, _OF_FUNCTIONS)
+        fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return _saved(node, fields) if fields else _NOTHING
+
+
+def _saved(node: Any, fields: Iterable[str]) -> list[Any]:
+    found: list[Any] = []
+    for field in fields:
+        try:
+            saved = getattr(node, field)
+        except RuntimeError:  # freed by a backward
+            continue
+        if isinstance(saved, (list, tuple)):
+            found += saved
+        elif saved is not None:
+            found.append(saved)
+    return found
+
+
+def packed_of(saved: Any) -> Any:
+    """Returns the tensor itself, or the result of the pack hook; None for a tensor that is undefined, or freed.
+
+    Args:
+        saved: A saved tensor.
+    """
+    if type(saved) is NodeSavedTensor:
+        (saved,) = saved_in(saved.output.grad_fn)
+    try:
+        return saved.data
+    except RuntimeError:  # freed by a backward
+        return None
+
+
+def is_packed(saved: Any) -> bool:
+    """Whether saved-tensor hooks have packed a saved tensor."""
+    return type(saved) is NodeSavedTensor or saved.unpack_hook is not None
+
+
+def attributes_of(node: Any) -> dict[str, Any]:
+    """Returns the attributes that a custom function has set on its ``ctx``, which is its node; none for other nodes."""
+    return getattr(node, "__dict__", {})

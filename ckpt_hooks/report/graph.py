@@ -1,0 +1,312 @@
+"""Reading the memory held by a live graph: nodes, handles of regions, and the regions' frames. Nothing runs meanwhile."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.frame import Frame, describe_packed, frame_of
+from ckpt_hooks._core.holdings import Holding, holdings_in
+from ckpt_hooks._core.numbers import storage_and_size
+from ckpt_hooks._core.parts import dense_parts
+from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.saved import Fate
+from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of
+from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_in
+
+from .entries import Reason, Residual, SavedResiduals, order_of
+from .notes import NOWHERE, Known, Notes, Origin
+
+__all__ = ["GraphReader"]
+
+#: Reasons by the first words of a holding's reason. All else that a region keeps cannot be replayed.
+_REASONS = {
+    "argument": Reason.INPUT,
+    "from outside of the region": Reason.INPUT,
+    "saved, from outside of the region": Reason.INPUT,
+    "kept by the policy, by the name of": Reason.NAME,
+    "kept by the policy": Reason.POLICY,
+    "state that the function reaches": Reason.STATE,
+    "random state": Reason.RANDOM_STATE,
+    "recomputed": Reason.RECOMPUTED,
+}
+
+
+_NO_STORAGE: tuple[int | None, int] = (None, 0)
+_NO_VIEWS: tuple[Residual, ...] = ()
+# Without the constructor: half the cost.
+_new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residual)
+
+
+def _reason_of(holding: Holding) -> Reason:
+    if holding.description.endswith(" on the host"):
+        return Reason.OFFLOADED
+    if holding.device is None:
+        return Reason.HOOKS
+    if holding.reason == "kept by the policy, and written to since":
+        return Reason.NOT_REPLAYED
+    return next((reason for words, reason in _REASONS.items() if holding.reason.startswith(words)), Reason.NOT_REPLAYED)
+
+
+class GraphReader:
+    """Reads one graph."""
+
+    def __init__(self, known: Known, notes: Notes | None = None) -> None:
+        """Prepares for a graph.
+
+        Args:
+            known: The tensors that exist in any case.
+            notes: The notes of the graph's forward, if there are any.
+        """
+        self._known, self._notes = known, notes
+        self._knows_nothing = notes is None and not known.names
+        # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.
+        self._claims: dict[int, list[Residual]] = {}
+        self._sizes: dict[int, int] = {}
+        self._numbers: dict[int, tuple[int | None, int]] = {}
+        self._dropped: list[tuple[int | None, Residual]] = []
+        self._frames: dict[int, Frame] = {}
+        self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
+        self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
+
+    def read(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Reads the graph of some tensors."""
+        for node in _nodes_of(tensors):
+            self._read_node(node)
+        todo = list(self._frames.values())
+        for frame in todo:  # including frames added in the loop
+            for owner in frame.owners():
+                if id(owner) not in self._frames:
+                    self._frames[id(owner)] = owner
+                    todo.append(owner)
+        for frame in self._frames.values():
+            region, origin = self._region_of(frame)
+            for holding in frame.held():
+                self._claim_holding(holding, region, origin)
+
+    def _region_of(self, frame: Frame) -> tuple[tuple[str, ...], Origin]:
+        found = self._regions.get(id(frame))
+        if found is None:
+            watch = frame.watch
+            origin = NOWHERE if watch is None else Origin(None, watch.region.site, watch.region.module)
+            found = self._regions[id(frame)] = format_path(frame.path), origin
+        return found
+
+    def _read_node(self, node: Any) -> None:
+        found = saved_in(node)
+        attributes = attributes_of(node)
+        if not (found or attributes):
+            return
+        origin = NOWHERE if self._notes is None else self._notes.origin_of_node(node)
+        name = self._name_of(node)
+        for saved in found:
+            self._read_saved(saved, origin, name)
+        for attribute, value in attributes.items():
+            for holding in holdings_in(value, f"ctx.{attribute}", set()):
+                self._claim_holding(holding, (), origin, Reason.CTX, name)
+
+    def _name_of(self, node: Any) -> tuple[str, ...]:
+        found = self._names.get(type(node))
+        if found is None:
+            found = self._names[type(node)] = (node.name(),)
+        return found
+
+    def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
+        packed = packed_of(saved)
+        if packed is None:
+            return
+        if isinstance(packed, torch.Tensor):
+            reason = Reason.HOOKS if is_packed(saved) else Reason.SAVED
+            self._claim(packed, reason, origin, name)
+            return
+        owner = packed[0] if isinstance(packed, tuple) and packed else getattr(packed, "frame", None)
+        frame = self._frames.get(id(owner)) or frame_of(packed)  # the second asks for the class, at 1 us
+        if frame is not None:
+            self._read_handle(frame, packed, origin, name)
+        elif (description := describe_packed(packed)) is not None:
+            self._claim(packed[0], Reason.INPUT, origin, name, region=description.region)
+        else:
+            self._read_hooks(packed, origin, name)
+
+    def _read_handle(self, frame: Frame, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
+        self._frames[id(frame)] = frame
+        saved = frame.describe(packed)
+        if saved.fate is not Fate.DROPPED and saved.fate is not Fate.LOST:
+            return  # the frame has the tensor among its holdings
+        storage, operator, site, module = None, saved.made_by, origin.site, origin.module
+        if self._notes is not None and frame.watch is not None:
+            tensor = self._notes.saved_in.get((frame.watch.region.id, saved.position))
+            if tensor is not None:
+                storage = tensor.storage
+                made = self._notes.origin_of_storage(storage)
+                operator, site, module = made.operator or operator, made.site or site, made.module or module
+        reason = Reason.DROPPED if saved.fate is Fate.DROPPED else Reason.LOST
+        region = self._region_of(frame)[0]
+        size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
+        entry = _new_entry((reason, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
+        self._dropped.append((storage, entry))
+
+    def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
+        """Reads the object of hooks which are not a region's: its tensors, where these show."""
+        if type(packed).__module__ == "torch.utils.checkpoint":
+            why = "by torch.utils.checkpoint, of unknown size"
+            entry = Residual(Reason.DROPPED, 0, None, None, None, why, None, None, origin.site, origin.module, (), name)
+            self._dropped.append((None, entry))
+            return
+        found = list(holdings_in(packed, "packed by saved-tensor hooks", set(), (Frame,)))
+        for holding in found:
+            reason = Reason.OFFLOADED if holding.description.endswith(" on the host") else Reason.HOOKS
+            self._claim_holding(holding, (), origin, reason, name)
+        if not found:
+            why = f"packed by saved-tensor hooks as {type(packed).__name__}, of unknown size"
+            entry = Residual(Reason.HOOKS, 0, None, None, None, why, None, origin.operator, origin.site, origin.module)
+            self._add(None, 0, entry._replace(saved_by=name))
+
+    def _claim(
+        self, tensor: torch.Tensor, reason: Reason, origin: Origin, name: tuple[str, ...], region: tuple[str, ...] = ()
+    ) -> None:
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            parts = dense_parts(tensor)
+            if len(parts) != 1 or parts[0] is not tensor:
+                for part in parts:
+                    self._claim(part, reason, origin, name, region)
+                return
+        address = storage_of(tensor)
+        storage, size = _NO_STORAGE if address is None else self._numbers.get(address) or self._number(address, tensor)
+        if tensor.requires_grad and is_kept_anyway(tensor):
+            reason = Reason.PARAMETER
+        shape = None if tensor.is_nested else tensor.shape
+        nbytes, dtype, device = tensor.nbytes, tensor.dtype, tensor.device
+        entry = _new_entry((reason, nbytes, shape, dtype, device, "", None, None, None, None, region, name, _NO_VIEWS))
+        self._add(storage, size, entry, origin)
+
+    def _number(self, address: int, tensor: torch.Tensor) -> tuple[int | None, int]:
+        found = self._numbers[address] = storage_and_size(tensor)
+        return found
+
+    def _claim_holding(
+        self,
+        holding: Holding,
+        region: tuple[str, ...],
+        origin: Origin,
+        reason: Reason | None = None,
+        name: tuple[str, ...] = (),
+    ) -> None:
+        reason = _reason_of(holding) if reason is None else reason
+        words, shape, dtype, device = holding.reason, holding.shape, holding.dtype, holding.device
+        entry = Residual(reason, holding.nbytes, shape, dtype, device, words, None, None, None, None, region, name)
+        for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
+            self._add(storage, size, entry, origin)
+
+    def _add(self, storage: int | None, size: int, entry: Residual, origin: Origin = NOWHERE) -> None:
+        """Adds a claim.
+
+        Args:
+            storage: The number of the storage; None for memory without one.
+            size: The size of the storage.
+            entry: The claim, without the origin of the storage.
+            origin: The origin of the node or region, where that of the storage is not known.
+        """
+        if storage is None:
+            storage, size = -1 - len(self._claims), entry.nbytes
+        claims = self._claims.get(storage)
+        if claims is None:
+            self._sizes[storage] = size
+            self._claims[storage] = [self._placed(storage, entry, origin)]
+            return
+        entry = self._placed(storage, entry, origin)
+        for place, claim in enumerate(claims):
+            if claim[:4] == entry[:4] and claim.region == entry.region:
+                if entry.saved_by and entry.saved_by[0] not in claim.saved_by:
+                    claims[place] = claim._replace(saved_by=claim.saved_by + entry.saved_by)
+                return
+        claims.append(entry)
+
+    def _placed(self, storage: int, entry: Residual, origin: Origin) -> Residual:
+        """Returns a claim with the reason of the storage's own, and with its origin."""
+        if self._knows_nothing and origin is NOWHERE:
+            return entry
+        known, notes, reason = self._known, self._notes, entry.reason
+        if storage in known.arguments:
+            reason = Reason.ARGUMENT
+        elif storage in known.parameters:
+            reason = Reason.PARAMETER
+        elif reason is not Reason.PARAMETER and self._is_there_anyway(storage):
+            reason = Reason.OUTSIDE
+        made = NOWHERE if notes is None else notes.origin_of_storage(storage)
+        if made is not NOWHERE:
+            origin = made
+        elif origin is NOWHERE and reason is entry.reason:
+            return entry
+        return entry._replace(
+            reason=reason,
+            name=known.names.get(storage),
+            operator=made.operator,
+            site=origin.site,
+            module=origin.module,
+        )
+
+    def _is_there_anyway(self, storage: int) -> bool:
+        known, notes = self._known, self._notes
+        return storage in known.names or (notes is not None and storage in notes.found)
+
+    def unclaimed(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """Returns the storages noted as made, and still there, without a claim; those of some tensors are left out."""
+        notes = self._notes
+        if notes is None:
+            return []
+        others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)}
+        left = [storage for storage in notes.made if storage not in self._claims and storage not in others]
+        found = []
+        for storage in left:
+            memory = notes.storages[storage]()
+            if memory is not None:
+                found.append(storage)
+                self._sizes[storage] = memory.nbytes()
+        return found
+
+    def add_unseen(self, storages: Iterable[int]) -> None:
+        """Adds storages which were freed with the graph, and which no node has shown."""
+        assert self._notes is not None
+        for storage in storages:
+            if self._notes.storages[storage]() is None:
+                entry = Residual(Reason.UNSEEN, self._sizes[storage], None, None, None, "in no node that torch shows")
+                self._add(storage, self._sizes[storage], entry)
+
+    def report(self) -> SavedResiduals:
+        """Returns the report."""
+        tensors = []
+        for storage, claims in self._claims.items():
+            counts, size = claims[0], self._sizes[storage]
+            if len(claims) > 1:
+                counts = claims[order_of([claim.reason for claim in claims])]._replace(nbytes=size, views=tuple(claims))
+            elif counts.nbytes != size:
+                counts = counts._replace(nbytes=size)
+            tensors.append(counts)
+        return SavedResiduals(tuple(tensors), tuple(self._distinct()))
+
+    def _distinct(self) -> Iterator[Residual]:
+        """Yields dropped tensors, each storage once and without those that are held after all."""
+        seen: set[int] = set()
+        for storage, entry in self._dropped:
+            if storage is None:
+                yield entry
+            elif storage not in seen and storage not in self._claims and not self._is_there_anyway(storage):
+                seen.add(storage)
+                yield entry
+
+
+def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
+    """Returns the nodes of a graph which may have saved tensors, in the order of their making."""
+    seen: set[Any] = set()
+    todo = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return sorted(seen, key=node_number)

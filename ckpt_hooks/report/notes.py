@@ -1,0 +1,196 @@
+"""Notes of a forward: the operator, the line and the module of each storage, and of each node of the graph."""
+
+from __future__ import annotations
+
+import sys
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
+
+from ckpt_hooks._core.events import Observer, Region, TensorInfo
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
+from ckpt_hooks._core.numbers import storage_and_size
+from ckpt_hooks._core.parts import dense_parts
+from ckpt_hooks._core.saved import Saved
+from ckpt_hooks._core.stack import is_recomputing
+from ckpt_hooks._core.whereabouts import site_of
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._torch import MODULE_CALL, OVERLOAD, node_number, sequence_number
+
+__all__ = ["NOWHERE", "Known", "Notes", "Origin"]
+
+_aten = torch.ops.aten
+# These make a tensor, and get it as their argument.
+_BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fresh_copy.default})
+
+
+class Origin(NamedTuple):
+    """The run of an operator in forward.
+
+    Attributes:
+        operator: The operator, as in ``"aten.mm.default"``; None where no operator is known.
+        site: The line of the user's program, as in ``"model.py:12"``.
+        module: The innermost called module, by its name in the outermost called module.
+    """
+
+    operator: str | None
+    site: str | None
+    module: str | None
+
+
+#: Where nothing was noted.
+NOWHERE = Origin(None, None, None)
+
+
+class Known:
+    """Tensors that exist in any case: parameters and buffers of modules, and arguments.
+
+    Attributes:
+        names: The name of each tensor, by the number of its storage.
+        arguments: The storages of arguments.
+        parameters: The storages of parameters.
+    """
+
+    def __init__(self) -> None:
+        self.names: dict[int | None, str] = {}
+        self.arguments: set[int | None] = set()
+        self.parameters: set[int | None] = set()
+
+    def add_module(self, module: torch.nn.Module) -> None:
+        """Adds the parameters and buffers of a module."""
+        for name, parameter in module.named_parameters():
+            for part in dense_parts(parameter):
+                storage = storage_and_size(part)[0]
+                self.names.setdefault(storage, name)
+                self.parameters.add(storage)
+        for name, buffer in module.named_buffers():
+            for part in dense_parts(buffer):
+                self.names.setdefault(storage_and_size(part)[0], name)
+
+    def add_arguments(self, arguments: Iterable[tuple[str, Any]]) -> None:
+        """Adds the tensors and modules in arguments.
+
+        Args:
+            arguments: The place and the value of each.
+        """
+        for place, value in arguments:
+            for path, leaf in tree_flatten_with_path(value)[0]:
+                if isinstance(leaf, torch.nn.Module):
+                    self.add_module(leaf)
+                for part in dense_parts(leaf):
+                    storage = storage_and_size(part)[0]
+                    if storage not in self.parameters:
+                        self.arguments.add(storage)
+                        self.names[storage] = place + keystr(path)
+
+
+class Notes(Observer):
+    """The notes of one forward; its mode and the observer have to be active meanwhile.
+
+    Attributes:
+        mode: The dispatch mode which notes operators.
+        made: The origin of each storage made by an operator; of uninitialised memory, the first operator which wrote to it.
+        found: The storages read by an operator, and not made before: these were there before.
+        storages: A weak reference to each storage in ``made``.
+        nodes: The origin of each node of the graph, by its number.
+        regions: The entered regions, in order.
+        saved: The tensors saved in regions, by the number of the region and the position.
+        outermost: The outermost called modules.
+    """
+
+    def __init__(self) -> None:
+        self.mode = _OperatorNotes(self)
+        self.made: dict[int, Origin] = {}
+        self.found: set[int] = set()
+        self.storages: dict[int, weakref.ref[Any]] = {}
+        self.nodes: dict[int, Origin] = {}
+        self.regions: list[Region] = []
+        self.saved_in: dict[tuple[int, int], TensorInfo] = {}
+        self.outermost: dict[int, torch.nn.Module] = {}
+        self._uninitialized: set[int] = set()
+        self._names: dict[int, dict[int, str]] = {}
+
+    def entered(self, region: Region) -> None:
+        """Notes a region."""
+        self.regions.append(region)
+
+    def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
+        """Notes a saved tensor."""
+        self.saved_in[region.id, saved.position] = tensor
+
+    def origin_of_node(self, node: Any) -> Origin:
+        """Returns the run of the operator which made a node."""
+        return self.nodes.get(node_number(node), NOWHERE)
+
+    def origin_of_storage(self, storage: int | None) -> Origin:
+        """Returns the run of the operator which made a storage."""
+        return NOWHERE if storage is None else self.made.get(storage, NOWHERE)
+
+    def note(self, operator: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
+        """Notes a run of an operator.
+
+        Args:
+            operator: The operator.
+            inputs: Its arguments.
+            outputs: Its results.
+        """
+        number, origin = sequence_number() - 1, None
+        if number not in self.nodes:
+            origin = self.nodes[number] = self._origin(operator)
+        if operator not in _BIRTHS:
+            for tensor in (part for value in inputs for part in dense_parts(value)):
+                storage, _ = storage_and_size(tensor)
+                if storage is not None and storage not in self.made:
+                    self.found.add(storage)
+        facts = facts_of(operator) if isinstance(operator, OVERLOAD) else None
+        is_empty = facts is not None and facts.is_uninitialized
+        for tensor in (part for value in outputs for part in dense_parts(value)):
+            storage, _ = storage_and_size(tensor)
+            is_view = facts is not None and facts.is_view
+            is_known = storage in self.made and (is_view or storage not in self._uninitialized)
+            if storage is None or storage in self.found or is_known:
+                continue
+            origin = self.made[storage] = origin or self._origin(operator)
+            self.storages.setdefault(storage, weakref.ref(tensor.untyped_storage()))
+            if is_empty:
+                self._uninitialized.add(storage)
+            else:
+                self._uninitialized.discard(storage)
+
+    def _origin(self, operator: Any) -> Origin:
+        frame: types.FrameType | None = sys._getframe(3)
+        site, module, outermost = site_of(frame), None, None
+        while frame is not None:
+            if frame.f_code is MODULE_CALL:
+                outermost = frame.f_locals["self"]
+                module = outermost if module is None else module
+            frame = frame.f_back
+        return Origin(str(operator), site, None if module is None else self._name_of(module, outermost))
+
+    def _name_of(self, module: Any, outermost: Any) -> str | None:
+        self.outermost[id(outermost)] = outermost  # held, so that its identity stays its own
+        names = self._names.get(id(outermost))
+        if names is None or id(module) not in names:
+            names = self._names[id(outermost)] = {id(inner): name for name, inner in outermost.named_modules()}
+            names.setdefault(id(module), "?")
+        found = names[id(module)]
+        return None if found == "?" else found
+
+
+class _OperatorNotes(QuietDispatchMode):
+    """Notes each operator of a forward, inside regions and outside; operators of recomputes are left out."""
+
+    def __init__(self, notes: Notes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._notes = notes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        count_writes(func, args)
+        if not is_recomputing():
+            self._notes.note(func, tree_leaves((args, kwargs)), tree_leaves(output))
+        return output

@@ -1,0 +1,27 @@
+"""The example that prints reports."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import inspect_memory
+
+
+def test_modes_are_compared(capsys):
+    """Each holds less than plain autograd, and the selective mode more than the one which drops everything."""
+    inspect_memory.main(["--json"])
+    reports = json.loads(capsys.readouterr().out)
+    held = {mode: report["added_bytes"] for mode, report in reports.items()}
+    assert list(held) == ["none", "checkpoint", "region", "selective"]
+    assert held["region"] < held["selective"] < held["none"]
+    assert held["checkpoint"] < held["selective"]
+    assert reports["selective"]["by_reason"]["policy"] > 0
+
+
+def test_tables(capsys):
+    inspect_memory.main(["--mode", "none,region", "--rows", "3"])
+    text = capsys.readouterr().out
+    assert "== none ==" in text
+    assert re.search(r"x4 .* blocks\.0-3", text)
+    assert "dropped, and brought back in backward:" in text

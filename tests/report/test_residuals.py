@@ -1,0 +1,340 @@
+"""Reports on saved tensors: reasons, places, and that nothing is changed by a look."""
+
+from __future__ import annotations
+
+import json
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks.offload import offload_saved_tensors
+from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
+from ckpt_hooks.report import Reason, format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
+from tests.behaviours.runs import same
+from tests.measure import CountOps, Frames, SavesItsResult, allocated, leaf
+from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net, in_checkpoint, in_region
+
+pytestmark = pytest.mark.usefixtures("no_gc")
+
+aten = torch.ops.aten
+
+
+def reasons(report):
+    """Returns the reasons with their bytes, without random states, which depend on the tests before."""
+    return {reason: nbytes for reason, nbytes in report.by_reason.items() if reason != "random state"}
+
+
+def only(report, reason):
+    """Returns the one entry with a reason."""
+    (entry,) = (entry for entry in report.tensors if entry.reason is reason)
+    return entry
+
+
+def test_entries_of_a_plain_module():
+    """Parameters and arguments by name, buffers, and saved tensors with operator, line and module."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+            self.register_buffer("mask", torch.ones(4))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x).tanh() * self.mask).sum()
+
+    model, x = Model(), torch.randn(2, 4)
+    report = saved_residuals(model, x)
+    found = {(entry.reason.value, entry.name, entry.operator, entry.module) for entry in report.tensors}
+    assert found == {
+        ("argument", "args[0]", None, "layers.0"),
+        ("parameter", "layers.1.weight", None, "layers.1"),
+        ("outside", "mask", None, ""),
+        ("saved", None, "aten.tanh.default", ""),
+        ("saved", None, "aten.mul.Tensor", ""),
+    }
+    assert reasons(report) == {"argument": 32, "parameter": 64, "outside": 16, "saved": 64}
+    assert (report.total_bytes, report.added_bytes) == (176, 64)
+    assert {entry.site.partition(":")[0] for entry in report.tensors} == {"test_residuals.py"}
+    assert all(entry.saved_by for entry in report.tensors)
+    assert report.dropped == ()
+
+
+def test_a_storage_is_billed_once_with_its_views():
+    x = leaf(4, 4)
+
+    def function(x):
+        h = x.exp()
+        return (h[:2].sin() + h.view(2, 8)[:, :4].cos()).sum()
+
+    entry = only(saved_residuals(function, x), Reason.SAVED)
+    assert entry.nbytes == 128
+    assert [(view.shape, view.nbytes, view.saved_by) for view in entry.views] == [
+        ((4, 4), 128, ("ExpBackward0",)),
+        ((2, 4), 64, ("SinBackward0", "CosBackward0")),
+    ]
+
+
+def test_what_a_region_drops_is_listed_apart():
+    x = leaf(4)
+
+    def function(x):
+        h = (x * 2).exp()
+        return (h.sin() * h).sum()  # saves h twice
+
+    report = saved_residuals(checkpoint(name="block")(function), x)
+    assert reasons(report) == {"saved": 8}  # the scalar, a tensor that autograd saves past hooks; a leaf costs a region nothing
+    assert report.dropped_bytes == 64
+    assert {(entry.operator, entry.region) for entry in report.dropped} == {
+        ("aten.exp.default", ("block",)),
+        ("aten.sin.default", ("block",)),
+    }
+
+
+def test_reasons_of_a_function_region():
+    norm = nn.BatchNorm1d(4)
+    w = leaf(4, 4)
+
+    def function(h):
+        return norm((h @ w).float()).sin().sum()
+
+    def program(x):
+        return checkpoint(policy=save_ops(aten.mm.default), name="block")(function)(x.sin())
+
+    x = leaf(4, 4)
+    for _ in range(3):
+        program(x)
+    report = saved_residuals(program, x)
+    assert only(report, Reason.POLICY).operator == "aten.mm.default"
+    assert only(report, Reason.POLICY).region == ("block",)
+    assert only(report, Reason.INPUT).operator == "aten.sin.default"
+    assert only(report, Reason.STATE).why == "state that the function reaches"
+    assert {entry.name for entry in report.tensors if entry.reason is Reason.OUTSIDE} >= {"running_mean", "running_var"}
+
+
+def test_reasons_of_a_recorded_region():
+    """By a name, by a policy, and of an operator which cannot be replayed."""
+    x = leaf(4)
+
+    def program(x):
+        with checkpoint_region(policy=save_only_these_names("h"), name="block"):
+            h = checkpoint_name(x.exp() * 1.5, "h")
+            mask = torch.empty(4, dtype=torch.float64)
+            mask[:2] = 1  # in part
+            return (h.sin() * mask).sum()
+
+    report = saved_residuals(program, x)
+    assert only(report, Reason.NAME).why == "kept by the policy, by the name of 'h'"
+    assert only(report, Reason.NOT_REPLAYED).why == "saved, memory that was written to in part"
+    assert only(report, Reason.NOT_REPLAYED).operator.startswith("aten.fill_")
+    text = format_saved_residuals(report)
+    assert "memory that was written to in part" in text
+
+
+def test_offloaded_tensors(transfers):
+    """By a policy, and by hooks; the host has copies of their size."""
+    x = leaf(1024)
+
+    def by_policy(x):
+        with checkpoint_region(policy=offload_ops(aten.exp.default)):
+            return (x * 2).exp().sum()
+
+    def by_hooks(x):
+        with offload_saved_tensors(min_offload_size=0):
+            return (x.sin() * x.cos()).sum()
+
+    assert only(saved_residuals(by_policy, x), Reason.OFFLOADED).nbytes == 8192
+    report = saved_residuals(by_hooks, x)
+    assert report.by_reason["offloaded"] == 2 * 8192
+
+
+def test_hooks_of_the_users():
+    """Their objects are looked into, where these show tensors."""
+    x = leaf(4)
+
+    def copied(x):
+        with torch.autograd.graph.save_on_cpu():
+            return x.sin().exp().sum()
+
+    def opaque(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: {tensor.shape}, lambda packed: None):
+            return x.sin().exp().sum()
+
+    assert saved_residuals(copied, x).by_reason["hooks"] >= 32
+    hidden = [entry for entry in saved_residuals(opaque, x).tensors if entry.reason is Reason.HOOKS]
+    assert [entry.nbytes for entry in hidden] == [0] * len(hidden) != []
+    assert "of unknown size" in hidden[0].why
+
+
+class KeepsOnCtx(torch.autograd.Function):
+    """Keeps tensors past ``save_for_backward``."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        ctx.double, ctx.more = x * 2, [x + 1]
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
+PROGRAMS = {
+    "views, in place": lambda x: ((x * 2).view(4, 4)[1:].exp().mul(3).sin_().cos()).sum(),
+    "custom function": lambda x: SavesItsResult.apply(x * 2).sum(),
+    "attributes of a custom function": lambda x: KeepsOnCtx.apply(x * 2).sum(),
+    "new tensors": lambda x: (x * torch.tensor([2.0] * 16) * torch.randn(16)).sum(),
+    "lists": lambda x: torch.stack([row.sin() for row in (x * 1).view(4, 4).unbind()]).prod(0).sum(),
+    "indices": lambda x: (x * 1)[torch.arange(16) > 3].sum(),
+    "loss": lambda x: nn.functional.cross_entropy((x * 1).view(4, 4), torch.arange(4)),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
+def test_bytes_of_programs(program):
+    x = leaf(16)
+    program(x)
+    y, nbytes = allocated(lambda: program(x))
+    live = saved_tensors_report(y, known=x)
+    report = saved_residuals(program, x)
+    assert report.added_bytes + y.nbytes == nbytes
+    assert live.added_bytes == report.added_bytes
+
+
+def test_memory_that_no_node_shows():
+    """The function inside of ``CopySlices`` saves a tensor; only freeing the graph tells."""
+
+    def program(x):
+        h = x * 1.5
+        h[:4].mul_(x[4:8].exp())
+        return h.sum()
+
+    x = leaf(16)
+    y, nbytes = allocated(lambda: program(x))
+    report = saved_residuals(program, x)
+    assert report.added_bytes + y.nbytes == nbytes
+    assert "unseen" in report.by_reason
+    assert saved_tensors_report(y, known=x).added_bytes < report.added_bytes
+
+
+@pytest.mark.parametrize("run", ["none", "checkpoint, policy", "region in checkpoint"])
+@pytest.mark.parametrize("layer", [Convolution, Block])
+def test_the_function_runs_as_ever(layer, run):
+    """Random streams, buffers and results are those of a plain call."""
+    torch.manual_seed(0)
+    x = torch.randn(INPUTS[layer])
+    results = []
+    for look in (False, True):
+        torch.manual_seed(1)
+        net = Net(layer, RUNS[run])
+        seen = []
+
+        def function(x, net=net, seen=seen):
+            seen.append(net(x))
+            return seen[0]
+
+        if look:
+            saved_residuals(function, x)
+        else:
+            function(x)
+        state = torch.get_rng_state()
+        seen[0].backward()
+        results.append([seen[0], state, *net.buffers(), *(p.grad for p in net.parameters())])
+    assert all(same(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_reading_runs_nothing(run):
+    """No operator and no hook; backward gives the gradients of a graph that was not looked at."""
+    torch.manual_seed(0)
+    net, x = Net(Layer, RUNS[run]), torch.randn(INPUTS[Layer], requires_grad=True)
+    expected = torch.autograd.grad(net(x), [x, *net.parameters()])
+    y = net(x)
+    with CountOps() as ops:
+        saved_tensors_report(y)
+    assert not ops.counts
+    assert all(same(one, other) for one, other in zip(torch.autograd.grad(y, [x, *net.parameters()]), expected, strict=True))
+
+
+def test_nothing_is_left_behind():
+    """Graph, frames and storages go; modes, hooks and observers are those from before."""
+    x, log, made = leaf(4), Frames(), []
+
+    def program(x):
+        h = x.exp()
+        made.append(weakref.ref(h.untyped_storage()))
+        return checkpoint(torch.sin, h).cos()
+
+    with observe(log):
+        report = saved_residuals(program, x)
+    assert log.alive() == [False]
+    assert [reference() for reference in made] == [None]
+    assert report.tensors
+    with pytest.raises(KeyError):
+        saved_residuals(lambda x: {}["missing"], x)
+    with CountOps() as ops:
+        checkpoint(torch.sin, x)
+    assert ops.counts["sin"] == 1
+
+
+def test_freed_graphs_and_graphs_without_gradients():
+    x = leaf(4)
+    y = SavesItsResult.apply(x * 2).sin().sum()
+    y.backward()
+    assert saved_tensors_report(y).tensors == ()
+    with torch.no_grad():
+        assert saved_residuals(torch.sin, x).tensors == ()
+
+
+def test_results_in_containers():
+    x = leaf(4)
+    assert reasons(saved_residuals(lambda x: {"a": [x.exp()], "b": (x.sin(), None)}, x)) == {"argument": 32, "saved": 32}
+
+
+def test_sizes_without_memory():
+    """Under fake tensors a large model is looked at for nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        x = torch.randn(1 << 15, 1 << 10, requires_grad=True)
+        assert saved_residuals(lambda x: x.sin().exp(), x).by_reason == {"argument": 1 << 27, "saved": 1 << 27}
+        report = saved_residuals(lambda x: checkpoint(lambda h: h.sin().exp(), x.cos()), x)
+        assert reasons(report) == {"argument": 1 << 27, "region input": 1 << 27}
+
+
+@pytest.mark.parametrize("run", ["none", "checkpoint, policy", "region, policy"])
+def test_json(run):
+    report = saved_residuals(Net(Block, RUNS[run]), torch.randn(INPUTS[Block]))
+    data = json.loads(json.dumps(report.to_json()))
+    assert data["total_bytes"] == report.total_bytes == sum(entry["nbytes"] for entry in data["tensors"])
+    assert len(data["dropped"]) == len(report.dropped)
+
+
+@pytest.mark.parametrize("run", [in_checkpoint(), in_region()])
+def test_layers_alike_share_a_row(run, capsys):
+    net, x = Net(Layer, run), torch.randn(INPUTS[Layer])
+    print_saved_residuals(net, x)
+    text = capsys.readouterr().out
+    assert "regions dropped 1.0 KiB" in text  # of the others the next layer keeps its input, the same tensor
+    (row,) = (line for line in text.splitlines() if " region input " in line and "tanh" in line)
+    assert "x2" in row
+    assert "layers.0-1" in row
+
+
+def test_long_reports_are_cut():
+    x = leaf(4)
+    parts = [leaf(size) for size in range(1, 9)]
+    report = saved_residuals(lambda: [part.exp() for part in parts])
+    lines = format_saved_residuals(report, max_rows=3).splitlines()
+    assert lines[-1].strip() == f"and 5 more, {8 * (1 + 2 + 3 + 4 + 5)} B"
+    del x
+
+
+@pytest.mark.parametrize("look", [lambda: saved_residuals(lambda: 3), lambda: saved_tensors_report("loss")])
+def test_results_without_tensors(look):
+    with pytest.raises(TypeError, match="finds no tensor"):
+        look()
