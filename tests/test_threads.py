@@ -79,7 +79,7 @@ def test_rule_11_one_recompute_for_two_threads_of_one_backward():
 
     class Slow(HandleFrame):
         count = 0
-        held = None
+        held = owners = None
 
         def recompute(self, wanted):
             Slow.count += 1

@@ -5,11 +5,14 @@ They are a linked list, innermost first: a tuple of all of them would be built b
 
 from __future__ import annotations
 
+import functools
+
 __all__ = ["RegionPath", "format_path", "region_in_words"]
 
 RegionPath = tuple[str, "RegionPath | None"]
 
 
+@functools.lru_cache(maxsize=16)  # reports ask for each tensor of a region; 5% of a report
 def format_path(path: RegionPath | None) -> tuple[str, ...]:
     """Returns the names of a path, outermost first."""
     names: list[str] = []

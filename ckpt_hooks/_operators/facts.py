@@ -56,6 +56,7 @@ class OpFacts:
         kind: The kind.
         tensors: The positions of tensors, for each number of positional arguments.
         lists: Positions of arguments which are lists of tensors.
+        full_name: The name, as in ``"aten.mm.default"``.
         keywords: Names of arguments which are tensors or lists of tensors.
         written: The arguments written to.
         single: Whether the operator returns one tensor.
@@ -89,6 +90,7 @@ class OpFacts:
 
     __slots__ = (
         "call",
+        "full_name",
         "has_buffered_masks",
         "has_effect",
         "has_fresh",
@@ -126,12 +128,12 @@ class OpFacts:
     )
 
     def __init__(self, operator: Any) -> None:
-        self.operator = operator
+        self.operator, self.full_name = operator, str(operator)
         # An overload's own callable spares one call of Python.
         self.call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
         self.kind = kind = kind_of(operator)
         schema = getattr(operator, "_schema", None)
-        namespace, _, name = ("", "", str(operator)) if schema is None else schema.name.partition("::")
+        namespace, _, name = ("", "", self.full_name) if schema is None else schema.name.partition("::")
         self.name: str = name
         aten = namespace == "aten"
         self.is_opaque = schema is None or (kind is Kind.REWRITES and not aten)

@@ -263,7 +263,7 @@ class RecordedFrame(ReplayedFrame):
         if not isinstance(packed, Handle):
             return watch.kept(None, packed, tensor)
         op = packed.value.op
-        watch.saved(packed.index, fate_of(packed.value), tensor, None if op is None else str(op.facts.operator))
+        watch.saved(packed.index, fate_of(packed.value), tensor, None if op is None else op.facts.full_name)
         watch.follow(packed, packed.index)
         return packed
 

@@ -112,7 +112,7 @@ class ReplayedFrame(Replayable):
     def describe(self, packed: Handle) -> Saved:
         """Returns the description of a handle's tensor; see :meth:`Frame.describe`."""
         value = packed.value
-        made_by = None if value.op is None else str(value.op.facts.operator)
+        made_by = None if value.op is None else value.op.facts.full_name
         shape, dtype = getattr(packed, "shape", None), getattr(packed, "dtype", None)
         return Saved(format_path(self.path), packed.index, fate_of(value), shape, dtype, packed.nbytes, made_by)
 

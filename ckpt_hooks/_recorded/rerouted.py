@@ -83,7 +83,7 @@ def _choices_above(op: Op) -> list[str]:
             compared[current.number] = current
         todo += [above for value in _read_by(current) for above in _makers_of(value)]
     found = chosen or compared or {op.number: op}
-    return list(dict.fromkeys(str(found[number].facts.operator) for number in sorted(found)))
+    return list(dict.fromkeys(found[number].facts.full_name for number in sorted(found)))
 
 
 def _read_by(op: Op) -> list[Value]:

@@ -188,8 +188,12 @@ def values_below(values: list[Value]) -> list[Value]:
         found[id(value)] = value
         if value.before is not None:
             todo.append(value.before)
-        if value.op is not None:
-            todo += [other for argument in (*value.op.args, *value.op.kwargs.values()) for other in values_of(argument)]
+        if (op := value.op) is not None:
+            for argument in (*op.args, *op.kwargs.values()):
+                if type(argument) is Value:
+                    todo.append(argument)
+                elif type(argument) is list:
+                    todo += values_of(argument)
     return list(found.values())
 
 

@@ -177,7 +177,7 @@ def _after(tape: Tape, op: Op, before: Value) -> Value:
 
 def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
     changed = new_value(value.number, value.store, value.counter)
-    changed.tensor, changed.saved = value.tensor, lost_to_write(str(facts.operator), path)
+    changed.tensor, changed.saved = value.tensor, lost_to_write(facts.full_name, path)
     return changed
 
 
