@@ -4,23 +4,24 @@
     python examples/inspect_memory.py --mode none,region:dots_saveable --rows 20
     python examples/inspect_memory.py --mode checkpoint --json > residuals.json
 
-The model, the modes and their options are those of `train_charlm.py`. Each mode runs forward once. The report bills each
-storage once: its bytes, the operator which made it, the line of the program, the module, the region, and the reason for
-holding.
+The model, the modes and their options are those of `train_charlm.py`. For each mode there are two reports. The first, on one
+forward, bills each storage that backward would hold once: its bytes, the operator which made it, the line of the program, the
+module, the region, and the reason for holding. The second, a trace of one step, says what each region dropped, held and
+computed again, and in which time.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from train_charlm import MODES, CharLM, Options, way_to_run
 
-from ckpt_hooks import format_saved_residuals, saved_residuals
-from ckpt_hooks.report import SavedResiduals
+from ckpt_hooks.report import SavedResiduals, Trace, format_saved_residuals, format_trace, saved_residuals, trace
 
 OPTIONS = Options(
     steps=1, layers=4, width=64, heads=4, context=64, batch=4, dropout=0.1, seed=0, device="cpu", policy="dots_saveable"
@@ -28,8 +29,8 @@ OPTIONS = Options(
 VOCABULARY = 96
 
 
-def residuals_of(mode: str, options: Options = OPTIONS) -> SavedResiduals:
-    """Returns the report on the loss of a fresh model.
+def loss_of(mode: str, options: Options) -> tuple[Callable[[Tensor, Tensor], Tensor], Tensor, Tensor]:
+    """Returns the loss of a fresh model as a function, and its arguments: tokens and targets.
 
     Args:
         mode: How to run the blocks, as in `train_charlm.py`.
@@ -37,12 +38,26 @@ def residuals_of(mode: str, options: Options = OPTIONS) -> SavedResiduals:
     """
     torch.manual_seed(options.seed)
     model = CharLM(VOCABULARY, options, way_to_run(mode, options.policy))
-    tokens = torch.randint(VOCABULARY, (2, options.batch, options.context))
+    tokens, targets = torch.randint(VOCABULARY, (2, options.batch, options.context))
 
-    def loss(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def loss(tokens: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    return saved_residuals(loss, tokens[0], tokens[1])
+    return loss, tokens, targets
+
+
+def residuals_of(mode: str, options: Options = OPTIONS) -> SavedResiduals:
+    """Returns the report on what backward of the loss would hold."""
+    return saved_residuals(*loss_of(mode, options))
+
+
+def trace_of(mode: str, options: Options = OPTIONS) -> Trace:
+    """Returns the trace of a forward and a backward, after one of each to warm up."""
+    loss, *batch = loss_of(mode, options)
+    loss(*batch).backward()  # type: ignore[no-untyped-call]
+    with trace() as found:
+        loss(*batch).backward()  # type: ignore[no-untyped-call]
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -55,12 +70,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     modes = values.mode.split(",")
     if unknown := [mode for mode in modes if mode not in MODES]:
         parser.error(f"argument --mode: got {unknown[0]!r}, expected one or more of {','.join(MODES)}")
-    reports = {mode: residuals_of(mode) for mode in modes}
     if values.json:
-        print(json.dumps({mode: report.to_json() for mode, report in reports.items()}))
+        print(json.dumps({mode: [residuals_of(mode).to_json(), trace_of(mode).to_json()] for mode in modes}))
         return
-    for mode, report in reports.items():
-        print(f"== {mode} ==\n{format_saved_residuals(report, max_rows=values.rows)}\n")
+    for mode in modes:
+        print(f"== {mode} ==\n{format_saved_residuals(residuals_of(mode), max_rows=values.rows)}\n")
+        print(f"{format_trace(trace_of(mode))}\n")
 
 
 if __name__ == "__main__":
