@@ -71,7 +71,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown := [mode for mode in modes if mode not in MODES]:
         parser.error(f"argument --mode: got {unknown[0]!r}, expected one or more of {','.join(MODES)}")
     if values.json:
-        print(json.dumps({mode: [residuals_of(mode).to_json(), trace_of(mode).to_json()] for mode in modes}))
+        found = {mode: {"residuals": residuals_of(mode).to_json(), "trace": trace_of(mode).to_json()} for mode in modes}
+        print(json.dumps(found))
         return
     for mode in modes:
         print(f"== {mode} ==\n{format_saved_residuals(residuals_of(mode), max_rows=values.rows)}\n")

@@ -43,21 +43,6 @@ def test_charlm_trains_alike_in_every_mode():
     assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
 
 
-@pytest.mark.slow
-def test_inspect_memory_prints_both_reports():
-    """For a model without regions there is nothing to trace."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples" / "inspect_memory.py"), "--mode", "none,checkpoint"]
-    found = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    plain, checkpointed = found.split("== checkpoint ==")
-    assert plain.startswith("== none ==\nbackward holds 8.6 MiB in 119 storages, 7.8 MiB of this for backward alone\n")
-    assert "no region has run" in plain
-    assert "regions dropped 7.3 MiB" in checkpointed
-    assert "4 regions, dropped " in checkpointed
-    reports = json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True, text=True).stdout)
-    assert reports["none"][0]["dropped_bytes"] == 0 < reports["checkpoint"][0]["dropped_bytes"]
-    assert reports["checkpoint"][1]["steps"][0]["recomputes"] == 4
-
-
 @pytest.mark.distributed
 def test_fsdp_trains_alike_in_every_mode():
     """In two processes, with a region for each unit and with one for all."""

@@ -12,11 +12,16 @@ def test_modes_are_compared(capsys):
     """Each holds less than plain autograd, and the selective mode more than the one which drops everything."""
     inspect_memory.main(["--json"])
     reports = json.loads(capsys.readouterr().out)
-    held = {mode: report["added_bytes"] for mode, report in reports.items()}
+    held = {mode: report["residuals"]["added_bytes"] for mode, report in reports.items()}
     assert list(held) == ["none", "checkpoint", "region", "selective"]
     assert held["region"] < held["selective"] < held["none"]
     assert held["checkpoint"] < held["selective"]
-    assert reports["selective"]["by_reason"]["policy"] > 0
+    assert reports["selective"]["residuals"]["by_reason"]["policy"] > 0
+    recomputes = {
+        mode: report["trace"]["steps"][0]["recomputes"] for mode, report in reports.items() if report["trace"]["steps"]
+    }
+    assert recomputes["checkpoint"] == recomputes["selective"] == 4
+    assert "none" not in recomputes
 
 
 def test_tables(capsys):
@@ -25,3 +30,5 @@ def test_tables(capsys):
     assert "== none ==" in text
     assert re.search(r"x4 .* blocks\.0-3", text)
     assert "dropped, and brought back in backward:" in text
+    assert "no region has run" in text
+    assert "4 regions, dropped " in text
