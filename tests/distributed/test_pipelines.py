@@ -66,7 +66,11 @@ def steps(schedule: str, form: str, gelus: list[int] | None = None) -> list[torc
     torch.manual_seed(0)
     modules = [Stage(form) for _ in range(num_stages)]
     mine = [modules[number] for number in numbers[rank]]
-    stages = [PipelineStage(modules[number], number, num_stages, torch.device("cpu")) for number in numbers[rank]]
+    shape = torch.empty(3, WIDTH, requires_grad=True)  # told, or else the processes ask each other by way of NumPy
+    stages = [
+        PipelineStage(modules[number], number, num_stages, torch.device("cpu"), input_args=shape, output_args=shape)
+        for number in numbers[rank]
+    ]
     is_single = len(stages) == 1
     found = []
     runner = make(stages[0] if is_single else stages, PARTS, loss_fn=losses_of, scale_grads=False)
