@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.transfers import Transfers
@@ -53,8 +54,8 @@ class FakeStream(torch.Stream):
         return self.stream_id
 
     def run(self, end: int) -> None:
-        """Does its work up to a place."""
-        with _one_at_a_time:
+        """Does its work up to a place, which no mode of the waiting thread sees."""
+        with _one_at_a_time, _disable_current_modes():
             while self.done < end:
                 todo, self.work[self.done] = self.work[self.done], None
                 self.done += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -139,6 +140,30 @@ def test_an_input_of_many_regions(form, transfers):
     del loss, found
     gc.collect()
     assert transfers.on_device() == 0
+
+
+def test_rule_11_two_threads_with_one_input(transfers):
+    """A thread that comes while the copy is being started makes one of its own."""
+    h = torch.randn(300, requires_grad=True) * 1
+    region = checkpoint(offload_inputs=True)(lambda h: h.sin() * h)
+    inside, go_on, host_like = threading.Event(), threading.Event(), transfers.host_like
+
+    def slow(tensor):
+        transfers.host_like = host_like
+        inside.set()
+        assert go_on.wait(10)
+        return host_like(tensor)
+
+    transfers.host_like = slow
+    found = []
+    thread = threading.Thread(target=lambda: found.append(region(h)))
+    thread.start()
+    assert inside.wait(10)
+    found.append(region(h))
+    go_on.set()
+    thread.join()
+    expected = grad((h.sin() * h).sum(), h)[0]
+    assert all(torch.equal(grad(y.sum(), h)[0], expected) for y in found)
 
 
 def test_what_stays(transfers):

@@ -224,6 +224,33 @@ def test_rule_10_what_the_first_backward_writes_to_is_brought_back_anew(form):
         assert torch.allclose(grad(y.sum(), x, retain_graph=True)[0], expected)
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_rule_10_a_write_to_memory_that_two_handles_have(form, is_view):
+    """The second backward asks for the other handle, and gets what forward had."""
+
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a, b):
+            ctx.save_for_backward(a)
+            return b * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (saved,) = ctx.saved_tensors
+            with torch.no_grad():
+                saved.mul_(3)
+            return None, gradient * 2
+
+    def program(x, w):
+        h = x.exp()
+        return h * w + Writes.apply(h.detach() if is_view else h, x)
+
+    x, w = torch.randn(4, requires_grad=True) * 1, torch.randn(4, requires_grad=True)
+    y = form(split_backward=True)(program)(x, w)
+    grad(y.sum(), x, retain_graph=True)
+    assert torch.equal(grad(y.sum(), w)[0], x.exp())
+
+
 def test_two_operators_which_saved_one_tensor(form):
     """Each handle counts its own uses."""
     x = torch.randn(4, requires_grad=True)

@@ -22,10 +22,11 @@ class SplitPass(Pass):
 
     Attributes:
         task: The graph task of the latest request.
-        versions: For each handle unpacked once, the version of its tensor then.
+        used: The handles unpacked once.
+        versions: The version of each value after the recompute. Values in one storage have one counter.
     """
 
-    __slots__ = ("task", "versions")
+    __slots__ = ("task", "used", "versions")
 
     def __init__(self, frame: HandleFrame) -> None:
         """Recomputes the values of all living handles.
@@ -35,7 +36,8 @@ class SplitPass(Pass):
         """
         Pass.__init__(self, frame.observed(frame.recompute, None), frame.made())
         self.task = graph_task_id()
-        self.versions: dict[int, int] = {}
+        self.used: set[int] = set()
+        self.versions = [value._version for value in self.values]  # None for MISSING
 
     def drop_dead(self, frame: HandleFrame) -> None:
         """Drops the values of dead handles, once in each backward."""
@@ -49,19 +51,19 @@ class SplitPass(Pass):
     def take(self, index: int) -> torch.Tensor:
         """Returns a value, :data:`MISSING` if the value is not there.
 
-        A value which the first backward wrote to counts as missing: the second must not see the write.
+        A value in memory which a backward wrote to counts as missing: the next must not see the write.
 
         Args:
             index: The index of the handle.
         """
         value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
         if value is not MISSING:
-            version = self.versions.pop(index, None)
-            if version is None and keeps_graph():
-                self.versions[index] = value._version
-            else:
+            is_written = value._version != self.versions[index]
+            if is_written or index in self.used or not keeps_graph():
                 self.values[index] = MISSING
-            if version is not None and version != value._version:
+            else:
+                self.used.add(index)
+            if is_written:
                 return MISSING  # type: ignore[no-any-return]
         return value
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_hooks._core.scopes import SPLIT
-from ckpt_hooks._torch import graph_task_id, keeps_graph
+from ckpt_hooks._torch import graph_task_id, keeps_graph, storage_address, version_witness
 
 from .replay import Replay, Replayable
 from .values import Value
@@ -32,9 +32,10 @@ class SplitReplay(Replay):
     """The tensors of one frame for two backwards. The frame owns this object, so the frame is held weakly.
 
     Attributes:
+        handed_out: A witness and the version of each tensor handed out, by the address of its storage. A view made by a replay
+            does not count versions with its base.
         handles: For each handle with uses left: the handle, weakly; the number of its value; the number of uses.
         task: The graph task of the latest request.
-        versions: For each handle used once, the version of its tensor then.
     """
 
     def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Iterable[Any]) -> None:
@@ -51,7 +52,7 @@ class SplitReplay(Replay):
             handle.index: (weakref.ref(handle), handle.value.number, 2) for handle in asked
         }
         self.task = graph_task_id()
-        self.versions: dict[int, int] = {}
+        self.handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
 
     @property
     def frame(self) -> Replayable:
@@ -65,7 +66,7 @@ class SplitReplay(Replay):
         self._frame = weakref.ref(frame)
 
     def expects_handle(self, index: int) -> bool:
-        """Whether a handle has uses left, and its tensor, used once, was not written to since."""
+        """Whether a handle has uses left, and no backward has written to its memory."""
         task = graph_task_id()
         if task != self.task:
             self.task = task
@@ -73,11 +74,11 @@ class SplitReplay(Replay):
         found = self.handles.get(index)
         if found is None:
             return False
-        version = self.versions.get(index)
-        if version is None:
-            return True
         tensor = self.held.get(found[1], self.tensors.get(found[1]))
-        return tensor is not None and tensor._version == version
+        if tensor is None:
+            return True
+        handed_out = self.handed_out.get(storage_address(tensor), ())
+        return all(witness._version == version for witness, version in handed_out)
 
     def used(self, index: int, tensor: torch.Tensor) -> None:
         """Notes a use of a handle.
@@ -87,10 +88,10 @@ class SplitReplay(Replay):
             tensor: The tensor handed out.
         """
         reference, number, left = self.handles.pop(index)
+        self.handed_out.setdefault(storage_address(tensor), []).append((version_witness(tensor), tensor._version))
         if left == 2:
             if keeps_graph():
                 self.handles[index] = reference, number, 1
-                self.versions[index] = tensor._version
             else:
                 self._release(number, 1)
 

@@ -73,12 +73,13 @@ class Moved:
 
     def send(self, shared: Shared) -> None:
         """Sends the tensor; keeps a witness of its version."""
-        if self._tensor._version == self._version:
-            shared.add(self._tensor, self)
+        tensor, is_unchanged = self._tensor, self._tensor._version == self._version
         if self.batch is None:
             self.batch = Batch()
-        self._sent = self.batch.send(self._tensor, self._transfers, self._stream, self._max_stash_size)
-        self._tensor = version_witness(self._tensor)
+        self._sent = self.batch.send(tensor, self._transfers, self._stream, self._max_stash_size)
+        self._tensor = version_witness(tensor)
+        if is_unchanged:  # only now, since another thread may ask for the copy
+            shared.add(tensor, self)
 
     def again(self, batch: Batch | None, path: RegionPath | None) -> Moved:
         """Returns a copy for another operator, or another region.
