@@ -45,6 +45,11 @@ class Holding(NamedTuple):
     device: torch.device | None
     parts: tuple[tuple[int | None, int], ...] = ()
 
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the tensor was moved to the host."""
+        return self.description.endswith(" on the host")
+
 
 def holdings_in(part: Any, reason: str, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
     """Yields each tensor in a part of a frame, once; leaves which require grad are not the frame's.

@@ -77,6 +77,6 @@ def fate_of_kept(tensor: torch.Tensor) -> Fate:
     return Fate.LEAF if is_kept_anyway(tensor) else Fate.EXTERNAL
 
 
-def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int:
-    """Returns the size of a dense tensor in bytes."""
-    return shape.numel() * dtype.itemsize
+def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int | None:
+    """Returns the size of a dense tensor in bytes; None for a nested tensor with a ragged dimension."""
+    return shape.numel() * dtype.itemsize if all(type(size) is int for size in shape) else None

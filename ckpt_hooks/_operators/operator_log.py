@@ -88,7 +88,7 @@ class Entry:
 class OperatorLog(PausableDispatchMode):
     """A dispatch mode which notes each operator of one run of a region, inner regions included.
 
-    Operators of a backward in the middle of the run are left out.
+    Operators of a backward in the middle of the run are left out, but by a log which counts.
 
     Attributes:
         entries: The operators in order.
@@ -115,7 +115,7 @@ class OperatorLog(PausableDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
         kind = facts.kind
-        if kind is _IGNORED or kind is _RANGE or self.paused or graph_task_id() != self._task:
+        if kind is _IGNORED or kind is _RANGE or self.paused or (self._count is None and graph_task_id() != self._task):
             output = facts.call(*args, **kwargs) if kwargs else facts.call(*args)
             if kind is _RANGE:
                 self.note_range(func, args)

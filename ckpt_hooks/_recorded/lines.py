@@ -13,6 +13,7 @@ import torch
 from ckpt_hooks._core.saved import TrackedKept
 from ckpt_hooks._core.whereabouts import module_names, outermost_module
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
+from ckpt_hooks._torch import sequence_number
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError
 
@@ -28,12 +29,18 @@ class Lines:
     The log counts values: an operator of the tape is the one during which its number was given.
     """
 
-    __slots__ = ("_entries", "_log", "_places", "_root")
+    __slots__ = ("_entries", "_latest", "_log", "_places", "_root")
 
     def __init__(self, tables: Tables) -> None:
-        self._log: OperatorLog | None = OperatorLog(lambda: tables.number)
+        latest = self._latest = [-1]  # the number of the node that was made last, as the latest operator began
+
+        def count() -> int:
+            latest[0] = sequence_number()
+            return tables.number
+
+        self._log: OperatorLog | None = OperatorLog(count)
         self._entries: list[Entry] = self._log.entries
-        self._places: dict[int, int] = {}  # by the identity of a handle: operators run before its tensor was saved
+        self._places: dict[int, int] = {}  # by the identity of a handle: the place of the operator that saved its tensor
         root = outermost_module()
         self._root = None if root is None else weakref.ref(root)
 
@@ -50,21 +57,22 @@ class Lines:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook which notes the operator about to run.
+        """Returns a pack hook which notes the operator that saves: the one about to run, or the latest if it saves its result.
 
         Args:
             pack: The pack hook of the frame.
         """
-        entries, places = self._entries, self._places
+        entries, places, latest = self._entries, self._places, self._latest
         explain = self._explain
 
         def note(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
+            place = len(entries) - (latest[0] == sequence_number())
             if isinstance(packed, list):
                 packed = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
-                packed.needed_by = partial(explain, len(entries), "Autograd saved it for")
+                packed.needed_by = partial(explain, place, "Autograd saved it for")
             else:
-                places[id(packed)] = len(entries)
+                places[id(packed)] = place
             return packed
 
         return note

@@ -19,6 +19,7 @@ from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import mutated
 from ckpt_hooks._core.numbers import storage_and_size
+from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import RegionPath, format_path, region_in_words
 from ckpt_hooks._core.saved import nbytes_of
 from ckpt_hooks._core.words import describe_kind, kind_in_words, kind_of
@@ -225,7 +226,8 @@ class HeldByHooks(HeldTensor):
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
         pack, self._unpack = hooks
-        self._packed: Any = pack(tensor)
+        with torch.no_grad():  # as autograd calls the hooks
+            self._packed: Any = pack(tensor)
 
     def describe(self) -> str:
         """Returns dtype and shape in words."""
@@ -234,7 +236,7 @@ class HeldByHooks(HeldTensor):
     def holding(self, reason: str) -> Holding | None:
         """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself.
 
-        Of other hooks the report has the memory of the one tensor in their result, or else the size of the held tensor.
+        Of other hooks the report has the memory of the tensors in their result, or the size of the held tensor if none show.
         """
         if recomputes(self._unpack):
             return None
@@ -242,10 +244,13 @@ class HeldByHooks(HeldTensor):
             return self._packed.holding(reason)
         found = _holding(self.describe(), reason, self._kind, None)
         packed = instances_in(self._packed, torch.Tensor)
-        if len(packed) != 1:
+        if not packed:
             return found
-        storage, size = storage_and_size(packed[0])
-        return found._replace(nbytes=size_of(packed[0]), storage=storage, storage_nbytes=size)
+        sizes = tuple(storage_and_size(part) for one in packed for part in dense_parts(one))
+        nbytes = sum(map(size_of, packed))
+        if len(sizes) == 1:
+            return found._replace(nbytes=nbytes, storage=sizes[0][0], storage_nbytes=sizes[0][1])
+        return found._replace(nbytes=nbytes, parts=sizes)
 
     @property
     def is_on_host(self) -> bool:  # type: ignore[override]
@@ -355,7 +360,8 @@ def _holding(
     description: str, reason: str, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None
 ) -> Holding:
     dtype, shape = kind
-    return Holding(description, reason, 0 if shape is None else nbytes_of(shape, dtype), None, 0, shape, dtype, device)
+    nbytes = None if shape is None else nbytes_of(shape, dtype)
+    return Holding(description, reason, nbytes or 0, None, 0, shape, dtype, device)
 
 
 def recomputes(unpack: Callable[[Any], Any]) -> bool:

@@ -30,7 +30,7 @@ def set_checkpoint_debug_enabled(enabled: bool | None) -> Iterator[None]:
       recompute without a counterpart in the other run, with the user's line and the module. The error has both logs whole, as
       ``operators`` and ``recomputed_operators``.
     - Of :class:`ckpt_hooks.checkpoint_region`, a :class:`ckpt_hooks.MutationError` names the operator which needs the changed
-      tensor, with the line which ran the operator in forward.
+      tensor, with the line which ran the operator in forward. Of nested regions of this kind the outermost decides.
 
     Args:
         enabled: Whether errors of a recompute tell of operators and lines. None defers to each region's ``debug``.

@@ -42,7 +42,7 @@ _new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residua
 
 
 def _reason_of(holding: Holding) -> Reason:
-    if holding.description.endswith(" on the host"):
+    if holding.is_on_host:
         return Reason.OFFLOADED
     if holding.device is None:
         return Reason.HOOKS
@@ -158,7 +158,7 @@ class GraphReader:
             return
         found = list(holdings_in(packed, "packed by saved-tensor hooks", set(), (Frame,)))
         for holding in found:
-            reason = Reason.OFFLOADED if holding.description.endswith(" on the host") else Reason.HOOKS
+            reason = Reason.OFFLOADED if holding.is_on_host else Reason.HOOKS
             self._claim_holding(holding, (), origin, reason, name)
         if not found:
             why = f"packed by saved-tensor hooks as {type(packed).__name__}, of unknown size"

@@ -21,7 +21,7 @@ from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import MODULE_CALL, OVERLOAD, node_number, sequence_number
 
-__all__ = ["NOWHERE", "Known", "Notes", "Origin"]
+__all__ = ["NOWHERE", "Known", "Notes", "OperatorNotes", "Origin"]
 
 _aten = torch.ops.aten
 # These make a tensor, and get it as their argument.
@@ -89,10 +89,9 @@ class Known:
 
 
 class Notes(Observer):
-    """The notes of one forward; its mode and the observer have to be active meanwhile.
+    """The notes of one forward; the observer and :class:`OperatorNotes` have to be active meanwhile.
 
     Attributes:
-        mode: The dispatch mode which notes operators.
         made: The origin of each storage made by an operator; of uninitialised memory, the first operator which wrote to it.
         found: The storages read by an operator, and not made before: these were there before.
         storages: A weak reference to each storage in ``made``.
@@ -103,7 +102,6 @@ class Notes(Observer):
     """
 
     def __init__(self) -> None:
-        self.mode = _OperatorNotes(self)
         self.made: dict[int, Origin] = {}
         self.found: set[int] = set()
         self.storages: dict[int, weakref.ref[Any]] = {}
@@ -181,7 +179,7 @@ class Notes(Observer):
         return None if found == "?" else found
 
 
-class _OperatorNotes(QuietDispatchMode):
+class OperatorNotes(QuietDispatchMode):
     """Notes each operator of a forward, inside regions and outside; operators of recomputes are left out."""
 
     def __init__(self, notes: Notes) -> None:

@@ -17,7 +17,7 @@ from ckpt_hooks._core.words import kind_in_words
 from .entries import Reason, Residual, SavedResiduals
 from .formatting import fold_names, format_bytes, format_table, name_pattern
 from .graph import GraphReader
-from .notes import Known, Notes
+from .notes import Known, Notes, OperatorNotes
 
 __all__ = ["format_saved_residuals", "print_saved_residuals", "saved_residuals", "saved_tensors_report"]
 
@@ -55,7 +55,7 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
         1024
     """
     notes = Notes()
-    with observe(notes), notes.mode:
+    with observe(notes), OperatorNotes(notes):
         result = function(*args, **kwargs)
     tensors = _tensors_in(result)
     if not tensors:

@@ -82,6 +82,7 @@ class _Tracer(Observer):
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
+        self._early: dict[int, int] = {}  # bytes sent to the host by regions which are not entered yet, by number
         self._late, self._seconds = 0, 0.0
 
     def _present(self) -> StepTrace:
@@ -111,6 +112,7 @@ class _Tracer(Observer):
         if region.in_recompute:
             return
         entry = self._entries[region.id] = _Entry(region)
+        entry.offloaded = self._early.pop(region.id, 0)
         self._open.add(region.id)
         outer = None if region.parent is None else self._entries.get(region.parent)
         (self._roots if outer is None else outer.inside).append(entry)
@@ -149,17 +151,22 @@ class _Tracer(Observer):
         if entry is None:
             return
         for holding in holdings:
-            if holding.storage is None:
-                if holding.device is None:  # with hooks of the user's, who knows where
-                    entry.held[holding.reason] = entry.held.get(holding.reason, 0) + holding.nbytes
-            elif holding.storage not in self._billed:
-                self._billed.add(holding.storage)
-                entry.held[holding.reason] = entry.held.get(holding.reason, 0) + holding.storage_nbytes
+            if holding.is_on_host:
+                continue
+            for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
+                if storage is None:
+                    if holding.device is None:  # with hooks of the user's, who knows where
+                        entry.held[holding.reason] = entry.held.get(holding.reason, 0) + holding.nbytes
+                elif storage not in self._billed:
+                    self._billed.add(storage)
+                    entry.held[holding.reason] = entry.held.get(holding.reason, 0) + size
 
     def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
         entry = self._entries.get(region.id)
-        if entry is not None and to_host:
+        if to_host and entry is not None:
             entry.offloaded += nbytes
+        elif to_host:  # a call saves its arguments before it is entered
+            self._early[region.id] = self._early.get(region.id, 0) + nbytes
 
     def recomputing(self, region: Region) -> None:
         self._begin_range(region, "recompute")
