@@ -17,6 +17,7 @@ from .words import is_of_library
 
 __all__ = [
     "Place",
+    "called_modules",
     "module_in_call",
     "module_in_words",
     "module_names",
@@ -47,6 +48,21 @@ def site_of(frame: types.FrameType | None) -> str | None:
     return None if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
+def called_modules(frame: types.FrameType | None) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
+    """Returns the innermost and the outermost module whose call runs; None without one.
+
+    Args:
+        frame: The frame of Python to start at.
+    """
+    innermost = outermost = None
+    while frame is not None:
+        if frame.f_code is MODULE_CALL:
+            outermost = frame.f_locals["self"]
+            innermost = outermost if innermost is None else innermost
+        frame = frame.f_back
+    return innermost, outermost
+
+
 def module_in_call(module: torch.nn.Module | None) -> str | None:
     """Returns the name of a module in the outermost called module; ``""`` for the outermost module itself.
 
@@ -56,13 +72,8 @@ def module_in_call(module: torch.nn.Module | None) -> str | None:
     Returns:
         The name; None without a module, or if the outermost module does not contain this module.
     """
-    outermost = None
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is MODULE_CALL:
-            outermost = frame.f_locals["self"]
-            module = outermost if module is None else module
-        frame = frame.f_back
+    innermost, outermost = called_modules(sys._getframe(1))
+    module = innermost if module is None else module
     if outermost is None:
         return None if module is None else ""
     return next((name for name, other in outermost.named_modules() if other is module), None)
@@ -145,10 +156,4 @@ def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
 
 def outermost_module() -> torch.nn.Module | None:
     """Returns the outermost module whose call runs on this thread."""
-    outermost: torch.nn.Module | None = None
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is MODULE_CALL:
-            outermost = frame.f_locals["self"]
-        frame = frame.f_back
-    return outermost
+    return called_modules(sys._getframe(1))[1]

@@ -18,7 +18,7 @@ __all__ = ["Borrowing"]
 
 
 class Borrowing:
-    """The parts of one run, with the memory that each reads; as a context manager, gives back what an error leaves."""
+    """Parts of one run, each with the memory read by it. The end of the ``with`` block gives back what an error leaves."""
 
     __slots__ = ("_first", "_last", "_loans", "_steps")
 

@@ -57,7 +57,7 @@ class Lines:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook which notes the operator that saves: the one about to run, or the latest if it saves its result.
+        """Returns a pack hook which notes the saving operator: the next to run, or the latest where its result is saved.
 
         Args:
             pack: The pack hook of the frame.

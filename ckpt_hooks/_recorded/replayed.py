@@ -135,8 +135,12 @@ class ReplayedFrame(Replayable):
                 todo += frame._living_children()
         for frame in reversed(order):
             # Kept tensors need no replay, which would hold them until their last request.
-            handles = [handle for reference in frame.handles if (handle := reference()) is not None]
-            roots = [handle.value for handle in handles if handle.value.saved is None or handle.value.saved.is_packed]
+            handles = [
+                handle
+                for reference in frame.handles
+                if (handle := reference()) is not None and (handle.value.saved is None or handle.value.saved.is_packed)
+            ]
+            roots = [handle.value for handle in handles]
             for child in frame._living_children():
                 roots += [value for reference in child.passes[key].crossing if (value := reference()) is not None]
             if scope is None:

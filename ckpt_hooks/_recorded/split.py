@@ -7,8 +7,8 @@ until its handle was unpacked twice, or died. A backward which frees its graph u
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -38,18 +38,17 @@ class SplitReplay(Replay):
         task: The graph task of the latest request.
     """
 
-    def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Iterable[Any]) -> None:
+    def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[_Handle]) -> None:
         """Makes a plan.
 
         Args:
             frame: The frame.
-            roots: The values which backward will ask for once.
-            handles: The frame's living handles, whose values are asked for once more.
+            roots: The values which one backward will ask for.
+            handles: The handles which backward will unpack; their values are asked for once more.
         """
-        asked = [handle for handle in handles if handle.value.saved is None or handle.value.saved.is_packed]
-        Replay.__init__(self, frame, [*roots, *(handle.value for handle in asked)], SPLIT)
+        Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
         self.handles: dict[int, tuple[weakref.ref[_Handle], int, int]] = {
-            handle.index: (weakref.ref(handle), handle.value.number, 2) for handle in asked
+            handle.index: (weakref.ref(handle), handle.value.number, 2) for handle in handles
         }
         self.task = graph_task_id()
         self.handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}

@@ -138,7 +138,7 @@ def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 class Shared:
-    """Tensors sent from a block, as long as their graph lives, to be found when another operator saves the same tensor.
+    """Sent tensors, as long as their graph lives, to be found when another operator or region saves the same tensor.
 
     A tensor without gradient is not looked for: an operator may write to such a tensor without counting the version.
     """

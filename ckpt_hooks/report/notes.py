@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import types
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -17,9 +16,9 @@ from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._core.stack import is_recomputing
-from ckpt_hooks._core.whereabouts import site_of
+from ckpt_hooks._core.whereabouts import called_modules, site_of
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch import MODULE_CALL, OVERLOAD, node_number, sequence_number
+from ckpt_hooks._torch import OVERLOAD, node_number, sequence_number
 
 __all__ = ["NOWHERE", "Known", "Notes", "OperatorNotes", "Origin"]
 
@@ -96,8 +95,7 @@ class Notes(Observer):
         found: The storages read by an operator, and not made before: these were there before.
         storages: A weak reference to each storage in ``made``.
         nodes: The origin of each node of the graph, by its number.
-        regions: The entered regions, in order.
-        saved: The tensors saved in regions, by the number of the region and the position.
+        saved_in: The tensors saved in regions, by the number of the region and the position.
         outermost: The outermost called modules.
     """
 
@@ -106,15 +104,10 @@ class Notes(Observer):
         self.found: set[int] = set()
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.nodes: dict[int, Origin] = {}
-        self.regions: list[Region] = []
         self.saved_in: dict[tuple[int, int], TensorInfo] = {}
         self.outermost: dict[int, torch.nn.Module] = {}
         self._uninitialized: set[int] = set()
         self._names: dict[int, dict[int, str]] = {}
-
-    def entered(self, region: Region) -> None:
-        """Notes a region."""
-        self.regions.append(region)
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         """Notes a saved tensor."""
@@ -160,14 +153,9 @@ class Notes(Observer):
                 self._uninitialized.discard(storage)
 
     def _origin(self, operator: Any) -> Origin:
-        frame: types.FrameType | None = sys._getframe(3)
-        site, module, outermost = site_of(frame), None, None
-        while frame is not None:
-            if frame.f_code is MODULE_CALL:
-                outermost = frame.f_locals["self"]
-                module = outermost if module is None else module
-            frame = frame.f_back
-        return Origin(str(operator), site, None if module is None else self._name_of(module, outermost))
+        frame = sys._getframe(3)
+        module, outermost = called_modules(frame)
+        return Origin(str(operator), site_of(frame), None if module is None else self._name_of(module, outermost))
 
     def _name_of(self, module: Any, outermost: Any) -> str | None:
         self.outermost[id(outermost)] = outermost  # held, so that its identity stays its own
