@@ -354,6 +354,24 @@ def checked(convert: Callable[[str], T], accepts: Callable[[T], bool], expected:
     return parse
 
 
+def add_model_options(
+    parser: argparse.ArgumentParser, *, steps: int, layers: int, width: int, context: int, batch: int
+) -> None:
+    """Adds the options of sizes, dropout and seed, with these defaults."""
+    count = checked(int, lambda n: 1 <= n < 2**63, "a whole number of at least 1")
+    seed = checked(int, lambda n: 0 <= n < 2**63, "a whole number of at least 0, below 2**63")
+    probability = checked(float, lambda p: 0.0 <= p < 1.0, "a number from 0 up to, but not including, 1")
+    add = parser.add_argument
+    add("--steps", type=count, default=steps, help="steps of training for each mode")
+    add("--layers", type=count, default=layers, help="number of transformer blocks")
+    add("--width", type=count, default=width, help="width of the residual stream, a multiple of --heads")
+    add("--heads", type=count, default=4, help="number of attention heads")
+    add("--context", type=count, default=context, help="characters in a window")
+    add("--batch", type=count, default=batch, help="windows in a batch")
+    add("--dropout", type=probability, default=0.1, help="dropout probability")
+    add("--seed", type=seed, default=0, help="seed of the data, the parameters and dropout")
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Trains in each mode asked for, and prints the comparison."""
     parser = argparse.ArgumentParser(
@@ -362,9 +380,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     names = ",".join(MODES)
     mode_list = checked(lambda text: text.split(","), lambda modes: set(modes) <= set(MODES), f"one or more of {names}")
-    count = checked(int, lambda n: 1 <= n < 2**63, "a whole number of at least 1")
-    seed = checked(int, lambda n: 0 <= n < 2**63, "a whole number of at least 0, below 2**63")
-    probability = checked(float, lambda p: 0.0 <= p < 1.0, "a number from 0 up to, but not including, 1")
     device = checked(
         lambda text: str(torch.empty(0, device=text).device),
         lambda name: torch.device(name).type in ("cpu", "cuda", "xpu"),
@@ -374,14 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     short = ",".join([*(mode for mode in MODES if ":" not in mode), "region:POLICY"])
     add("--mode", type=mode_list, default="none,torch,checkpoint", help=f"one or more of {short}; the policies are below")
-    add("--steps", type=count, default=30, help="steps of training for each mode")
-    add("--layers", type=count, default=8, help="number of transformer blocks")
-    add("--width", type=count, default=128, help="width of the residual stream, a multiple of --heads")
-    add("--heads", type=count, default=4, help="number of attention heads")
-    add("--context", type=count, default=128, help="characters in a window")
-    add("--batch", type=count, default=8, help="windows in a batch")
-    add("--dropout", type=probability, default=0.1, help="dropout probability")
-    add("--seed", type=seed, default=0, help="seed of the data, the parameters and dropout")
+    add_model_options(parser, steps=30, layers=8, width=128, context=128, batch=8)
     add("--device", type=device, default=accelerator, help="where to train")
     add("--policy", choices=POLICIES, default="save_compute_and_communication", help="what the selective modes keep")
     add("--json", action="store_true", help="print one JSON object in place of the table")

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from train_charlm import MODES, CharLM, Options, draw_batch, load_tokens, way_to_run
+from train_charlm import MODES, CharLM, Options, add_model_options, draw_batch, load_tokens, way_to_run
 
 from ckpt_hooks import checkpoint_module, checkpoint_region
 
@@ -91,14 +91,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--mode", default=DEFAULT, help=f"one or more of {', '.join(RUNS)}")
-    add("--steps", type=int, default=5, help="steps of training for each mode")
-    add("--layers", type=int, default=4, help="number of transformer blocks")
-    add("--width", type=int, default=64, help="width of the residual stream, a multiple of --heads")
-    add("--heads", type=int, default=4, help="number of attention heads")
-    add("--context", type=int, default=64, help="characters in a window")
-    add("--batch", type=int, default=4, help="windows in the batch of a process")
-    add("--dropout", type=float, default=0.1, help="dropout probability")
-    add("--seed", type=int, default=0, help="seed of the data, the parameters and dropout")
+    add_model_options(parser, steps=5, layers=4, width=64, context=64, batch=4)
     add("--policy", default="save_compute_and_communication", help="what the selective modes keep")
     add("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True, help="free gathered parameters")
     values = vars(parser.parse_args())
