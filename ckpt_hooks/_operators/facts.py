@@ -50,6 +50,7 @@ class OpFacts:
     """The facts of an operator.
 
     Attributes:
+        is_function: Whether this is a call of a custom ``autograd.Function``, recorded as one operator.
         operator: The operator.
         call: The callable which runs the operator.
         name: The name, without library and overload.
@@ -88,6 +89,7 @@ class OpFacts:
         looks_at_grad: Whether the result depends on the arguments' ``requires_grad``.
     """
 
+    is_function = False
     __slots__ = (
         "call",
         "full_name",

@@ -64,7 +64,7 @@ class ComparedValues:
 
         def pack_compared(tensor: torch.Tensor) -> Any:
             packed = pack(tensor)
-            if type(packed) is Handle:
+            if isinstance(packed, Handle):
                 if not tensor.requires_grad:
                     without_grad.add(len(numbers))
                 numbers.append(packed.value.number)

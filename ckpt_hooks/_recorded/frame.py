@@ -36,7 +36,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 from .comparing import ComparedValues
 from .lines import Lines
 from .recorder import Recorder
-from .replayed import Handle, ReplayedFrame, fate_of
+from .replayed import FunctionHandle, Handle, ReplayedFrame, fate_of
 from .tape import Tape
 from .values import Value
 
@@ -133,7 +133,7 @@ class RecordedFrame(ReplayedFrame):
         else:
             outer._children.append(weakref.ref(self))
         self.start, self.current = tape.tables.number, tape.current
-        self._lock = tape.lock
+        self._lock, self.unseen = tape.lock, tape.unseen
         try:
             pack, release = self._packing(tape)
             if self.lines is not None:
@@ -152,6 +152,7 @@ class RecordedFrame(ReplayedFrame):
                 self._operator_watch.__exit__()
             raise
         tape.path, tape.decisions, tape.draws_anew = self.path, self._decisions, self._draws_anew
+        tape.start = self.start
         self.release = release
         stack.innermost = self
         if self.watch is not None:
@@ -183,6 +184,7 @@ class RecordedFrame(ReplayedFrame):
             tape.close()  # calls hooks of the user's, which may raise
         elif outer is not None:
             tape.path, tape.decisions, tape.draws_anew = outer.path, outer._decisions, outer._draws_anew
+            tape.start = outer.start
         if self.watch is not None:
             self.watch.exited(error)
             tape.watched = (*tape.watched, self.watch)
@@ -244,10 +246,11 @@ class RecordedFrame(ReplayedFrame):
         if value is None and is_kept_anyway(tensor):
             return [tensor, tensor._version, self.path]
         if value is None or storage_of(tensor) != value.store.address:
+            of_function = tape.is_of_function and tensor.requires_grad  # not a weight or table, which no backward writes to
             store = tape.tables.store_of(tensor)
             if store.uninitialized:
                 value = tape.input_of(tensor, store)  # as it is after the writes
-            elif store.external and tape.hooks is None and self.hooks_around is None:
+            elif store.external and tape.hooks is None and self.hooks_around is None and not of_function:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
                 self.externals.append((weakref.ref(external), store.reason))
@@ -285,7 +288,8 @@ def unpack(packed: Any) -> torch.Tensor:
     Args:
         packed: A handle, or the stand-in for a tensor from outside.
     """
-    if type(packed) is not Handle:
+    is_of_function = type(packed) is FunctionHandle
+    if type(packed) is not Handle and not is_of_function:
         leaf: torch.Tensor = packed[0]
         if leaf._version != packed[1]:
             error = mutated_leaf(packed)
@@ -317,6 +321,8 @@ def unpack(packed: Any) -> torch.Tensor:
                     replay.made.hand_out(tensor)
             else:
                 tensor = frame.bring_back(handle)
+    if is_of_function:
+        tensor = frame.own(handle, tensor)
     if frame.watch is not None:
         frame.watch.restored(handle.index, tensor)
     return tensor
@@ -326,7 +332,7 @@ def unpack(packed: Any) -> torch.Tensor:
 def unpack_compared(packed: Any) -> torch.Tensor:
     """Returns the tensor of a handle as :func:`unpack` does, after a comparison with the saved tensor."""
     tensor = unpack(packed)
-    if type(packed) is Handle:
+    if isinstance(packed, Handle):
         frame = packed.frame
         assert type(frame) is RecordedFrame
         assert frame.compared is not None

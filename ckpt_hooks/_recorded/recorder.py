@@ -8,6 +8,7 @@ through :mod:`.writes`.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes, is_compiled_code_running
+from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
+from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.held import HeldTensor
@@ -26,12 +28,16 @@ from ckpt_hooks._torch import (
     graph_task_id,
     is_below_counting,
     is_kept_anyway,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     storage_address,
+    top_saved_tensors_hooks,
 )
 from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
 from .calls import decide, op_of, run
+from .function_calls import FunctionCall
 from .rerouted import routed
 from .surroundings import Surroundings
 from .tape import Tape
@@ -46,7 +52,7 @@ _CAST = Kind.CAST
 _BY_POLICY = "kept by the policy"
 
 
-class Recorder(PausableDispatchMode):
+class Recorder(WatchesUnseen):
     """Records for the outermost region of a thread, and for those directly within it (Rule 14).
 
     Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3
@@ -55,7 +61,8 @@ class Recorder(PausableDispatchMode):
 
     def __init__(self, tape: Tape) -> None:
         """Starts to record on a tape."""
-        PausableDispatchMode.__init__(self)
+        WatchesUnseen.__init__(self)
+        self._call: FunctionCall | None = None
         self._tape = tape
         self._tables = tape.tables
         self._forget = tape.tables.known.pop
@@ -93,6 +100,8 @@ class Recorder(PausableDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = KNOWN.get(id(func)) or facts_of(func)
         if self.paused:
+            if self._call is not None and self.paused == 1:  # no pause, but a custom function
+                return self._call.run_operator(func, facts, args, kwargs or _NO_KWARGS, self._record)
             out = facts.call(*args, **(kwargs or _NO_KWARGS))
             count_writes(func, args)
             return out
@@ -178,6 +187,36 @@ class Recorder(PausableDispatchMode):
         value.store = store
         tables.known[key] = value
         return out
+
+    def run_function(self, function: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+        """Runs and records a custom function as one operator."""
+        tape = self._tape
+        if tape.is_in_frame and graph_task_id() != tape.task:  # as in :meth:`_record`
+            return call()
+        if not self._check():
+            self._look()
+        recorded, release = FunctionCall(tape, function, args, kwargs), None
+        hooks = top_saved_tensors_hooks(False)
+        self._call, self.paused = recorded, 1
+        try:
+            if hooks is not None:
+                pack, release = recorded.packing(hooks[0])
+                push_saved_tensors_hooks(pack, hooks[1])
+            out = call()
+        except BaseException:
+            recorded.fail()
+            raise
+        finally:
+            self._call, self.paused = None, 0
+            if release is not None:
+                pop_saved_tensors_hooks()
+                release()
+        recorded.finish(out)
+        return out
+
+    def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
+        """Runs a call which may write to its arguments."""
+        return writes.run_unseen(self._tape, writer, args, call)
 
     def _save(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Runs an operator which is no view, and keeps its results, without the arguments."""

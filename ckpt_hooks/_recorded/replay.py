@@ -12,6 +12,7 @@ first each frame finds its needs of the next, then all run, from the outermost i
 from __future__ import annotations
 
 import abc
+import itertools
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from ckpt_hooks._ambient.current import Made, run_on
 from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held import HeldRefilled
@@ -49,15 +51,17 @@ class Replayable(Frame):
         lines: The lines of operators, in debug mode; else None.
         outer: The recorded frame directly around, on the same tape.
         start: The number of the latest value when the frame began.
+        unseen: On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
         whole: Whether a replay brings back all tensors of the frame, or only the wanted tensor; None to go by :attr:`bytes`.
     """
 
-    __slots__ = ("bytes", "lines", "outer", "start", "whole")
+    __slots__ = ("bytes", "lines", "outer", "start", "unseen", "whole")
 
     bytes: int
     lines: Lines | None
     outer: Replayable | None
     start: int
+    unseen: list[tuple[torch.Tensor, str]]
     whole: bool | None
 
     @abc.abstractmethod
@@ -93,6 +97,8 @@ class Replay:
             roots: The values which backward will ask for, each as often as asked for.
             key: The key of the scope; None for a replay of the caller's own.
         """
+        if frame.unseen:
+            _check_unseen(frame)
         self.frame = frame
         self.key = key
         self.made = None if frame.current is None else Made(frame.current)
@@ -208,7 +214,7 @@ class Replay:
                     context.under(surroundings, tensors)
                 facts = op.facts
                 if not op.is_plain:  # what is written out below saves 8% of a small block's step
-                    self._run_any(op)
+                    self._run_any(op, context)
                     continue
                 args = op.args.copy()
                 for position in op.present:
@@ -228,11 +234,11 @@ class Replay:
                     tensor = None
                 del op, args, out  # which may be large
 
-    def _keep(self, number: int, out: Any) -> None:
+    def _keep(self, numbers: Iterable[int], out: Any) -> None:
         readers, tensors = self.readers, self.tensors
-        for index, tensor in enumerate(flatten(out)):
-            if number + index in readers:
-                tensors[number + index] = tensor
+        for number, tensor in zip(numbers, flatten(out)):  # noqa: B905 (of an operator, these count on)
+            if number in readers:
+                tensors[number] = tensor
 
     def _let_go(self, values: Iterable[Value]) -> None:
         readers, tensors = self.readers, self.tensors
@@ -248,7 +254,7 @@ class Replay:
         self.tensors[value.number] = self.tensors[value.before.number]
         self._let_go((value.before,))
 
-    def _run_any(self, op: Op) -> None:
+    def _run_any(self, op: Op, context: ReplayContext) -> None:
         facts, tensors = op.facts, self.tensors
         args = [rebuild(argument, tensors) for argument in op.args]
         kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
@@ -258,7 +264,9 @@ class Replay:
         elif facts.written and self._plan.in_order:
             self._hold(facts, args, kwargs)
         draw = op.draw
-        if draw is None:
+        if facts.is_function:
+            out = facts.rerun(args, draw, self.frame, context, self._streams)
+        elif draw is None:
             out = facts.call(*args, **kwargs)
         elif draw is ANEW:
             out = draw_anew(facts.operator, args, kwargs, self._streams)
@@ -269,7 +277,7 @@ class Replay:
             self._check_shapes(op, out)
         self._ran.add(op.number)
         self._let_go(values)
-        self._keep(op.number, out)
+        self._keep(facts.numbers if facts.is_function else itertools.count(op.number), out)
 
     def _check_shapes(self, op: Op, out: Any) -> None:
         try:
@@ -287,6 +295,24 @@ class Replay:
             tensor = self.tensors.get(number)
             if tensor is not None and number not in self.held and storage_address(tensor) in addresses:
                 self.held[number] = stand_in_for(tensor)
+
+
+def _check_unseen(frame: Replayable) -> None:
+    """Raises if a custom function wrote unseen to memory from before the region; waits for the devices, once a tape."""
+    writers = [name for changed, name in frame.unseen if changed.item()]
+    if not writers:
+        frame.unseen.clear()
+        return
+    region, name = format_path(frame.path), writers[0]
+    raise MutationError(
+        f"a kernel of the custom function {name} wrote to an argument from outside of the region {'/'.join(region)!r}, and no "
+        "version tells. A replay needs the values from before. Pass the function a clone, or call ctx.mark_dirty on it in "
+        "forward.",
+        region=region,
+        tensor=f"an argument of {name}",
+        expected=None,
+        found=None,
+    )
 
 
 def bring_back(replay: Replay, value: Value) -> None:

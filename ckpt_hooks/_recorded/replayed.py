@@ -16,14 +16,16 @@ from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
+from ckpt_hooks._tensors.copies import copies_of
 from ckpt_hooks._tensors.held import Lost
-from ckpt_hooks._torch import graph_exec_group, graph_task_id
+from ckpt_hooks._torch import graph_exec_group, graph_task_id, storage_of
+from ckpt_hooks._torch.functions import num_holders
 
 from .replay import Replay, Replayable, bring_back
 from .split import SplitReplay
-from .values import Value, values_below
+from .values import Value, is_held_twice, values_below
 
-__all__ = ["Handle", "ReplayedFrame", "fate_of"]
+__all__ = ["FunctionHandle", "Handle", "ReplayedFrame", "fate_of"]
 
 _number = operator.attrgetter("number")
 
@@ -50,6 +52,12 @@ class Handle:
     shape: torch.Size
 
 
+class FunctionHandle(Handle):
+    """The handle of a tensor saved by a custom function, whose backward may write to the tensor by kernels unseen."""
+
+    __slots__ = ()
+
+
 class ReplayedFrame(Replayable):
     """A recorded frame's handles and replays.
 
@@ -72,6 +80,7 @@ class ReplayedFrame(Replayable):
         self.bytes = 0
         self.externals: list[tuple[weakref.ref[TrackedKept], str]] = []
         self.lines = None if outer is None else outer.lines
+        self.unseen: list[tuple[torch.Tensor, str]] = []
         self.outer = outer
         self.handles: list[weakref.ref[Handle]] = []
         self.start = 0
@@ -188,6 +197,36 @@ class ReplayedFrame(Replayable):
             frame = todo.pop()
             frame.passes = NO_PASSES
             todo += frame._living_children()
+
+    def own(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory.
+
+        Args:
+            handle: The handle.
+            tensor: The tensor brought back.
+        """
+        saved = handle.value.saved
+        if saved is not None and not saved.is_packed:
+            in_memory = sum(reference() is not None for reference in handle.value.store.held or ())
+            is_needed = in_memory > 1 or is_held_twice(weakref.ref(handle.value))
+        else:
+            is_needed = num_holders(tensor) > 1 or self._has_memory_of(tensor)
+        copy: torch.Tensor = copies_of(tensor) if is_needed else tensor
+        return copy
+
+    def _has_memory_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a running replay of the tape has a tensor in the memory of ``tensor``."""
+        address, root = storage_of(tensor), self
+        while root.outer is not None:
+            root = root.outer
+        todo = [root]
+        while todo:
+            frame = todo.pop()
+            for replay in frame.passes.values():
+                if any(storage_of(other) == address for other in (*replay.tensors.values(), *replay.held.values())):
+                    return True
+            todo += frame._living_children()
+        return False
 
     def alone(self, value: Value) -> torch.Tensor:
         """Returns the tensor of a value by a replay of the caller's own."""

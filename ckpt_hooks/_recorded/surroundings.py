@@ -83,6 +83,23 @@ class ReplayContext:
         if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 
+    def suspend(self) -> None:
+        """Runs what follows above autograd without gradients, with function modes, as custom functions run: until resumed."""
+        self._guard.__exit__(None, None, None)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+        self._was_grad = torch.is_grad_enabled()
+        set_grad_enabled(False)
+
+    def resume(self) -> None:
+        """Ends :meth:`suspend`."""
+        set_grad_enabled(self._was_grad)
+        if self._modes is not None:
+            self._modes = PastFunctionModes()
+            self._modes.__enter__()
+        self._guard = BelowAutograd()
+        self._guard.__enter__()
+
     def _move(self, current: Current | None) -> None:
         """Makes other streams current, which wait for the operators before, and may read the present tensors."""
         if current is not None and self._current is not None and current != self._current:

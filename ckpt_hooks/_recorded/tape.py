@@ -43,6 +43,7 @@ class Tape:
     """The recording of a thread's outermost region, and of the regions directly within.
 
     Attributes:
+        start: The number of the latest value when the innermost region began.
         surroundings: The present surroundings of operators.
         current: Devices and streams as the outermost region began; None where no accelerator was in use.
         decisions: The decisions of the innermost region's policy; None without a policy.
@@ -51,12 +52,14 @@ class Tape:
         held: The kept tensors.
         hooks: The saved-tensor hooks around the outermost region.
         is_in_frame: Whether the outermost region is inside a function frame.
+        is_of_function: Whether the tensor being packed was saved by a custom function.
         lock: Held by a running replay of this tape.
         path: The path of the innermost region.
         respect_hooks: Whether outputs kept by a policy go through the hooks.
         tables: The tables of tensors and storages.
         task: The backward in which the outermost region runs; -1 for none.
         thread: The thread of the region.
+        unseen: On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
         watched: The watches of frames which have ended.
         users_modes: Names of the user's dispatch modes around the outermost region.
     """
@@ -84,7 +87,9 @@ class Tape:
         self.lock = threading.RLock()
         self.decisions: Decisions | None = None
         self.draws_anew = False
-        self.has_refilled = False
+        self.has_refilled = self.is_of_function = False
+        self.start = 0
+        self.unseen: list[tuple[torch.Tensor, str]] = []
         self.users_modes: Sequence[str] = ()
         self.watched: Sequence[Watch] = ()
 

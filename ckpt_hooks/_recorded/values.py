@@ -12,6 +12,7 @@ storage: the old value, after the operator. A value is thus a tensor at a moment
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +23,7 @@ from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._tensors.held import HeldTensor
 from ckpt_hooks._torch import storage_of
 
-__all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "new_store", "new_value", "rebuild", "values_below", "values_of"]
+__all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "is_held_twice", "new_store", "new_value", "rebuild", "values_below", "values_of"]
 
 
 class Store:
@@ -154,6 +155,26 @@ def new_value(number: int, store: Store, counter: object, op: Op | None = None, 
     value.number, value.op, value.before = number, op, before
     value.store, value.counter, value.saved = store, counter, None
     return value
+
+
+def _holders(reference: weakref.ref[Any]) -> int:
+    held = reference()
+    return sys.getrefcount(held)
+
+
+_probe = Value()
+# How many holders ``_holders`` counts of a value that has one.
+_ONE_HOLDER = _holders(weakref.ref(_probe))
+
+
+def is_held_twice(reference: weakref.ref[Value], holders: int = 1) -> bool:
+    """Whether a value has other holders (operators that read it, handles) than some, of which the caller is none.
+
+    Args:
+        reference: The value, weakly.
+        holders: The number of known holders.
+    """
+    return _holders(reference) > _ONE_HOLDER - 1 + holders
 
 
 def cut(op: Op, made: list[Value]) -> None:

@@ -11,17 +11,18 @@ and so does the handle. Without a shared version plain autograd returns the writ
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 
 from ckpt_hooks._core.modes import count_writes
+from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones
+from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
 from ckpt_hooks._tensors.held import HeldByHooks, Hooks
 from ckpt_hooks._tensors.walk import instances_in, tensors_in
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
@@ -31,25 +32,26 @@ from .aliases import counter_of
 from .calls import decide, op_of, run
 from .held import lost_to_write
 from .tape import Tape
-from .values import Op, Store, Value, cut, new_value
+from .values import Op, Store, Value, cut, is_held_twice, new_value
 
-__all__ = ["run_inplace_view", "run_marking", "run_opaque", "run_writing"]
+__all__ = [
+    "after_external",
+    "after_inside",
+    "copy_held",
+    "look_at_handles",
+    "put_copies",
+    "run_inplace_view",
+    "run_marking",
+    "run_opaque",
+    "run_unseen",
+    "run_writing",
+    "targets_of",
+]
 
 _Tensor = torch.Tensor
 
 
-# A value that is kept is needed if anybody but the table has it: an operator that read it, or a handle.
-def _holders(reference: weakref.ref[Any]) -> int:
-    held = reference()
-    return sys.getrefcount(held)
-
-
-_probe = Value()
-# How many holders ``_holders`` counts of a value that has one.
-_ONE_HOLDER = _holders(weakref.ref(_probe))
-
-
-def _targets(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
+def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tensor, Written]]:
     """Returns the tensors written to by a call."""
     return [(tensor, written) for written in facts.written for tensor in instances_in(written.of(args, kwargs), _Tensor)]
 
@@ -61,7 +63,7 @@ def _covers(tensor: torch.Tensor) -> bool:
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
     """Runs and records an operator which writes to its arguments."""
-    targets = _targets(facts, args, kwargs)
+    targets = targets_of(facts, args, kwargs)
     if facts.replaces_storage or any(type(tensor) not in PLAIN_OR_FAKE for tensor, _ in targets):
         return run_opaque(tape, func, facts, args, kwargs)
     # The version counters that the write moves, looked up before the tape forgets tensors of storages that become outside ones.
@@ -85,18 +87,18 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
         if not keeps and not store.uninitialized and any(holder() is not None for holder in store.held or ()):
             tape.tables.make_external(store, "kept by the policy, and written to since")
             external[key] = inside.pop(key)
-    quiet = _look_at_handles(tape, external.values(), bumped, facts, [tensor for tensor, _ in targets])
+    quiet = look_at_handles(tape, external.values(), bumped, facts.full_name, [tensor for tensor, _ in targets])
     if not inside and not facts.has_fresh:
-        _before(tape, external.values())
+        copy_held(tape, external.values())
         try:
             out = facts.call(*args, **kwargs)
         finally:  # it may have written to some, and then raised
-            _after_external(tape, external.values(), quiet)
+            after_external(tape, external.values(), quiet)
         count_writes(func, args)
         return out
-    _before(tape, inside.values())
+    copy_held(tape, inside.values())
     op, values = op_of(tape, facts, args, kwargs, frozenset(overwritten))
-    _before(tape, external.values())
+    copy_held(tape, external.values())
     try:
         out = run(tape, op, func, facts, args, kwargs)
         count_writes(func, args)
@@ -104,18 +106,18 @@ def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     except BaseException:
         for store in inside.values():
             tape.tables.make_external(store, f"written to by {func}, which raised")
-        _after_external(tape, (*inside.values(), *external.values()), quiet)
+        after_external(tape, (*inside.values(), *external.values()), quiet)
         raise
     made = tape.note(op, values, out if facts.has_fresh else None, decision)
     for store in inside.values():
-        made += _after_inside(tape, op, store, bumped, decision)
+        made += after_inside(tape, op, store, bumped, decision)
     if decision != RECOMPUTE:
         cut(op, made)
-    _after_external(tape, external.values(), quiet)
+    after_external(tape, external.values(), quiet)
     return out
 
 
-def _before(tape: Tape, stores: Iterable[Store]) -> None:
+def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
     """Copies the kept tensors of storages about to be written to, where a holder besides the tape's table needs them."""
     for store in stores:
         if store.uninitialized:  # there is nothing to copy yet
@@ -129,18 +131,47 @@ def _before(tape: Tape, stores: Iterable[Store]) -> None:
             tensor, saved = value.tensor(), value.saved
             in_table = tensor is not None and tape.tables.known.get(id(tensor)) is value
             del value
-            if _holders(reference) > _ONE_HOLDER - (not in_table):
+            if is_held_twice(reference, 1 - (not in_table)):
                 saved.copy(clones)
 
 
-def _after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
+def put_copies(
+    store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath
+) -> None:
+    """Puts copies in the place of kept tensors of a storage which was written to unseen.
+
+    Args:
+        store: The storage.
+        copies: Tensors in the storage, and their copies from before the write. A kept tensor without a copy is lost.
+        name: The writer.
+        path: The region.
+    """
+    held, store.held = store.held, None
+    for reference in held or ():
+        value = reference()
+        if value is None or value.saved is None:
+            continue
+        kept = value.saved.tensor
+        found = [copy for tensor, copy in copies if kept is not None and _are_one_place(tensor, kept)]
+        if found:
+            value.saved.tensor, value.saved.version = found[0], None
+        else:
+            value.saved = lost_to_write(name, path)
+
+
+def _are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors in one storage are the same part of it."""
+    return same_layout(one, other) and one.storage_offset() == other.storage_offset()
+
+
+def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
     """Makes a new value of every tensor in a written storage; returns the new values."""
     facts, made = op.facts, []
     handles = [handle for reference in store.handles or () if (handle := reference()) is not None]
     quiet = [handle for handle in handles if handle.value.counter not in bumped]
     for handle in handles:
         if handle.value.counter in bumped:
-            handle.value = _overwritten(handle.value, facts, handle.frame.path)
+            handle.value = _overwritten(handle.value, facts.full_name, handle.frame.path)
     tables = tape.tables.uninitialized if store.uninitialized else tape.tables.known
     store.uninitialized = False
     store.written = True
@@ -175,9 +206,9 @@ def _after(tape: Tape, op: Op, before: Value) -> Value:
     return value
 
 
-def _overwritten(value: Value, facts: OpFacts, path: Any) -> Value:
+def _overwritten(value: Value, name: str, path: Any) -> Value:
     changed = new_value(value.number, value.store, value.counter)
-    changed.tensor, changed.saved = value.tensor, lost_to_write(facts.full_name, path)
+    changed.tensor, changed.saved = value.tensor, lost_to_write(name, path)
     return changed
 
 
@@ -191,8 +222,8 @@ def _handed_over(handle: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     return value
 
 
-def _look_at_handles(
-    tape: Tape, stores: Iterable[Store], bumped: list[object], facts: OpFacts, targets: list[torch.Tensor]
+def look_at_handles(
+    tape: Tape, stores: Iterable[Store], bumped: list[object], name: str, targets: list[torch.Tensor]
 ) -> list[tuple[Any, torch.Tensor, Store]]:
     """Finds the handles of tensors in outside storages which are about to be written to.
 
@@ -207,14 +238,14 @@ def _look_at_handles(
             if handle is None:
                 continue
             if handle.value.counter in bumped:
-                handle.value = _overwritten(handle.value, facts, handle.frame.path)
+                handle.value = _overwritten(handle.value, name, handle.frame.path)
                 continue
             kept = None if handle.value.saved is None else handle.value.saved.tensor
             tensor = handle.value.tensor() if kept is None else kept
             if tensor is None:
                 tensor = _face_of(store, handle.frame.alone(handle.value), targets)
             if tensor is None:
-                handle.value = _overwritten(handle.value, facts, handle.frame.path)
+                handle.value = _overwritten(handle.value, name, handle.frame.path)
             elif handle.frame.hooks_around is not None:
                 handle.value = _handed_over(handle, tensor, handle.frame.hooks_around)
             else:
@@ -232,7 +263,7 @@ def _face_of(store: Store, tensor: torch.Tensor, faces: list[torch.Tensor]) -> t
     return None
 
 
-def _after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
+def after_external(tape: Tape, stores: Iterable[Store], quiet: list[tuple[Any, torch.Tensor, Store]]) -> None:
     """Forgets the tensors of written storages from outside."""
     for store in stores:
         store.written = True
@@ -249,20 +280,33 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     if facts.kind is Kind.SAVEABLE:  # it only reads
         out = facts.call(*args, **kwargs)
     else:
-        # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
-        quiet = _look_at_handles(tape, stores.values(), [], facts, tensors)
-        _before(tape, stores.values())
-        try:
-            out = facts.call(*args, **kwargs)
-        finally:
-            for store in stores.values():
-                tape.tables.make_external(store, f"handed to {func}")
-            _after_external(tape, stores.values(), quiet)
+        out = _run_opaque(tape, str(func), tensors, stores.values(), partial(facts.call, *args, **kwargs))
     if facts.is_asked_about:
         decide(tape, facts, args, kwargs, out)  # which changes nothing: it is kept in any case
     for tensor in instances_in(out, _Tensor):
         tape.note_external(tensor, f"returned by {func}")
     return out
+
+
+def _run_opaque(
+    tape: Tape, name: str, tensors: list[torch.Tensor], stores: Collection[Store], call: Callable[[], Any]
+) -> Any:
+    # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
+    quiet = look_at_handles(tape, stores, [], name, tensors)
+    copy_held(tape, stores)
+    try:
+        return call()
+    finally:
+        for store in stores:
+            tape.tables.make_external(store, f"handed to {name}")
+        after_external(tape, stores, quiet)
+
+
+def run_unseen(tape: Tape, writer: str, args: Any, call: Callable[[], Any]) -> Any:
+    """Runs a call outside of operators which may write to its arguments; they are tensors from outside from then on."""
+    tensors = tensors_in(args)
+    stores = {id(store): store for store in map(tape.tables.store_of, tensors)}
+    return _run_opaque(tape, writer, tensors, stores.values(), call)
 
 
 def run_marking(tape: Tape, facts: OpFacts, args: Any, kwargs: Any) -> Any:
@@ -294,7 +338,7 @@ def run_inplace_view(tape: Tape, op: Op, facts: OpFacts, args: Any, kwargs: Any)
     for reference in store.handles or ():
         handle = reference()
         if handle is not None and handle.value.counter in bumped:
-            handle.value = _overwritten(handle.value, facts, handle.frame.path)
+            handle.value = _overwritten(handle.value, facts.full_name, handle.frame.path)
     tape.tables.number = op.number = tape.tables.number + 1
     tape.tables.register(target, new_value(op.number, store, before.counter, op))
     # After ``set_``, writes by way of this tensor reach the other storage, when all that the tape knew in there may be gone.

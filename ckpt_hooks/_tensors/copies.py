@@ -30,6 +30,7 @@ __all__ = [
     "copy_of",
     "copy_with_history",
     "data_of",
+    "differs",
     "fill_all",
     "is_dense",
     "is_plain",
@@ -245,6 +246,16 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(_bits_of(one), _bits_of(other))
+
+
+def differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Returns whether two dense tensors of one shape hold other bits, as a tensor on their device: nobody waits for it."""
+    differing: torch.Tensor = past_all_modes(one, _differs, one, other)
+    return differing
+
+
+def _differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    return _bits_of(one).ne(_bits_of(other)).any()
 
 
 def _bits_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ A policy which looks at the operator alone is asked once an operator in the prog
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from typing_extensions import Self
@@ -21,6 +21,7 @@ from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
@@ -69,7 +70,7 @@ def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
     return action, facts.call, facts
 
 
-class Record(PausableDispatchMode):
+class Record(WatchesUnseen):
     """Notes the operators of a forward, and keeps outputs by the policy's decisions."""
 
     def __init__(self, selection: Selection, policy: Policy) -> None:
@@ -129,6 +130,21 @@ class Record(PausableDispatchMode):
             self._mark(len(self._saved))
             self._count(sequence_number())
         return self._ask_as_torch(facts, args, kwargs or {})
+
+    def run_function(self, function: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+        """Runs a custom function, whose kernels may write to kept outputs: to arguments, and to results of its operators."""
+        outputs = self.selection.outputs
+        outputs.part_from((args, kwargs))
+        self.is_in_function = outputs.is_copying = True
+        try:
+            return call()
+        finally:
+            self.is_in_function = outputs.is_copying = False
+
+    def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
+        """Runs a call which may write to kept outputs among its arguments."""
+        self.selection.outputs.part_from(args)
+        return call()
 
     def _save(self, facts: OpFacts, args: Any, kwargs: Any, *, offload: bool = False) -> Any:
         place, func, kind = len(self.selection.sequence.operators), facts.operator, facts.kind

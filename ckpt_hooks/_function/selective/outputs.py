@@ -7,6 +7,10 @@ retain the graph, and outputs which share memory with an input, which are not ke
 Routes of a mixture of experts must not be chosen again because of a write to the weights, which top-k returns with the indices.
 So operators on which routes depend have copies kept, and copies handed out.
 
+Kernels of a custom ``autograd.Function`` may write to kept outputs which are its arguments, or results of operators inside, and
+no version tells. So these outputs are kept as copies too, from before the function or from within: as much memory as the
+outputs themselves, which go when forward lets go of them.
+
 Like everything a region holds until backward, kept outputs go through the saved-tensor hooks around the region. If these are
 the hooks of a frame, that frame brings the outputs back: a region inside a region that recomputes everything keeps nothing
 through the outer region, and finds its kept outputs when the outer region has been rerun.
@@ -74,19 +78,31 @@ class KeptOutputs:
         batch: The outputs on the host, if there are any.
         entries: The kept outputs, by place in the sequence.
         hooks: The saved-tensor hooks to pass kept outputs through, if there are any.
+        is_copying: Whether copies are kept of all outputs.
         is_in_frame: Whether these are the hooks of a frame.
         path: The region.
         num_kept: The number of outputs kept, including outputs forgotten before the end of forward, which is left to chance.
         places: Places in the sequence, by the storage of the kept output.
     """
 
-    __slots__ = ("_brought", "_is_recomputed", "batch", "entries", "hooks", "is_in_frame", "num_kept", "path", "places")
+    __slots__ = (
+        "_brought",
+        "_is_recomputed",
+        "batch",
+        "entries",
+        "hooks",
+        "is_copying",
+        "is_in_frame",
+        "num_kept",
+        "path",
+        "places",
+    )
 
     def __init__(self) -> None:
         self.batch: Batch | None = None
         self.entries: dict[int, Entry] = {}
         self.hooks: Hooks | None = None
-        self.is_in_frame = False
+        self.is_copying = self.is_in_frame = False
         self.num_kept = 0
         self.path: RegionPath = ("", None)
         self.places: dict[int | None, int] = {}
@@ -133,7 +149,7 @@ class KeptOutputs:
         if any(tensor.is_inference() for tensor in outputs):  # inference tensors count no versions
             return
         aliases: Sequence[tuple[torch.Tensor, int]] = _NO_ALIASES
-        is_copied = facts.is_routing is not False and _is_route(facts, outputs)
+        is_copied = self.is_copying or (facts.is_routing is not False and _is_route(facts, outputs))
         if is_copied:
             output = past_modes(copies_of, output)
         elif len(outputs) > 1:  # among them inner tensors of subclasses, open to writes by others
@@ -179,6 +195,25 @@ class KeptOutputs:
             place = places.get(storage_of(tensor))
             if place is not None and (entry := self.entries.get(place)) is not None and not entry.is_copied:
                 del self.entries[place]
+
+    def part_from(self, args: Any) -> None:
+        """Keeps copies from now on of outputs which share memory with the arguments of an unseen writer.
+
+        An output which hooks or the host have is dropped: the hooks may have kept the tensor itself, and the host's copy may
+        not be complete.
+        """
+        for tensor in tensors_in(args):
+            place = self.places.get(storage_of(tensor), -1)
+            entry = self.entries.get(place)
+            if entry is None or entry.is_copied:
+                continue
+            if all(type(held) is HeldTensor for held in instances_in(entry.value, HeldTensor)):
+                output = self._output_of(entry, last=False)
+                if output is not MISSING:
+                    entry.value = self._kept(past_modes(copies_of, output), offload=False)
+                    entry.aliases, entry.is_copied = _NO_ALIASES, True
+                    continue
+            del self.entries[place]
 
     @unseen
     def watch(self, args: Any, outputs: Any) -> None:

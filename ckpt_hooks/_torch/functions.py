@@ -1,0 +1,106 @@
+"""Calls of custom autograd functions, and writes past all operators, diverted to a watcher of the package.
+
+A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
+every subclass for good on Python 3.13. A thread without dispatch modes has no watcher, and pays for that one look.
+2.11 to 2.15. Goes when dispatch modes are told of custom functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+
+from . import num_dispatch_modes
+
+__all__ = ["APPLY_CODE", "FunctionCtx", "apply", "divert_functions", "divert_triton", "has_setup_context", "num_holders"]
+
+# ``Function.apply`` itself calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
+_apply: Callable[[None, Any], Callable[..., Any]] = torch._C._FunctionBase.__dict__["apply"].__get__
+
+
+def apply(function: Any, args: Any, kwargs: Any) -> Any:
+    """Calls a custom function, undiverted; autograd calls pack hooks for what the function saves from this frame of Python."""
+    return _apply(None, function)(*args, **kwargs)
+
+
+#: The code of :func:`apply`: tells the pack hook's caller.
+APPLY_CODE = apply.__code__
+
+
+def has_setup_context(function: Any) -> bool:
+    """Whether a custom function has a ``setup_context`` of its own, so that its forward gets no ``ctx``."""
+    return function.setup_context is not _SingleLevelFunction.setup_context
+
+
+class _Apply:
+    """Stands as ``apply`` on the base class of custom functions. A descriptor costs 0.1 us, a method twice as much."""
+
+    __slots__ = ("_find",)
+
+    def __init__(self, find: Callable[[Any], Callable[..., Any] | None]) -> None:
+        self._find = find
+
+    def __get__(self, instance: Any, function: Any) -> Callable[..., Any]:
+        if not num_dispatch_modes():
+            return _apply(None, function)
+        return self._find(function) or _apply(None, function)
+
+
+# How many tensors are in a storage, those of C++ and of other threads included. 2.11 to 2.15. Goes with a public way.
+_count_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
+# What the count is for a tensor that alone has its memory: it, and the object made to ask.
+_ALONE = _count_of_storage(torch.empty(1).untyped_storage()._cdata)
+
+
+def num_holders(tensor: torch.Tensor) -> int:
+    """Returns the number of tensors in the memory of a tensor, C++ and other threads included."""
+    return _count_of_storage(tensor.untyped_storage()._cdata) - _ALONE + 1
+
+
+#: Runs a call which may write to tensors unseen: the writer in words, the arguments, the call.
+_Unseen = Callable[[str, Any, Callable[[], Any]], Any]
+
+
+def divert_functions(find: Callable[[Any], Callable[..., Any] | None], unseen: _Unseen) -> None:
+    """Diverts calls of custom functions, and of methods which write by a Python function.
+
+    Args:
+        find: Returns the callable for a call of a custom function; None for a plain call.
+        unseen: Runs a method.
+    """
+    _SingleLevelFunction.apply = _Apply(find)
+    tensor: Any = torch.Tensor
+    for name in ("apply_", "map_", "map2_"):
+        setattr(tensor, name, _method(name, getattr(tensor, name), unseen))
+
+
+def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[..., Any]:
+    @wraps(method)
+    def run(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not num_dispatch_modes():
+            return method(self, *args, **kwargs)
+        return unseen(f"Tensor.{name}", self, partial(method, self, *args, **kwargs))
+
+    return run
+
+
+def divert_triton(unseen: _Unseen) -> None:
+    """Diverts launches of Triton's kernels, once the program has imported Triton."""
+    kernel = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
+    if kernel is None or hasattr(kernel.run, "__wrapped__"):
+        return
+    launch = kernel.run
+
+    @wraps(launch)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not num_dispatch_modes() or kwargs.get("warmup"):  # which compiles alone
+            return launch(self, *args, **kwargs)
+        name = getattr(self, "__name__", "kernel")
+        return unseen(f"the Triton kernel {name}", (args, kwargs), partial(launch, self, *args, **kwargs))
+
+    kernel.run = run
