@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import pytest
 import torch
@@ -107,7 +106,7 @@ def block(x, w, v, norm, rope, swiglu):
     h = norm.apply(x, w[0])
     q, key = rope.apply(heads(h, w), heads(h, v), *tables(x))
     q, key, value = q.transpose(1, 2), key.transpose(1, 2), heads(h, w * v).transpose(1, 2)
-    x = x + torch.nn.functional.scaled_dot_product_attention(q, key, value).transpose(1, 2).reshape(x.shape) @ v
+    x = x + ((q @ key.mT).softmax(-1) @ value).transpose(1, 2).reshape(x.shape) @ v
     h = norm.apply(x, v[0])
     return x + swiglu.apply(h @ w, h @ v) @ w
 
@@ -143,10 +142,9 @@ def dirty(x, w, v):
 
 def dirty_view(x, w, v):
     h = (x @ w) * 2
-    with torch.no_grad():
-        view = h[:3]
+    view = h.detach()[:3]
     k.Dirty.apply(h)
-    return h.sin() + view.sum()
+    return h.sin() + (view * 2).cos().sum()
 
 
 def unmarked(x, w, v):
@@ -340,15 +338,22 @@ OVERWRITING = {swiglu, swiglu_read_later, geglu, linear_cross_entropy, kernel_bl
 def same(one, other):
     if one is None or other is None:
         return one is other
-    return torch.equal(one.view(torch.int32), other.view(torch.int32)) if one.dtype is torch.float32 else torch.equal(one, other)
+    return (
+        torch.equal(one.view(torch.int32), other.view(torch.int32)) if one.dtype is torch.float32 else torch.equal(one, other)
+    )
 
 
-@pytest.mark.parametrize("way", [once, twice, double, in_parts])
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_results_are_those_without_regions(program, form, way):
-    if way is not once and program in OVERWRITING:
-        pytest.skip("plain autograd reads what its own first backward overwrote")
+@pytest.mark.parametrize(
+    ("program", "way"),
+    [
+        pytest.param(program, way, marks=() if way is once else pytest.mark.slow)
+        for program in PROGRAMS
+        for way in (once, twice, double, in_parts)
+        if way is once or program not in OVERWRITING
+    ],
+)
+def test_results_are_those_without_regions(program, way, form):
     expected = way(_plain_form(form), program)
     found = way(FORMS[form], program)
     assert list(map(same, found, expected)) == [True] * len(expected)

@@ -144,7 +144,14 @@ def numbers(values):
 def frame(start=0, size=0):
     """Stands for the frame whose values are replayed."""
     return types.SimpleNamespace(
-        outer=None, start=start, bytes=size, current=None, whole=None, watch=None, observed=lambda run, *args: run(*args)
+        outer=None,
+        start=start,
+        bytes=size,
+        current=None,
+        whole=None,
+        watch=None,
+        observed=lambda run, *args: run(*args),
+        unseen=[],
     )
 
 

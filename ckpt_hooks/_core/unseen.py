@@ -14,12 +14,13 @@ from typing import Any
 
 from ckpt_hooks._torch import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks._torch.functions import apply, divert_functions, divert_triton
+from ckpt_hooks._torch.functions import AT_WORK, apply, divert_functions, divert_triton
 
 from .modes import PausableDispatchMode
 
-__all__ = ["WatchesUnseen"]
+__all__ = ["WatchesUnseen", "run_watched"]
 
+#: Packages whose custom functions are made of operators.
 _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
@@ -33,14 +34,14 @@ class WatchesUnseen(PausableDispatchMode):
     is_in_function = False
 
     @abc.abstractmethod
-    def run_function(self, function: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
-        """Runs a call of a custom function.
+    def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a call of a custom function, by :func:`run_watched`.
 
         Args:
+            around: The watching modes around, outermost first.
             function: The function's class.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            call: Runs the call.
+            *args: Its positional arguments.
+            **kwargs: Its keyword arguments.
         """
 
     @abc.abstractmethod
@@ -55,7 +56,17 @@ class WatchesUnseen(PausableDispatchMode):
 
     def __enter__(self) -> Any:
         _divert()
+        AT_WORK.append(None)
         return super().__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.abandoned()
+        super().__exit__(*exc_info)
+
+    def abandoned(self) -> None:
+        """See :meth:`QuietDispatchMode.abandoned`."""
+        if AT_WORK:
+            AT_WORK.pop()
 
 
 _is_diverted = False
@@ -71,6 +82,9 @@ def _divert() -> None:
 
 def _watching() -> list[WatchesUnseen]:
     """Returns the watching modes of this thread, outermost first."""
+    if num_dispatch_modes() == 1:  # mostly
+        mode = dispatch_mode_at(0)
+        return [mode] if isinstance(mode, WatchesUnseen) and not (mode.paused or mode.is_in_function) else []
     modes = map(dispatch_mode_at, range(num_dispatch_modes()))
     return [mode for mode in modes if isinstance(mode, WatchesUnseen) and not (mode.paused or mode.is_in_function)]
 
@@ -79,15 +93,21 @@ def _run_of(function: Any) -> Callable[..., Any] | None:
     if function.__module__.partition(".")[0] in _OF_OPERATORS:
         return None
     watching = _watching()
-    return partial(_run, watching, function) if watching else None
+    return partial(watching.pop().run_function, watching, function) if watching else None
 
 
-@skipped
-def _run(watching: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-    call: Callable[[], Any] = partial(apply, function, args, kwargs)
-    for mode in watching:
-        call = partial(mode.run_function, function, args, kwargs, call)
-    return call()
+def run_watched(watching: list[WatchesUnseen], function: Any, args: Any, kwargs: Any) -> Any:
+    """Runs a call of a custom function, watched by modes.
+
+    Args:
+        watching: The modes, outermost first.
+        function: The function's class.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+    """
+    if watching:
+        return watching.pop().run_function(watching, function, *args, **kwargs)
+    return apply(function, args, kwargs)
 
 
 @skipped

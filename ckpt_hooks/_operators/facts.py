@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,8 @@ class OpFacts:
     """The facts of an operator.
 
     Attributes:
-        is_function: Whether this is a call of a custom ``autograd.Function``, recorded as one operator.
+        is_function: Whether this is a call of a custom ``autograd.Function``, recorded as one operator, which has
+            ``rerun`` in place of ``call``.
         operator: The operator.
         call: The callable which runs the operator.
         name: The name, without library and overload.
@@ -90,6 +92,7 @@ class OpFacts:
     """
 
     is_function = False
+    rerun: Callable[..., list[Any]]
     __slots__ = (
         "call",
         "full_name",
@@ -197,6 +200,10 @@ class OpFacts:
             or self.is_mark
             or (self.looks_at_switches and not aten)
         )
+
+    def numbers(self, first: int) -> Iterable[int]:
+        """Returns the numbers of the results' values on a tape, given the operator's number."""
+        return itertools.count(first)
 
     def written_in(self, args: Any, kwargs: Any) -> list[Any]:
         """Returns the arguments of a call known to be written to; all arguments of an opaque operator."""

@@ -300,7 +300,7 @@ def unpack(packed: Any) -> torch.Tensor:
             finally:
                 del error  # its traceback has this call, which would keep it alive in turn
         return leaf
-    handle = packed
+    handle: Handle = packed
     frame, saved = handle.frame, handle.value.saved
     if saved is not None and not saved.is_packed:
         try:

@@ -7,7 +7,6 @@ besides saved tensors stay with the node made by forward.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from contextvars import Context
 from typing import Any
@@ -31,10 +30,10 @@ from ckpt_hooks.errors import DeterminismError
 from .surroundings import ReplayContext
 from .values import ANEW
 
-__all__ = ["Draws", "FunctionFacts", "Slot"]
+__all__ = ["Draws", "FunctionFacts"]
 
-#: A result: whether it was saved, and its place among what was saved or returned.
-Slot = tuple[bool, int]
+#: A result: the number of its value, whether it was saved, its place among what was saved or returned, its shape and dtype.
+Result = tuple[int, bool, int, torch.Size, torch.dtype]
 
 #: The noted states of the draws of a forward, in order, None for a call which drew nothing; or :data:`ANEW`.
 Draws = Any
@@ -43,7 +42,7 @@ Draws = Any
 class _Ctx(FunctionCtx):
     """The ``ctx`` of a rerun."""
 
-    to_save: Sequence[torch.Tensor | None] = ()
+    to_save: Any = ()
 
     def __init__(self, function: Any, needs_input_grad: tuple[bool, ...]) -> None:
         self._forward_cls = function
@@ -84,10 +83,9 @@ class FunctionFacts(OpFacts):
     """One call of a custom function, in the place of an operator's facts. The arguments of the ``Op`` are its tensors.
 
     Attributes:
-        arguments: Positional and keyword arguments, with stand-ins for tensors.
-        numbers: The number of each result's value, in order of noting.
-        slots: The results, likewise.
-        layouts: Shape, dtype and device of each result, likewise.
+        args: Positional arguments, with stand-ins for tensors.
+        kwargs: Keyword arguments, likewise.
+        results: The results on the tape, in order of noting.
         grads: For each tensor among the arguments, whether it required grad.
         needs_input_grad: As forward's ``ctx`` had it.
         casts: Autocast of forward; None where off.
@@ -98,55 +96,53 @@ class FunctionFacts(OpFacts):
     """
 
     __slots__ = (
-        "arguments",
+        "args",
         "casts",
         "context",
         "fake_mode",
         "grads",
-        "layouts",
+        "kwargs",
         "modes",
         "needs_input_grad",
-        "numbers",
-        "slots",
+        "results",
         "streams",
+        "written",
     )
 
+    # The same for all calls, so no slots.
     is_function = True
+    kind = Kind.REWRITES
+    lists: tuple[int, ...] = ()
+    is_view = is_inplace_view = single = has_shape_from_data = has_effect = is_routing = False
+
+    args: list[Any]
+    kwargs: dict[str, Any]
     context: Context
     casts: Any
     modes: Any
-    streams: rng.Snapshot | None
-    fake_mode: Any
+    grads: list[bool]
+    needs_input_grad: tuple[bool, ...]
 
-    def __init__(self, function: Any, arguments: Any, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, function: Any) -> None:
         self.operator = function
-        self.name = self.full_name = f"{function.__qualname__.replace('.<locals>', '')}.apply"
-        self.kind = Kind.REWRITES
         self.written: tuple[Written, ...] = ()
-        self.lists: tuple[int, ...] = ()
-        self.is_view = self.is_inplace_view = self.single = self.has_shape_from_data = self.has_effect = False
-        self.is_routing = False
-        self.arguments = arguments
-        self.grads = [tensor.requires_grad for tensor in tensors]
-        self.numbers: list[int] = []
-        self.slots: list[Slot] = []
-        self.layouts: list[tuple[Any, ...]] = []
-        self.streams = None
+        self.results: list[Result] = []
+        self.streams: rng.Snapshot | None = None
+        self.fake_mode: Any = None
 
-    def note(self, number: int, slot: Slot, tensor: torch.Tensor) -> None:
-        """Notes a result.
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The name of the function's class, as in ``"RMSNorm.apply"``."""
+        return f"{self.operator.__qualname__.replace('<locals>.', '')}.apply"
 
-        Args:
-            number: The number of its value.
-            slot: Its place.
-            tensor: The result.
-        """
-        self.numbers.append(number)
-        self.slots.append(slot)
-        self.layouts.append((tensor.shape, tensor.dtype, tensor.device))
+    full_name = name
+
+    def numbers(self, first: int) -> list[int]:
+        """Returns the numbers of the results' values."""
+        return [result[0] for result in self.results]
 
     def rerun(self, tensors: list[torch.Tensor], draws: Draws, frame: Frame, context: ReplayContext, streams: Any) -> list[Any]:
-        """Runs forward again; returns the results in the order of :attr:`numbers`.
+        """Runs forward again; returns the results in the order of :attr:`results`.
 
         Args:
             tensors: The tensors among the arguments.
@@ -160,8 +156,8 @@ class FunctionFacts(OpFacts):
         """
         given = [_as_forward(tensor, grad) for tensor, grad in zip(tensors, self.grads, strict=True)]
         built: dict[int, Any] = {}
-        args = [build(one, given, built) for one in self.arguments[0]]
-        kwargs = {name: build(one, given, built) for name, one in self.arguments[1].items()}
+        args = [build(one, given, built) for one in self.args]
+        kwargs = {name: build(one, given, built) for name, one in self.kwargs.items()}
         del given, built
         mode = nullcontext() if draws is None else _DrawsAgain(self, draws, frame, streams)
         innermost, recomputing = stack.innermost, frame.recomputing
@@ -184,7 +180,7 @@ class FunctionFacts(OpFacts):
         finally:
             stack.innermost, frame.recomputing = innermost, recomputing
             context.resume()
-        return [self._result(results, index, frame) for index in range(len(self.slots))]
+        return [self._result(results, result, frame) for result in self.results]
 
     def _run(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Runs forward as autograd does; returns what it returned and what it saved."""
@@ -198,17 +194,13 @@ class FunctionFacts(OpFacts):
         saved = [tensor for tensor in ctx.to_save or () if tensor is not None]
         return saved, output if isinstance(output, tuple) else (output,)
 
-    def _result(self, results: tuple[Any, Any], index: int, frame: Frame) -> torch.Tensor:
-        is_saved, place = self.slots[index]
-        saved, returned = results
-        found = saved if is_saved else returned
+    def _result(self, results: tuple[Any, Any], result: Result, frame: Frame) -> torch.Tensor:
+        _, is_saved, place, shape, dtype = result
+        found = results[0] if is_saved else results[1]
         tensor = found[place] if place < len(found) else None
-        layout = self.layouts[index]
-        if not isinstance(tensor, torch.Tensor) or (tensor.shape, tensor.dtype, tensor.device) != layout:
-            shape, dtype, device = layout
-            expected = f"{str(dtype).removeprefix('torch.')}{list(shape)} on {device}"
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype is not dtype:
+            what = f"{'saved' if is_saved else 'returned'} {str(dtype).removeprefix('torch.')}{list(shape)} at place {place}"
             now = describe_tensor(tensor) if isinstance(tensor, torch.Tensor) else "no tensor"
-            what = f"{'saved' if is_saved else 'returned'} {expected} at place {place}"
             raise self.error(frame, what, now)
         return tensor.detach() if tensor.requires_grad else tensor
 

@@ -18,7 +18,7 @@ from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
-from ckpt_hooks._core.unseen import WatchesUnseen
+from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.held import HeldTensor
@@ -33,6 +33,8 @@ from ckpt_hooks._torch import (
     storage_address,
     top_saved_tensors_hooks,
 )
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.functions import apply
 from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
@@ -188,30 +190,34 @@ class Recorder(WatchesUnseen):
         tables.known[key] = value
         return out
 
-    def run_function(self, function: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+    @skipped
+    def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs and records a custom function as one operator."""
         tape = self._tape
         if tape.is_in_frame and graph_task_id() != tape.task:  # as in :meth:`_record`
-            return call()
+            return run_watched(around, function, args, kwargs)
         if not self._check():
             self._look()
-        recorded, release = FunctionCall(tape, function, args, kwargs), None
-        hooks = top_saved_tensors_hooks(False)
-        self._call, self.paused = recorded, 1
+        call = FunctionCall(tape, function, args, kwargs)
+        hooks, release = top_saved_tensors_hooks(False), None
+        self._call, self.paused = call, 1
         try:
             if hooks is not None:
-                pack, release = recorded.packing(hooks[0])
+                pack, release = call.packing(hooks[0])
                 push_saved_tensors_hooks(pack, hooks[1])
-            out = call()
+            try:
+                out = run_watched(around, function, args, kwargs) if around else apply(function, args, kwargs)
+            finally:
+                if hooks is not None:
+                    pop_saved_tensors_hooks()
+            call.finish(out)
         except BaseException:
-            recorded.fail()
+            call.fail()
             raise
         finally:
             self._call, self.paused = None, 0
             if release is not None:
-                pop_saved_tensors_hooks()
                 release()
-        recorded.finish(out)
         return out
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:

@@ -23,7 +23,20 @@ from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._tensors.held import HeldTensor
 from ckpt_hooks._torch import storage_of
 
-__all__ = ["ANEW", "Op", "Store", "Value", "cut", "flatten", "is_held_twice", "new_store", "new_value", "rebuild", "values_below", "values_of"]
+__all__ = [
+    "ANEW",
+    "Op",
+    "Store",
+    "Value",
+    "cut",
+    "flatten",
+    "is_held_twice",
+    "new_store",
+    "new_value",
+    "rebuild",
+    "values_below",
+    "values_of",
+]
 
 
 class Store:

@@ -135,9 +135,7 @@ def copy_held(tape: Tape, stores: Iterable[Store]) -> None:
                 saved.copy(clones)
 
 
-def put_copies(
-    store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath
-) -> None:
+def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], name: str, path: RegionPath) -> None:
     """Puts copies in the place of kept tensors of a storage which was written to unseen.
 
     Args:
@@ -166,23 +164,29 @@ def _are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decision: int) -> list[Value]:
     """Makes a new value of every tensor in a written storage; returns the new values."""
-    facts, made = op.facts, []
-    handles = [handle for reference in store.handles or () if (handle := reference()) is not None]
-    quiet = [handle for handle in handles if handle.value.counter not in bumped]
+    facts, tables, made = op.facts, tape.tables, []
+    handles = _live_handles(store) if store.handles is not None else ()
+    quiet = [handle for handle in handles if handle.value.counter not in bumped] if handles else ()
     for handle in handles:
         if handle.value.counter in bumped:
             handle.value = _overwritten(handle.value, facts.full_name, handle.frame.path)
-    tables = tape.tables.uninitialized if store.uninitialized else tape.tables.known
-    store.uninitialized = False
-    store.written = True
-    members = list(tape.tables.live_members(store))
-    store.members = []
-    for tensor in members:
-        before = tables.pop(id(tensor), None)
-        if before is None:
+    was_uninitialized, store.uninitialized, store.written = store.uninitialized, False, True
+    known = tables.uninitialized if was_uninitialized else tables.known
+    members, store.members = store.members, []
+    for member in members:
+        tensor = member()
+        if tensor is None or not store.has(tensor):
+            continue
+        before = known.get(id(tensor))
+        if before is None or before.op is op or before.store is not store:
             continue
         value = _after(tape, op, before)
-        tape.tables.register(tensor, value)
+        if was_uninitialized:
+            known.pop(id(tensor))
+            tables.register(tensor, value)
+        else:  # the weak reference takes whatever value there is out of the table
+            known[id(tensor)] = value
+            store.members.append(member)
         made.append(value)
         if decision != RECOMPUTE:
             tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, as written by {facts.operator}")
@@ -190,7 +194,7 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
     store.handles = None
     for handle in quiet:
         tensor = handle.value.tensor()
-        now = None if tensor is None else tape.tables.known.get(id(tensor))
+        now = None if tensor is None else tables.known.get(id(tensor))
         if now is None:
             now = _after(tape, op, handle.value)
             made.append(now)
@@ -199,10 +203,15 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
     return made
 
 
+def _live_handles(store: Store) -> list[Any]:
+    return [handle for reference in store.handles or () if (handle := reference()) is not None]
+
+
 def _after(tape: Tape, op: Op, before: Value) -> Value:
-    tape.tables.number += 1
-    value = new_value(tape.tables.number, before.store, before.counter, op, before)
-    value.tensor = before.tensor
+    value = Value()
+    tape.tables.number = value.number = tape.tables.number + 1
+    value.op, value.before = op, before
+    value.store, value.counter, value.tensor, value.saved = before.store, before.counter, before.tensor, None
     return value
 
 
@@ -288,9 +297,7 @@ def run_opaque(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) ->
     return out
 
 
-def _run_opaque(
-    tape: Tape, name: str, tensors: list[torch.Tensor], stores: Collection[Store], call: Callable[[], Any]
-) -> Any:
+def _run_opaque(tape: Tape, name: str, tensors: list[torch.Tensor], stores: Collection[Store], call: Callable[[], Any]) -> Any:
     # Nothing says what was written to, so those that were saved find what there is, as with versions that do not tell.
     quiet = look_at_handles(tape, stores, [], name, tensors)
     copy_held(tape, stores)

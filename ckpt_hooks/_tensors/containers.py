@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["Capture", "Container", "TensorAt", "build"]
+__all__ = ["ATOMS", "Capture", "Container", "TensorAt", "build"]
 
-# Types whose values neither are nor hold tensors.
-_ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
+#: Types whose values neither are nor hold tensors.
+ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
 
 
 class TensorAt:
@@ -148,8 +148,13 @@ class Capture:
 
     __slots__ = ("_containers", "_seen", "objects", "tensors")
 
-    def __init__(self) -> None:
-        self.tensors: list[torch.Tensor] = []
+    def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
+        """Begins a walk.
+
+        Args:
+            tensors: The list to add tensors to.
+        """
+        self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
         self.objects: list[Any] = []
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
@@ -168,7 +173,7 @@ class Capture:
         """
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
-        if type(value) in _ATOMS:
+        if type(value) in ATOMS:
             return value
         if id(value) in self._seen:
             return self._seen[id(value)]

@@ -1,7 +1,7 @@
 """Calls of custom autograd functions, and writes past all operators, diverted to a watcher of the package.
 
 A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
-every subclass for good on Python 3.13. A thread without dispatch modes has no watcher, and pays for that one look.
+every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for one look.
 2.11 to 2.15. Goes when dispatch modes are told of custom functions.
 """
 
@@ -15,9 +15,16 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
-from . import num_dispatch_modes
-
-__all__ = ["APPLY_CODE", "FunctionCtx", "apply", "divert_functions", "divert_triton", "has_setup_context", "num_holders"]
+__all__ = [
+    "APPLY_CODE",
+    "AT_WORK",
+    "FunctionCtx",
+    "apply",
+    "divert_functions",
+    "divert_triton",
+    "has_setup_context",
+    "num_holders",
+]
 
 # ``Function.apply`` itself calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
 _apply: Callable[[None, Any], Callable[..., Any]] = torch._C._FunctionBase.__dict__["apply"].__get__
@@ -37,18 +44,22 @@ def has_setup_context(function: Any) -> bool:
     return function.setup_context is not _SingleLevelFunction.setup_context
 
 
+_Find = Callable[[Any], Callable[..., Any] | None]
+# Returns the callable for a call of a custom function, None for a plain call; set by :func:`divert_functions`.
+_find: _Find = lambda function: None  # noqa: E731
+
+#: One entry for each watcher at work in the process: while there is none, a plain call of a custom function looks no further.
+AT_WORK: list[object] = []
+
+
 class _Apply:
-    """Stands as ``apply`` on the base class of custom functions. A descriptor costs 0.1 us, a method twice as much."""
+    """Stands as ``apply`` on the base class of custom functions. A descriptor costs 0.2 us a call, a method twice as much."""
 
-    __slots__ = ("_find",)
+    __slots__ = ()
 
-    def __init__(self, find: Callable[[Any], Callable[..., Any] | None]) -> None:
-        self._find = find
-
-    def __get__(self, instance: Any, function: Any) -> Callable[..., Any]:
-        if not num_dispatch_modes():
-            return _apply(None, function)
-        return self._find(function) or _apply(None, function)
+    # Set once, so by default arguments, which take half the time of attributes.
+    def __get__(self, instance: Any, function: Any, at_work: list[object] = AT_WORK, plain: Any = _apply) -> Any:
+        return (at_work and _find(function)) or plain(None, function)
 
 
 # How many tensors are in a storage, those of C++ and of other threads included. 2.11 to 2.15. Goes with a public way.
@@ -66,14 +77,17 @@ def num_holders(tensor: torch.Tensor) -> int:
 _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 
 
-def divert_functions(find: Callable[[Any], Callable[..., Any] | None], unseen: _Unseen) -> None:
+def divert_functions(find: _Find, unseen: _Unseen) -> None:
     """Diverts calls of custom functions, and of methods which write by a Python function.
 
     Args:
         find: Returns the callable for a call of a custom function; None for a plain call.
         unseen: Runs a method.
     """
-    _SingleLevelFunction.apply = _Apply(find)
+    global _find
+    _find = find
+    base: Any = _SingleLevelFunction
+    base.apply = _Apply()
     tensor: Any = torch.Tensor
     for name in ("apply_", "map_", "map2_"):
         setattr(tensor, name, _method(name, getattr(tensor, name), unseen))
@@ -82,7 +96,7 @@ def divert_functions(find: Callable[[Any], Callable[..., Any] | None], unseen: _
 def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[..., Any]:
     @wraps(method)
     def run(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not num_dispatch_modes():
+        if not AT_WORK:
             return method(self, *args, **kwargs)
         return unseen(f"Tensor.{name}", self, partial(method, self, *args, **kwargs))
 
@@ -98,7 +112,7 @@ def divert_triton(unseen: _Unseen) -> None:
 
     @wraps(launch)
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not num_dispatch_modes() or kwargs.get("warmup"):  # which compiles alone
+        if not AT_WORK or kwargs.get("warmup"):  # which compiles alone
             return launch(self, *args, **kwargs)
         name = getattr(self, "__name__", "kernel")
         return unseen(f"the Triton kernel {name}", (args, kwargs), partial(launch, self, *args, **kwargs))

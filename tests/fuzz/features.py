@@ -46,6 +46,7 @@ FEATURES = CORE | {
     "buffers",  # modules that update their own buffers
     "first_run_only",  # operators that do not run in a recompute, whose outputs nobody uses
     "generators",  # torch.Generator objects in closures and arguments
+    "kernels",  # custom functions with kernels that write where no operator does
     "input_mutation",  # writes to a region's arguments
     "module_state",  # modules that update parameters and attributes of theirs
     "numpy_random",  # NumPy's global generator, with ckpt_hooks.track_rng

@@ -25,6 +25,7 @@ _WEIGHTS = {
     "in_place": 5,
     "ambient": 3,
     "buffers": 3,
+    "kernels": 4,
     "module_state": 3,
     "generators": 2,
     "python_random": 2,

@@ -311,6 +311,26 @@ Rerun.apply({x})
 Straight.apply({x})
 """
 
+_KERNELS = """
+Overwrites.apply({x} * {k})
+Overwrites.apply({x} - {y}).sin() + {b}
+(lambda h: Overwrites.apply(h) * (h * {k}).sin())({x} + {k})
+(lambda h: Overwrites.apply(h) + Overwrites.apply(h * {k}) + h)({x} * {k})
+Turns.apply({x} + {k}) * {y}
+Turns.apply({x} * {k}).sin()
+(lambda h: (Turns.apply(h) * {k}, h + 1))({x} - {k})[1]
+Fills.apply({x}, {y})
+Fills.apply({x} * {k}, {x})[0]
+Noise.apply({x})
+Noise.apply({x} * {k}).tanh()
+Scratch.apply({x} * {k})
+(lambda h: Scratch.apply(h) + (h * 2).cos().sin())({x} + {k})
+Marks.apply({x}, torch.zeros_like({x}).detach())
+Marks.apply({x} * {k}, torch.ones_like({x}).detach())[0] * {y}
+Product.apply({x})
+Product.apply({x} * {k}) * {y}
+"""
+
 _RANDOM_0 = """
 F.dropout({x}, 0.4)
 F.dropout({x}, 0.4) + F.dropout({y}, 0.2)
@@ -404,6 +424,7 @@ EXPRESSIONS = {
     "operators": by_rank(rank_0=_ELEMENTWISE, rank_1=_VECTORS, rank_2=_MATRICES, rank_3=_VOLUMES),
     "views": by_rank(rank_0=_VIEWS_0, rank_1=_VIEWS_1, rank_2=_VIEWS_2),
     "custom_functions": by_rank(rank_0=_CUSTOM),
+    "kernels": by_rank(rank_0=_KERNELS),
     "random": by_rank(rank_0=_RANDOM_0, rank_1=_RANDOM_1, rank_2=_RANDOM_2),
     "generators": by_rank(rank_0=_GENERATORS),
     "python_random": by_rank(rank_0=_PYTHON_RANDOM),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import dataclasses
 import sys
 
@@ -165,6 +166,122 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+def poke(tensor, content):
+    """Gives a tensor other values by its address, as a kernel does that no operator knows of."""
+    storage = tensor.untyped_storage()
+    image = storage.clone()
+    face = torch.empty(0, dtype=tensor.dtype).set_(image, tensor.storage_offset(), tensor.shape, tensor.stride())
+    face.copy_(content.detach())
+    ctypes.memmove(storage.data_ptr(), image.data_ptr(), storage.nbytes())
+
+
+class Overwrites(torch.autograd.Function):
+    """Has a kernel write over its input, and saves that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        y = x.cos()
+        poke(x, x.sin())
+        ctx.save_for_backward(x.detach())
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad * ctx.saved_tensors[0].conj()
+
+
+class Turns(torch.autograd.Function):
+    """Has a kernel write over its input, and returns a view of that."""
+
+    @staticmethod
+    def forward(ctx, x):
+        poke(x, x * 1.5)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 1.5
+
+
+class Fills(torch.autograd.Function):
+    """Has kernels fill an output born by ``zeros`` and a statistic born by ``full``."""
+
+    @staticmethod
+    def forward(ctx, x, y):
+        out, scale = torch.zeros_like(x), torch.full_like(y, 3)
+        poke(out, x.sin())
+        poke(scale, y.tanh())
+        ctx.save_for_backward(x, None, scale, out)
+        return out, scale.clone()
+
+    @staticmethod
+    def backward(ctx, grad, other):
+        x, _, scale, out = ctx.saved_tensors
+        return grad * x.cos().conj() + 0 * out, other * (1 - scale * scale).conj()
+
+
+class Noise(torch.autograd.Function):
+    """Draws random numbers, which a kernel puts where ones were."""
+
+    @staticmethod
+    def forward(ctx, x):
+        mask = torch.ones_like(x)
+        poke(mask, torch.rand_like(x).round())
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].conj()
+
+
+class Scratch(torch.autograd.Function):
+    """Has a kernel write over what it saved, in backward."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x, x.cos())
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, cosine = ctx.saved_tensors
+        poke(x, (grad * cosine.conj()).detach())
+        return x.detach().clone()
+
+
+class Marks(torch.autograd.Function):
+    """Has a kernel write to a buffer, which it marks."""
+
+    @staticmethod
+    def forward(ctx, x, buffer):
+        ctx.mark_dirty(buffer)
+        poke(buffer, x.mean().expand_as(buffer))
+        return x - buffer, buffer
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return grad - grad.mean(), None
+
+
+class Product(torch.autograd.Function):
+    """Has a kernel write over a product made inside."""
+
+    @staticmethod
+    def forward(ctx, x):
+        flat = x.reshape(1, -1)
+        product = flat.t() @ flat
+        total = product.sum()
+        poke(product, product.sign())
+        ctx.save_for_backward(x, product)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, signs = ctx.saved_tensors
+        return (2 * grad * x.sum() + 0 * signs.sum()).expand_as(x)
 
 
 class PlannedError(Exception):

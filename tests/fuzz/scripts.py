@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import inspect
@@ -25,6 +26,7 @@ __all__ = ["base_namespace", "load", "load_on", "script"]
 _IMPORTS = {
     "ckpt_hooks": ckpt_hooks,
     "contextlib": contextlib,
+    "ctypes": ctypes,
     "dataclasses": dataclasses,
     "functools": functools,
     "random": random,

@@ -21,11 +21,12 @@ from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._core.unseen import WatchesUnseen
+from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, sequence_number, top_saved_tensors_hooks
+from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import DeterminismError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions
@@ -90,7 +91,8 @@ class Record(WatchesUnseen):
             _refuse_hidden()
         self._saved = self.selection.numbers
         self.selection.sequence.begin()
-        return super().__enter__()
+        super().__enter__()
+        return self
 
     def __exit__(self, *exc_info: object) -> None:
         super().__exit__(*exc_info)
@@ -131,13 +133,14 @@ class Record(WatchesUnseen):
             self._count(sequence_number())
         return self._ask_as_torch(facts, args, kwargs or {})
 
-    def run_function(self, function: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> Any:
+    @skipped
+    def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
         """Runs a custom function, whose kernels may write to kept outputs: to arguments, and to results of its operators."""
         outputs = self.selection.outputs
         outputs.part_from((args, kwargs))
         self.is_in_function = outputs.is_copying = True
         try:
-            return call()
+            return run_watched(around, function, args, kwargs)
         finally:
             self.is_in_function = outputs.is_copying = False
 
