@@ -56,6 +56,15 @@ _tensor_at = functools.cache(TensorAt)
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 
 
+def _pack_saved(pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Any:
+    """Packs a tensor which a custom function saved; ``pack`` may be the hook of another tape around, which has to know."""
+    return pack(tensor)
+
+
+# Who calls the pack hook for what a custom function saved, and not an operator in it.
+_CALLERS = (APPLY_CODE, _pack_saved.__code__)
+
+
 class FunctionCall(RunningFunction):
     """One call of a custom function in a region."""
 
@@ -173,7 +182,7 @@ class FunctionCall(RunningFunction):
         call: FunctionCall | None = self
 
         def pack_own(tensor: _Tensor) -> Any:
-            if call is None or sys._getframe(1).f_code is not APPLY_CODE:  # of an operator in the function
+            if call is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
                 return pack(tensor)
             if not call._is_settled:
                 call._settle()
@@ -182,7 +191,7 @@ class FunctionCall(RunningFunction):
             tape = call._tape
             tape.is_of_function = True
             try:
-                packed = pack(tensor)
+                packed = _pack_saved(pack, tensor)
             finally:
                 tape.is_of_function = False
             if type(packed) is Handle:

@@ -97,7 +97,7 @@ class RunningFunction:
                 born.add(address)
                 if decision != RECOMPUTE:
                     self._decisions[address] = decision
-                elif self._decisions and not facts.written:
+                elif self._decisions and (not facts.written or facts.replaces_storage):  # the address was of another storage
                     self._decisions.pop(address, None)
         return out
 
@@ -127,7 +127,7 @@ class RunningFunction:
         elif torch.is_grad_enabled():
             self.keep("runs a backward" if self._task != graph_task_id() else "records a graph of its own")
         elif func is _LIFT_FRESH:
-            self._born.add(storage_of(args[0]) or 0)
+            self._born.add(storage_of(args[0]) or 0)  # which the operator returns
         else:
             for position in facts.tensors[len(args)]:
                 self._look_at_read(args[position])
