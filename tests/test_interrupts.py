@@ -15,6 +15,8 @@ from ckpt_hooks import checkpoint, checkpoint_region, region
 from ckpt_hooks._ambient.draws import num_draw_modes
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import num_dispatch_modes, num_function_modes, top_saved_tensors_hooks
+from ckpt_hooks._torch.functions import AT_WORK
+from tests.kernels import Inner
 
 _PACKAGE = os.path.dirname(ckpt_hooks.__file__)
 #: All events of all kinds take minutes.
@@ -30,6 +32,7 @@ def recorded(function, x):
 KINDS = {
     "function": checkpoint,
     "recorded": recorded,
+    "function of autograd's": lambda function, x: recorded(lambda x: Inner.apply(function(x) * 2), x),
     "policy": lambda function, x: checkpoint(policy=[MM])(function)(x),
     "values": lambda function, x: checkpoint(function, x, determinism_check="values"),
     "nested": lambda function, x: checkpoint(lambda x: checkpoint(function, x).sin(), x),
@@ -49,6 +52,7 @@ def left():
         "entry": bool(region._entered.open),
         "draws": num_draw_modes() > 0,
         "gradients off": not torch.is_grad_enabled(),
+        "watchers": bool(AT_WORK),
     }
 
 

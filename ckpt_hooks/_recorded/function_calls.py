@@ -145,8 +145,7 @@ class FunctionCall(RunningFunction):
                 self._is_capturing = True
             if grad and not store.external and store.birth > start:
                 written[id(store)] = store
-                if store.written and any(holder() is not None for holder in store.held or ()):
-                    self.keep("got memory which a policy kept and which was written to before")
+                self._look_at_held(store)
             else:
                 others.append((tensor, store))
         self._versions, facts.grads = versions, grads
@@ -162,6 +161,8 @@ class FunctionCall(RunningFunction):
             for tensor, store in others:
                 if id(store) not in written and is_compared(tensor, store):
                     self._looked.append((tensor, store, image_of(tensor)))
+                    if store.held is not None:
+                        self._look_at_others(tensor, store)
         for store in written.values():
             if store.held is not None:
                 writes.copy_held(tape, (store,))
@@ -205,6 +206,25 @@ class FunctionCall(RunningFunction):
 
         return pack_own, release
 
+    def _look_at_others(self, tensor: _Tensor, store: Store) -> None:
+        """Notes the contents of other kept tensors in a storage: a kernel may write to a part, and a replay read all."""
+        for reference in store.held or ():
+            value = reference()
+            kept = None if value is None or value.saved is None else value.saved.tensor
+            if kept is not None and not writes.are_one_place(tensor, kept) and is_compared(kept, store):
+                self._looked.append((kept, store, image_of(kept)))
+
+    def _look_at_held(self, store: Store) -> None:
+        """Looks whether a policy kept memory at one moment which was written to before: a replay could not write to both."""
+        if store.written and any(holder() is not None for holder in store.held or ()):
+            self.keep("writes to memory which a policy kept and which was written to before")
+
+    def _put_copies(self, store: Store) -> None:
+        """Gives kept tensors of a written storage their content from before."""
+        if store.held is not None:
+            copies = [(tensor, copy_from(image, tensor)) for tensor, looked, image in self._looked if looked is store]
+            writes.put_copies(store, copies, self._facts.name, self._tape.path)
+
     def finish(self, out: Any) -> None:
         """Puts the results on the tape."""
         if not self._is_settled:
@@ -237,6 +257,7 @@ class FunctionCall(RunningFunction):
                     tape.unseen.append((differing, facts.name))
                 elif differing:
                     written[id(store)] = store
+                    self._look_at_held(store)
         start = tape.start
         for store in written.values():
             if store.external or store.birth <= start:
@@ -255,6 +276,7 @@ class FunctionCall(RunningFunction):
                 [_written_at(position) for position, value in enumerate(op.args) if id(value.store) in written]
             )
             for store in written.values():
+                self._put_copies(store)
                 self._made += writes.after_inside(tape, op, store, bumped, RECOMPUTE)
 
     def _let_go(self, bumped: list[object]) -> None:
@@ -263,8 +285,7 @@ class FunctionCall(RunningFunction):
         assert self.reason is not None
         quiet = writes.look_at_handles(tape, stores, bumped, name, self._tensors)
         for store in stores:
-            copies = [(tensor, copy_from(image, tensor)) for tensor, looked, image in self._looked if looked is store]
-            writes.put_copies(store, copies, name, tape.path)
+            self._put_copies(store)
             tape.tables.make_external(store, self.reason)
         writes.after_external(tape, stores, quiet)
 

@@ -214,7 +214,7 @@ class FunctionFacts(OpFacts):
         """
         region = format_path(frame.path)
         return DeterminismError(
-            f"region {'/'.join(region)!r}: the forward of the custom function {self.name} runs again for backward, where it "
+            f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` runs again for backward, where it "
             f"came to {found}; in the first run it had {expected}. Its results must depend on its arguments, on random numbers "
             "of torch, and on nothing that changes between forward and backward. Pass what changes as an argument.",
             region=region,

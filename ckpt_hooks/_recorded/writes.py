@@ -37,6 +37,7 @@ from .values import Op, Store, Value, cut, is_held_twice, new_value
 __all__ = [
     "after_external",
     "after_inside",
+    "are_one_place",
     "copy_held",
     "look_at_handles",
     "put_copies",
@@ -150,14 +151,16 @@ def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], na
         if value is None or value.saved is None:
             continue
         kept = value.saved.tensor
-        found = [copy for tensor, copy in copies if kept is not None and _are_one_place(tensor, kept)]
+        if kept is None:  # on the host
+            continue
+        found = [copy for tensor, copy in copies if are_one_place(tensor, kept)]
         if found:
             value.saved.tensor, value.saved.version = found[0], None
         else:
             value.saved = lost_to_write(name, path)
 
 
-def _are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+def are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors in one storage are the same part of it."""
     return same_layout(one, other) and one.storage_offset() == other.storage_offset()
 
