@@ -83,7 +83,7 @@ class RunningFunction:
                 for position in facts.tensors[len(args)]:  # as in ``_look_at``, written out: a microsecond an operator
                     address = storage_address(args[position])
                     if address not in stores and address not in born:
-                        self._look_at_read(args[position])
+                        self._look_at(func, facts, args, kwargs)
             except (NotImplementedError, TypeError):  # no storage, or no tensor
                 self._look_at(func, facts, args, kwargs)
             out, decision = facts.call(*args), RECOMPUTE
