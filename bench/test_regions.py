@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from pytest_benchmark.fixture import BenchmarkFixture
 from train_charlm import peak_bytes
 
@@ -106,6 +109,71 @@ def test_recording_an_operator_that_writes(benchmark: BenchmarkFixture, note: Ca
         benchmark.extra_info.update(us_per_operator=us["region"], us_over_plain=us["region"] - us["plain"])
         note(f"an operator that writes, in a region: {us['region']:.2f} us, {us['region'] - us['plain']:.2f} us over no mode")
     assert torch.equal(benchmark(in_region), _written_to(x))
+
+
+class _Doubled(torch.autograd.Function):
+    """A custom function of one operator."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * ctx.saved_tensors[0].cos()  # type: ignore[no-any-return]
+
+
+class _Normed(torch.autograd.Function):
+    """A custom function of six operators."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = x.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+        ctx.save_for_backward(x, scale)
+        return x * scale * 1.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        x, scale = ctx.saved_tensors
+        return 1.5 * scale * (gradient - x * scale * scale * (gradient * x).mean(-1, keepdim=True))
+
+
+@pytest.mark.benchmark(group="custom functions")
+@pytest.mark.parametrize("function", [_Doubled, _Normed], ids=["one operator", "six operators"])
+def test_custom_functions(benchmark: BenchmarkFixture, note: Callable[[str], None], function: Any) -> None:
+    """Ten custom functions in a region, forward alone and a step, beside torch's checkpoint; and a plain call after regions."""
+    x = torch.randn(8, 32, requires_grad=True)
+
+    def chained(x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        for _ in range(10):
+            x = function.apply(x)
+        return x
+
+    def in_region(x: torch.Tensor) -> torch.Tensor:
+        with ckpt_hooks.checkpoint_region():
+            return chained(x)
+
+    def in_torchs(x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(chained, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    runs = {"plain": chained, "region": in_region, "torch": in_torchs}
+
+    def step(run: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return torch.autograd.grad(run(x).sum(), x)[0]
+
+    if not benchmark.disabled:
+        forward = interleave({name: partial(run, x) for name, run in runs.items()})
+        steps = interleave({name: partial(step, run) for name, run in runs.items()})
+        us = {name: 1e5 * found for name, found in forward.items()}
+        ratio = steps["region"] / steps["torch"]
+        benchmark.extra_info.update(us_over_plain=us["region"] - us["plain"], share_of_torchs_step=ratio)
+        note(
+            f"{function.__doc__.rstrip('.')}: {us['region'] - us['plain']:.1f} us of forward over no region, "
+            f"{us['torch'] - us['plain']:.1f} us under torch's checkpoint; {ratio:.2f} of torch's step"
+        )
+    assert torch.equal(benchmark(partial(step, in_region)), step(chained))
 
 
 @pytest.mark.benchmark(group="Python bytes an operator")

@@ -159,7 +159,10 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
     - the state of a random generator for each operator which drew;
     - memory written to by something else than operators (NumPy; ``torch.empty`` which operators have not filled as a whole);
     - results of operators of operators, of compiled code, of collectives, and of tensor subclasses (sparse, ``DTensor``);
-    - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE.
+    - results of operators with an ordered effect (``torch.library``), unless a policy says MUST_RECOMPUTE;
+    - results of a custom ``autograd.Function`` whose forward writes to memory from outside, reads or writes tensors that are
+      not its arguments, takes other objects than tensors, numbers, strings and plain containers, or runs a backward, a region
+      or a collective.
 
     :meth:`kept` lists all of these.
 
@@ -201,9 +204,11 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         - an output kept by a policy is modified after the region (``checkpoint`` with a policy computes it again);
         - ``param.data = other`` inside the region, with reads before and after.
 
-        Writes which no operator does (NumPy, a kernel of one's own), writes of another thread, and writes which no version
-        counts (``.data`` after the region) are not seen. The body of a ``torch.library.custom_op`` runs again in a replay; an
-        ``autograd.Function`` does not, since the operators in it are recorded. A backward inside the region keeps what it
+        The ``forward`` of a custom ``autograd.Function`` runs again in a replay, as a whole, since kernels in it write where no
+        operator does; :func:`ckpt_hooks.is_recomputing` is True then. So does the body of a ``torch.library.custom_op``. Other
+        writes which no operator does (NumPy, a kernel of one's own outside of such a function, but for Triton's), writes of
+        another thread, and writes which no version counts (``.data`` after the region) are not seen; nor are writes of such a
+        function to weights and tables of over 1 MiB, or to tensors it closes over. A backward inside the region keeps what it
         brings back while the region is open. ``torch.utils.swap_tensors`` refuses tensors which a region has read, as long as
         the graph lives.
 

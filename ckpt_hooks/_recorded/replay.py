@@ -304,8 +304,8 @@ def _check_unseen(frame: Replayable) -> None:
         return
     region, name = format_path(frame.path), writers[0]
     raise MutationError(
-        f"a kernel of the custom function `{name}` wrote to an argument from outside of the region {'/'.join(region)!r}, and no "
-        "version tells. A replay needs the values from before. Pass the function a clone, or call ctx.mark_dirty on it in "
+        f"a kernel of the custom function `{name}` wrote to an argument from outside of the region {'/'.join(region)!r}, and "
+        "no version tells. A replay needs the values from before. Pass the function a clone, or call ctx.mark_dirty on it in "
         "forward.",
         region=region,
         tensor=f"an argument of {name}",
