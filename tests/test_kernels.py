@@ -25,7 +25,7 @@ from ckpt_hooks import (
     saved_residuals,
 )
 from ckpt_hooks._recorded import function_calls
-from ckpt_hooks._torch.functions import AT_WORK
+from ckpt_hooks._torch.functions import AT_WORK, IS_BOUND_EARLY
 from tests import kernels as k
 from tests import test_functions as programs
 from tests.measure import allocated
@@ -90,12 +90,17 @@ def test_a_function_on_which_nothing_depends_does_not_run_again():
     assert Counted.runs == 1
 
 
-def test_a_call_by_an_early_name_is_seen():
-    apply, (x, w) = Counted.apply, tensors(3, 3)
-    with checkpoint_region():
-        y = apply(x @ w).sin()
+@pytest.mark.filterwarnings("always:the custom function:UserWarning")
+def test_a_call_by_an_early_name_is_seen(recwarn):
+    """Torch 2.15 binds such a name to its own function: a warning says so, once."""
+    early = torch._C._FunctionBase.__dict__["apply"].__get__(None, Counted) if IS_BOUND_EARLY else None
+    apply, (x, w) = early or Counted.apply, tensors(3, 3)
+    for _ in range(2):
+        with checkpoint_region():
+            y = apply(x @ w).sin()
     y.sum().backward()
-    assert Counted.runs == 2
+    assert Counted.runs == (2 if IS_BOUND_EARLY else 3)
+    assert [str(one.message)[:27] for one in recwarn] == ["the custom function Counted"] * IS_BOUND_EARLY
 
 
 def test_a_function_without_regions_is_called_as_ever():
@@ -104,7 +109,7 @@ def test_a_function_without_regions_is_called_as_ever():
         pass
     assert not AT_WORK
     assert type(Counted.apply(x @ w).grad_fn).__name__ == "CountedBackward"
-    assert Counted.apply.__func__ is Function.apply.__func__
+    assert isinstance(Counted.apply, types.BuiltinFunctionType) is IS_BOUND_EARLY
     with torch.no_grad():
         assert Counted.apply(x).grad_fn is None
     assert Counted.runs == 2

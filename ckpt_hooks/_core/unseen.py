@@ -8,6 +8,8 @@ is the operator's own business. Torch's own functions are made of operators.
 from __future__ import annotations
 
 import abc
+import warnings
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -76,7 +78,7 @@ def _divert() -> None:
     global _is_diverted
     if not _is_diverted:
         _is_diverted = True
-        divert_functions(_run_of, _run_unseen)
+        divert_functions(_run_of, _run_unseen, _look_at_missed)
     divert_triton(_run_unseen)
 
 
@@ -108,6 +110,23 @@ def run_watched(watching: list[WatchesUnseen], function: Any, args: Any, kwargs:
     if watching:
         return watching.pop().run_function(watching, function, *args, **kwargs)
     return apply(function, args, kwargs)
+
+
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _look_at_missed(function: Any) -> None:
+    """Warns of a function called in a region by a name which was bound before the first region, so that no mode was told."""
+    if function.__module__.partition(".")[0] in _OF_OPERATORS or function in _warned or not _watching():
+        return
+    _warned.add(function)
+    name = function.__qualname__
+    warnings.warn(
+        f"the custom function {name} was called in a region by a name bound to `{name}.apply` before the first region, which "
+        "torch hides from regions. If a kernel in it writes to memory that no operator is told of, a recompute does not know. "
+        f"Write `{name}.apply(...)` where the function is called.",
+        stacklevel=4,
+    )
 
 
 @skipped

@@ -34,7 +34,7 @@ from ckpt_hooks._torch import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks._torch.functions import apply
+from ckpt_hooks._torch.functions import apply, bound
 from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
@@ -198,7 +198,7 @@ class Recorder(WatchesUnseen):
             return run_watched(around, function, args, kwargs)
         if not self._check():
             self._look()
-        call = FunctionCall(tape, function, args, kwargs)
+        call = FunctionCall(tape, function, *bound(function, args, kwargs))
         hooks, release = top_saved_tensors_hooks(False), None
         self._call, self.paused = call, 1
         try:

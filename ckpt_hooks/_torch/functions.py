@@ -7,7 +7,9 @@ every subclass for good on Python 3.13. While no watcher is at work, a plain cal
 
 from __future__ import annotations
 
+import inspect
 import sys
+import types
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -20,13 +22,16 @@ __all__ = [
     "AT_WORK",
     "FunctionCtx",
     "apply",
+    "bound",
     "divert_functions",
     "divert_triton",
     "has_setup_context",
     "num_holders",
 ]
 
-# ``Function.apply`` itself calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
+# 2.11 to 2.14: ``Function.apply`` calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
+# 2.15: ``Function.apply`` is this one, and binds defaults of arguments itself. Names bound before the first region end here.
+IS_BOUND_EARLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
 _apply: Callable[[None, Any], Callable[..., Any]] = torch._C._FunctionBase.__dict__["apply"].__get__
 
 
@@ -47,9 +52,19 @@ def has_setup_context(function: Any) -> bool:
 _Find = Callable[[Any], Callable[..., Any] | None]
 # Returns the callable for a call of a custom function, None for a plain call; set by :func:`divert_functions`.
 _find: _Find = lambda function: None  # noqa: E731
+_missed: Callable[[Any], None] = lambda function: None  # noqa: E731
 
 #: One entry for each watcher at work in the process: while there is none, a plain call of a custom function looks no further.
 AT_WORK: list[object] = []
+
+
+def bound(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a call with defaults, where forward gets no ``ctx``, as torch binds them."""
+    if not (IS_BOUND_EARLY and has_setup_context(function)):
+        return args, kwargs
+    found = inspect.signature(function.forward).bind(*args, **kwargs)
+    found.apply_defaults()
+    return found.args, found.kwargs
 
 
 class _Apply:
@@ -77,20 +92,31 @@ def num_holders(tensor: torch.Tensor) -> int:
 _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 
 
-def divert_functions(find: _Find, unseen: _Unseen) -> None:
+def divert_functions(find: _Find, unseen: _Unseen, missed: Callable[[Any], None]) -> None:
     """Diverts calls of custom functions, and of methods which write by a Python function.
 
     Args:
         find: Returns the callable for a call of a custom function; None for a plain call.
         unseen: Runs a method.
+        missed: Told of each function which saves tensors, called in whatever way; where calls by some names are not diverted.
     """
-    global _find
-    _find = find
-    base: Any = _SingleLevelFunction
+    global _find, _missed
+    _find, _missed = find, missed
+    base: Any = torch.autograd.Function if IS_BOUND_EARLY else _SingleLevelFunction
     base.apply = _Apply()
+    if IS_BOUND_EARLY:
+        context: Any = FunctionCtx
+        context.save_for_backward = _save_looking
     tensor: Any = torch.Tensor
     for name in ("apply_", "map_", "map2_"):
         setattr(tensor, name, _method(name, getattr(tensor, name), unseen))
+
+
+def _save_looking(self: Any, *tensors: torch.Tensor) -> None:
+    """Stands for ``FunctionCtx.save_for_backward``, and looks whether a call has come by a name bound early."""
+    if AT_WORK and isinstance(self, torch.autograd.function.BackwardCFunction):
+        _missed(self._forward_cls)  # type: ignore[attr-defined]
+    self.to_save = tensors
 
 
 def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[..., Any]:
