@@ -318,8 +318,22 @@ def _closure(held):
     return lambda x: held
 
 
+class _Once:
+    """An iterator that may be called, and does nothing."""
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        raise StopIteration
+
+    def __call__(self, x):
+        pass
+
+
 REASONS = {
     "an object": (functools.partial(torch.sin), "has an object among its arguments, which it may change"),
+    "an iterator": (_Once(), "has an iterator among its arguments, which can be read once"),
     "a closure": (_closure(1), "has an object among its arguments, which it may change"),
     "a tensor from elsewhere": (lambda x: x + _buffer, "reads a tensor which is not among its arguments"),
     "a buffer": (lambda x: _buffer.add_(1), "a tensor which is not among its arguments"),

@@ -87,29 +87,24 @@ class FunctionCall(RunningFunction):
         self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
         tensors: list[_Tensor] = []
         needs: list[bool] = []
-        capture: Capture | None = None
+        capture = Capture(tensors)
         arguments: list[Any] = []
         for one in args:
             if isinstance(one, _Tensor):
                 arguments.append(_tensor_at(len(tensors)))
                 needs.append(one.requires_grad)
                 tensors.append(one)
-                continue
-            needs.append(False)
-            if type(one) not in ATOMS:
-                capture = capture or Capture(tensors)
-                one = capture.value(one, f"an argument of {facts.name}")
-            arguments.append(one)
-        facts.args, facts.kwargs = arguments, kwargs
+            else:
+                needs.append(False)
+                arguments.append(one if type(one) in ATOMS else self._captured(capture, one))
+        facts.args, facts.kwargs = arguments, _NO_KWARGS
         if kwargs:
-            capture = capture or Capture(tensors)
-            facts.kwargs = {name: capture.value(one, f"{name} of {facts.name}") for name, one in kwargs.items()}
+            facts.kwargs = {name: self._captured(capture, one) for name, one in kwargs.items()}
             needs += [isinstance(one, _Tensor) and one.requires_grad for one in kwargs.values()]
         facts.needs_input_grad = tuple(needs)
-        if capture is not None:
-            capture.finish()
-            if not all(map(is_plain_value, capture.objects)):
-                self.keep("has an object among its arguments, which it may change")
+        capture.finish()
+        if not all(map(is_plain_value, capture.objects)):
+            self.keep("has an object among its arguments, which it may change")
         facts.casts = autocast.capture() if is_any_autocast_enabled() else None
         facts.modes = function_modes.capture() if num_function_modes() else None
         facts.context = copy_context()
@@ -117,6 +112,14 @@ class FunctionCall(RunningFunction):
         self._look_at_arguments()
         if TRACKED or (find_devices() and not self._is_capturing):
             self._streams = rng.capture()
+
+    def _captured(self, capture: Capture, value: Any) -> Any:
+        """Returns the stand-in for an argument which is no tensor."""
+        try:
+            return capture.value(value, "")
+        except TypeError:  # from an iterator, at whatever depth
+            self.keep("has an iterator among its arguments, which can be read once")
+            return None
 
     def _look_at_arguments(self) -> None:
         """Puts the arguments on the tape, and notes the contents of those to be compared."""

@@ -16,7 +16,7 @@ from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
-from ckpt_hooks._tensors.copies import copies_of
+from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.held import Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, storage_of
 from ckpt_hooks._torch.functions import num_holders
@@ -206,6 +206,8 @@ class ReplayedFrame(Replayable):
             tensor: The tensor brought back.
         """
         saved = handle.value.saved
+        if not is_plain(tensor):  # whose memory no kernel gets
+            return tensor
         if saved is not None and not saved.is_packed:
             in_memory = sum(reference() is not None for reference in handle.value.store.held or ())
             is_needed = in_memory > 1 or is_held_twice(weakref.ref(handle.value))

@@ -149,14 +149,14 @@ class KeptOutputs:
         if any(tensor.is_inference() for tensor in outputs):  # inference tensors count no versions
             return
         aliases: Sequence[tuple[torch.Tensor, int]] = _NO_ALIASES
-        is_copied = self.is_copying or (facts.is_routing is not False and _is_route(facts, outputs))
+        as_it_is = kind is Kind.COLLECTIVE
+        is_copied = (self.is_copying and not as_it_is) or (facts.is_routing is not False and _is_route(facts, outputs))
         if is_copied:
             output = past_modes(copies_of, output)
         elif len(outputs) > 1:  # among them inner tensors of subclasses, open to writes by others
             aliases = [(version_witness(tensor), tensor._version) for tensor in outputs]
         for storage in storages:
             self.places[storage] = place
-        as_it_is = kind is Kind.COLLECTIVE
         entry = Entry()  # attributes one by one: half the cost of an ``__init__``
         entry.value = self._kept(output, offload=offload and not as_it_is, as_it_is=as_it_is)
         entry.draw = draw
