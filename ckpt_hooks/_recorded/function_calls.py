@@ -87,24 +87,29 @@ class FunctionCall(RunningFunction):
         self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
         tensors: list[_Tensor] = []
         needs: list[bool] = []
-        capture = Capture(tensors)
+        capture: Capture | None = None
         arguments: list[Any] = []
         for one in args:
             if isinstance(one, _Tensor):
                 arguments.append(_tensor_at(len(tensors)))
                 needs.append(one.requires_grad)
                 tensors.append(one)
-            else:
-                needs.append(False)
-                arguments.append(one if type(one) in ATOMS else self._captured(capture, one))
+                continue
+            needs.append(False)
+            if type(one) not in ATOMS:
+                capture = capture or Capture(tensors)
+                one = self._captured(capture, one)
+            arguments.append(one)
         facts.args, facts.kwargs = arguments, _NO_KWARGS
         if kwargs:
+            capture = capture or Capture(tensors)
             facts.kwargs = {name: self._captured(capture, one) for name, one in kwargs.items()}
             needs += [isinstance(one, _Tensor) and one.requires_grad for one in kwargs.values()]
         facts.needs_input_grad = tuple(needs)
-        capture.finish()
-        if not all(map(is_plain_value, capture.objects)):
-            self.keep("has an object among its arguments, which it may change")
+        if capture is not None:
+            capture.finish()
+            if not all(map(is_plain_value, capture.objects)):
+                self.keep("has an object among its arguments, which it may change")
         facts.casts = autocast.capture() if is_any_autocast_enabled() else None
         facts.modes = function_modes.capture() if num_function_modes() else None
         facts.context = copy_context()
