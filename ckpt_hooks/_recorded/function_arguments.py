@@ -1,25 +1,75 @@
-"""Arguments of custom functions: those which a tape compares, and those which it may hold for a rerun."""
+"""The arguments of custom functions: taken apart, compared, and held for a rerun where that is safe."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from ckpt_hooks._ambient import rng
 from ckpt_hooks._ambient.streams import is_same_state
+from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt
 from ckpt_hooks._tensors.copies import is_dense
 from ckpt_hooks._torch import FAKE, is_freed, is_kept_anyway
 
 from .values import Store
 
-__all__ = ["MOST_COMPARED", "has_moved", "is_compared", "is_plain_value"]
+__all__ = ["MOST_COMPARED", "has_moved", "is_compared", "taken_apart"]
 
 #: The size in bytes up to which arguments from outside without a history (weights, tables) are compared. Kernels do not write
 #: to weights, and to look at so many bytes twice takes some 0.2 ms.
 MOST_COMPARED = 1 << 20
+
+
+_tensor_at = functools.cache(TensorAt)
+
+
+def taken_apart(
+    args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], str | None]:
+    """Takes the arguments of a call apart.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+
+    Returns:
+        Positional and keyword arguments with stand-ins for tensors and containers; the tensors; whether each argument requires
+        grad; the reason why the arguments cannot be held for a rerun, or None.
+    """
+    tensors: list[torch.Tensor] = []
+    needs: list[bool] = []
+    arguments: list[Any] = []
+    capture: Capture | None = None
+    try:
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                arguments.append(_tensor_at(len(tensors)))
+                needs.append(one.requires_grad)
+                tensors.append(one)
+                continue
+            needs.append(False)
+            if type(one) not in ATOMS:
+                capture = capture or Capture(tensors)
+                one = capture.value(one, "")
+            arguments.append(one)
+        if kwargs:
+            capture = capture or Capture(tensors)
+            needs += [isinstance(one, torch.Tensor) and one.requires_grad for one in kwargs.values()]
+            kwargs = {name: capture.value(one, "") for name, one in kwargs.items()}
+    except TypeError:  # from an iterator, at whatever depth
+        tensors += [one for one in args[len(arguments) :] if isinstance(one, torch.Tensor)]
+        return [], {}, tensors, (), "has an iterator among its arguments, which can be read once"
+    reason = None
+    if capture is not None:
+        capture.finish()
+        if not all(map(_is_plain, capture.objects)):
+            reason = "has an object among its arguments, which it may change"
+    return arguments, kwargs, tensors, tuple(needs), reason
 
 
 def is_compared(tensor: torch.Tensor, store: Store) -> bool:
@@ -29,7 +79,7 @@ def is_compared(tensor: torch.Tensor, store: Store) -> bool:
     return type(tensor) is not FAKE and is_dense(tensor) and not tensor.is_meta and tensor.numel() > 0 and not is_freed(tensor)
 
 
-def is_plain_value(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     """Whether an argument is safe to hold for a rerun: a value without parts, or a function or class which is there anyway.
 
     An object with parts may lead to the graph, by ways which the garbage collector cannot see.

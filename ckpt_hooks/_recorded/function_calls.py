@@ -25,21 +25,23 @@ from ckpt_hooks._ambient.streams import find_devices, is_capturing
 from ckpt_hooks._ambient.tracking import TRACKED
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import Written
-from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of
 from ckpt_hooks._torch import (
     FAKE,
     is_any_autocast_enabled,
     is_kept_anyway,
     num_function_modes,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     storage_of,
+    top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import APPLY_CODE
 from ckpt_hooks.policies.decisions import RECOMPUTE
 
 from . import writes
 from .aliases import counter_in, counter_of
-from .function_arguments import has_moved, is_compared, is_plain_value
+from .function_arguments import has_moved, is_compared, taken_apart
 from .function_ops import FunctionFacts
 from .replayed import FunctionHandle, Handle
 from .running_function import RunningFunction
@@ -52,7 +54,6 @@ _Tensor = torch.Tensor
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 _NO_KWARGS: dict[str, Any] = {}
-_tensor_at = functools.cache(TensorAt)
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 
 
@@ -63,6 +64,28 @@ def _pack_saved(pack: Callable[[_Tensor], Any], tensor: _Tensor) -> Any:
 
 # Who calls the pack hook for what a custom function saved, and not an operator in it.
 _CALLERS = (APPLY_CODE, _pack_saved.__code__)
+
+
+def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
+    """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor.
+
+    Args:
+        call: The call.
+        pack: The active pack hook.
+    """
+    own: FunctionCall | None = call
+
+    def pack_own(tensor: _Tensor) -> Any:
+        if own is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
+            return pack(tensor)
+        return own.pack(tensor, pack)
+
+    def release() -> None:
+        nonlocal own, pack
+        own = None
+        del pack
+
+    return pack_own, release
 
 
 class FunctionCall(RunningFunction):
@@ -85,46 +108,15 @@ class FunctionCall(RunningFunction):
         RunningFunction.__init__(self, tape, facts)
         self._made: list[Value] = []
         self._looked: list[tuple[_Tensor, Store, Image]] = []  # arguments to compare
-        tensors: list[_Tensor] = []
-        needs: list[bool] = []
-        capture: Capture | None = None
-        arguments: list[Any] = []
-        for one in args:
-            if isinstance(one, _Tensor):
-                arguments.append(_tensor_at(len(tensors)))
-                needs.append(one.requires_grad)
-                tensors.append(one)
-                continue
-            needs.append(False)
-            if type(one) not in ATOMS:
-                capture = capture or Capture(tensors)
-                one = self._captured(capture, one)
-            arguments.append(one)
-        facts.args, facts.kwargs = arguments, _NO_KWARGS
-        if kwargs:
-            capture = capture or Capture(tensors)
-            facts.kwargs = {name: self._captured(capture, one) for name, one in kwargs.items()}
-            needs += [isinstance(one, _Tensor) and one.requires_grad for one in kwargs.values()]
-        facts.needs_input_grad = tuple(needs)
-        if capture is not None:
-            capture.finish()
-            if not all(map(is_plain_value, capture.objects)):
-                self.keep("has an object among its arguments, which it may change")
+        facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, reason = taken_apart(args, kwargs)
+        if reason is not None:
+            self.keep(reason)
         facts.casts = autocast.capture() if is_any_autocast_enabled() else None
         facts.modes = function_modes.capture() if num_function_modes() else None
         facts.context = copy_context()
-        self._tensors = tensors
         self._look_at_arguments()
         if TRACKED or (find_devices() and not self._is_capturing):
             self._streams = rng.capture()
-
-    def _captured(self, capture: Capture, value: Any) -> Any:
-        """Returns the stand-in for an argument which is no tensor."""
-        try:
-            return capture.value(value, "")
-        except TypeError:  # from an iterator, at whatever depth
-            self.keep("has an iterator among its arguments, which can be read once")
-            return None
 
     def _look_at_arguments(self) -> None:
         """Puts the arguments on the tape, and notes the contents of those to be compared."""
@@ -182,37 +174,53 @@ class FunctionCall(RunningFunction):
                 self.keep("got memory from outside of the region while a graph was captured")
                 self._written[id(store)] = store
 
-    def packing(self, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
-        """Returns a pack hook for the call, and a function to empty it: autograd keeps the hook with each saved tensor.
+    def run(self, call: Callable[[], Any]) -> Any:
+        """Runs the call, and puts its results on the tape.
 
         Args:
-            pack: The active pack hook.
+            call: Runs the function.
         """
-        call: FunctionCall | None = self
-
-        def pack_own(tensor: _Tensor) -> Any:
-            if call is None or sys._getframe(1).f_code not in _CALLERS:  # of an operator in the function
-                return pack(tensor)
-            if not call._is_settled:
-                call._settle()
-            call._note(tensor, True, call._num_saved)
-            call._num_saved += 1
-            tape = call._tape
-            tape.is_of_function = True
+        hooks, release = top_saved_tensors_hooks(False), None
+        try:
+            if hooks is not None:
+                pack, release = _packing(self, hooks[0])
+                push_saved_tensors_hooks(pack, hooks[1])
             try:
-                packed = _pack_saved(pack, tensor)
+                out = call()
             finally:
-                tape.is_of_function = False
-            if type(packed) is Handle:
-                packed.__class__ = FunctionHandle
-            return packed
+                if hooks is not None:
+                    pop_saved_tensors_hooks()
+            self._finish(out)
+        except BaseException:
+            if not self._is_settled:  # it may have written to some of its arguments
+                self.keep("raised")
+                self._settle()
+            raise
+        finally:
+            if release is not None:
+                release()
+        return out
 
-        def release() -> None:
-            nonlocal call, pack
-            call = None
-            del pack
+    def pack(self, tensor: _Tensor, pack: Callable[[_Tensor], Any]) -> Any:
+        """Packs a tensor which the function saved.
 
-        return pack_own, release
+        Args:
+            tensor: The tensor.
+            pack: The pack hook around.
+        """
+        if not self._is_settled:
+            self._settle()
+        self._note(tensor, True, self._num_saved)
+        self._num_saved += 1
+        tape = self._tape
+        tape.is_of_function = True
+        try:
+            packed = _pack_saved(pack, tensor)
+        finally:
+            tape.is_of_function = False
+        if type(packed) is Handle:
+            packed.__class__ = FunctionHandle
+        return packed
 
     def _look_at_others(self, tensor: _Tensor, store: Store) -> None:
         """Notes the contents of other kept tensors in a storage: a kernel may write to a part, and a replay read all."""
@@ -233,7 +241,7 @@ class FunctionCall(RunningFunction):
             copies = [(tensor, copy_from(image, tensor)) for tensor, looked, image in self._looked if looked is store]
             writes.put_copies(store, copies, self._facts.name, self._tape.path)
 
-    def finish(self, out: Any) -> None:
+    def _finish(self, out: Any) -> None:
         """Puts the results on the tape."""
         if not self._is_settled:
             self._settle()
@@ -242,12 +250,6 @@ class FunctionCall(RunningFunction):
                 self._note(tensor, False, place)
         if self._decisions or not self._made:
             cut(self._op, self._made)
-
-    def fail(self) -> None:
-        """Ends a call which raised, and may have written to some of its arguments."""
-        if not self._is_settled:
-            self.keep("raised")
-            self._settle()
 
     def _settle(self) -> None:
         """Finds what the function wrote to, once its forward has run."""

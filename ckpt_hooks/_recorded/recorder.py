@@ -28,13 +28,10 @@ from ckpt_hooks._torch import (
     graph_task_id,
     is_below_counting,
     is_kept_anyway,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
     storage_address,
-    top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks._torch.functions import apply, bound
+from ckpt_hooks._torch.functions import bound
 from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
@@ -198,27 +195,13 @@ class Recorder(WatchesUnseen):
             return run_watched(around, function, args, kwargs)
         if not self._check():
             self._look()
-        call = FunctionCall(tape, function, *bound(function, args, kwargs))
-        hooks, release = top_saved_tensors_hooks(False), None
-        self._call, self.paused = call, 1
+        args, kwargs = bound(function, args, kwargs)
+        call = self._call = FunctionCall(tape, function, args, kwargs)
+        self.paused = 1
         try:
-            if hooks is not None:
-                pack, release = call.packing(hooks[0])
-                push_saved_tensors_hooks(pack, hooks[1])
-            try:
-                out = run_watched(around, function, args, kwargs) if around else apply(function, args, kwargs)
-            finally:
-                if hooks is not None:
-                    pop_saved_tensors_hooks()
-            call.finish(out)
-        except BaseException:
-            call.fail()
-            raise
+            return call.run(partial(run_watched, around, function, args, kwargs))
         finally:
             self._call, self.paused = None, 0
-            if release is not None:
-                release()
-        return out
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
         """Runs a call which may write to its arguments."""
