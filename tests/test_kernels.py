@@ -405,6 +405,75 @@ def test_a_write_to_memory_from_outside_is_not_repeated(kind, inner):
     assert_as_eager(program, x, w)
 
 
+class SparseProduct(Function):
+    """Takes a sparse tensor, as of a graph's edges."""
+
+    @staticmethod
+    def forward(ctx, edges, x):
+        ctx.save_for_backward(edges)
+        return torch.sparse.mm(edges, x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, torch.sparse.mm(ctx.saved_tensors[0].t(), g)
+
+
+def test_sparse_arguments():
+    def program(region):
+        with region():
+            return SparseProduct.apply(torch.eye(3).to_sparse(), (x @ w).sin()).sin()
+
+    x, w = tensors(3, 3)
+    assert_as_eager(program, x, w)
+
+
+class IntoBuffer(Function):
+    """Has a kernel fill a part of a buffer handed in."""
+
+    @staticmethod
+    def forward(ctx, x, out):
+        k.write(out, x.tanh())
+        ctx.save_for_backward(out)
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, g):
+        (out,) = ctx.saved_tensors
+        return g * (1 - out * out), None
+
+
+def test_whether_a_write_counts_is_not_left_to_chance():
+    """A rerun finds other contents in unfilled memory, and arguments which are not contiguous are compared unseen."""
+
+    def function(x, w, v):
+        h = x @ w
+        with checkpoint_region() as region:
+            unfilled = torch.empty(2, 4, 4)
+            for part in range(2):
+                h = h + IntoBuffer.apply(h, unfilled[part]) @ v + k.Lists.apply(h, {"scale": w.t(), "shifts": [v.t()]})
+            h = h.sin()
+        reasons.append(sorted({kept.reason for kept in region.kept() if ".apply" in kept.reason}))
+        return h.sum()
+
+    reasons = []
+    for size in range(40):
+        x, w, v = tensors(4, 4, count=3)
+        y = checkpoint(function, x, w, v)
+        junk = [torch.randn(4 + size % 5) for _ in range(size)]
+        del junk[::2]
+        grad(y, (x, w, v))
+    assert len(reasons) == 80
+    assert all(found == reasons[0] for found in reasons)
+    assert not any("Lists" in reason for reason in reasons[0])
+
+
+def test_a_policy_is_not_asked_about_comparisons():
+    policy, (x, w) = Asked(), tensors(3, 3)
+    with checkpoint_region(policy=policy):
+        k.Lists.apply(x @ w, {"scale": w.t(), "shifts": [w.t()]})
+    assert "aten._local_scalar_dense.default" not in [name for _, name in policy.asked]
+
+
 def test_a_large_weight_is_not_compared(monkeypatch):
     compared = []
     monkeypatch.setattr(function_calls, "image_of", lambda tensor: compared.append(tuple(tensor.shape)) or b"")

@@ -74,9 +74,10 @@ def taken_apart(
 
 def is_compared(tensor: torch.Tensor, store: Store) -> bool:
     """Whether an argument is compared: not a large weight or table, and nothing without contents."""
-    if store.external and tensor.nbytes > MOST_COMPARED and (not tensor.requires_grad or is_kept_anyway(tensor)):
+    if type(tensor) is FAKE or not is_dense(tensor) or tensor.is_meta or not tensor.numel() or is_freed(tensor):
         return False
-    return type(tensor) is not FAKE and is_dense(tensor) and not tensor.is_meta and tensor.numel() > 0 and not is_freed(tensor)
+    is_weight = store.external and (not tensor.requires_grad or is_kept_anyway(tensor))
+    return not is_weight or tensor.nbytes <= MOST_COMPARED
 
 
 def _is_plain(value: Any) -> bool:

@@ -143,7 +143,11 @@ class FunctionCall(RunningFunction):
                 facts.fake_mode = tensor.fake_mode  # type: ignore[attr-defined]
             elif not tensor.is_cpu and not tensor.is_meta and is_capturing(tensor.device.type):
                 self._is_capturing = True
-            if grad and not store.external and store.birth > start:
+            if store.external and store.birth:
+                # What is in unfilled memory is left to chance, and so is whether a write changes it.
+                self.keep("got memory made in the region that operators had not filled, or that was kept before")
+                written[id(store)] = store
+            elif grad and not store.external and store.birth > start:
                 written[id(store)] = store
                 self._look_at_held(store)
             else:
@@ -156,7 +160,7 @@ class FunctionCall(RunningFunction):
         else:
             if self.reason is not None:  # nothing will run again: what was made in the region is compared too, on the host
                 for tensor, value in zip(self._tensors, values, strict=True):
-                    if tensor.is_cpu and written.pop(id(value.store), None) is not None:
+                    if tensor.is_cpu and not value.store.external and written.pop(id(value.store), None) is not None:
                         others.append((tensor, value.store))
             for tensor, store in others:
                 if id(store) not in written and is_compared(tensor, store):
@@ -267,7 +271,8 @@ class FunctionCall(RunningFunction):
                     tape.unseen.append((differing, facts.name))
                 elif differing:
                     written[id(store)] = store
-                    self._look_at_held(store)
+                    if not store.external:
+                        self._look_at_held(store)
         start = tape.start
         for store in written.values():
             if store.external or store.birth <= start:

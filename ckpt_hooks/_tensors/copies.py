@@ -267,12 +267,13 @@ def differs(tensor: torch.Tensor, image: Image) -> bool | torch.Tensor:
     """Whether a tensor holds other bits than in an image; the answer for a device is a tensor there, so that nobody waits."""
     if isinstance(image, bytes):
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) != image
-    differing: torch.Tensor = past_all_modes(tensor, _differ, tensor, image)
-    return bool(differing) if tensor.is_cpu else differing
+    differing: bool | torch.Tensor = past_all_modes(tensor, _differ, tensor, image)
+    return differing
 
 
-def _differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    return _bits_of(one).ne(_bits_of(other)).any()
+def _differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
+    differing = _bits_of(one).ne(_bits_of(other)).any()
+    return bool(differing) if one.is_cpu else differing
 
 
 def copy_from(image: Image, tensor: torch.Tensor) -> torch.Tensor:
