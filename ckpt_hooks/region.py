@@ -147,9 +147,10 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         def forward(self, x): ...
 
     The block runs once. The region records each operator below autograd, and in backward replays the operators on which saved
-    tensors depend. Python code does not run again, so counters, log lines, running statistics, Python's random numbers and
-    changed globals are no matter. Forward costs a few microseconds an operator, where :func:`ckpt_hooks.checkpoint` costs them
-    in backward. An operator which writes to its argument costs two to three times as much.
+    tensors depend. Python code does not run again, but for the forward of a custom ``autograd.Function``, so counters, log
+    lines, running statistics, Python's random numbers and changed globals are no matter. Forward costs a few microseconds an
+    operator, where :func:`ckpt_hooks.checkpoint` costs them in backward. An operator which writes to its argument costs two to
+    three times as much.
 
     Kept until the graph lets go:
 

@@ -29,7 +29,8 @@ stack = FrameStack()
 def is_recomputing() -> bool:
     """Whether this thread is inside the recompute of a region.
 
-    A function frame runs its function again during backward, with all side effects. Code which must not happen twice (a log
+    A function frame runs its function again during backward, with all side effects; a recorded region, the forward of a custom
+    ``autograd.Function``. Code which must not happen twice (a log
     line, a counter, an auxiliary loss) asks here.
 
     Returns:
