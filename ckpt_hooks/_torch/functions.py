@@ -132,7 +132,7 @@ def _method(name: str, method: Callable[..., Any], unseen: _Unseen) -> Callable[
 def divert_triton(unseen: _Unseen) -> None:
     """Diverts launches of Triton's kernels, once the program has imported Triton."""
     kernel = getattr(sys.modules.get("triton.runtime.jit"), "JITFunction", None)
-    if kernel is None or hasattr(kernel.run, "__wrapped__"):
+    if kernel is None or hasattr(kernel.run, "is_diverted"):  # by this function: others may have wrapped it too
         return
     launch = kernel.run
 
@@ -143,4 +143,5 @@ def divert_triton(unseen: _Unseen) -> None:
         name = getattr(self, "__name__", "kernel")
         return unseen(f"the Triton kernel {name}", (args, kwargs), partial(launch, self, *args, **kwargs))
 
+    run.is_diverted = True  # type: ignore[attr-defined]
     kernel.run = run
