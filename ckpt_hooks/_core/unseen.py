@@ -84,9 +84,6 @@ def _divert() -> None:
 
 def _watching() -> list[WatchesUnseen]:
     """Returns the watching modes of this thread, outermost first."""
-    if num_dispatch_modes() == 1:  # mostly
-        mode = dispatch_mode_at(0)
-        return [mode] if isinstance(mode, WatchesUnseen) and not (mode.paused or mode.is_in_function) else []
     modes = map(dispatch_mode_at, range(num_dispatch_modes()))
     return [mode for mode in modes if isinstance(mode, WatchesUnseen) and not (mode.paused or mode.is_in_function)]
 

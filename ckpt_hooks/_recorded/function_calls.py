@@ -51,8 +51,6 @@ from .values import Store, Value, cut, new_store, new_value
 __all__ = ["FunctionCall"]
 
 _Tensor = torch.Tensor
-_LIFT_FRESH = torch.ops.aten.lift_fresh.default
-
 _NO_KWARGS: dict[str, Any] = {}
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))
 
@@ -273,10 +271,8 @@ class FunctionCall(RunningFunction):
                     written[id(store)] = store
                     if not store.external:
                         self._look_at_held(store)
-        start = tape.start
-        for store in written.values():
-            if store.external or store.birth <= start:
-                self.keep("writes to memory from outside of the region")
+        if not all(map(self._is_inside, written.values())):
+            self.keep("writes to memory from outside of the region")
         if self.reason is not None:
             self._let_go(bumped)
             return
