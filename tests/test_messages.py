@@ -535,6 +535,17 @@ def enabled(apply, *args):
 
 
 block, x = nn.Linear(3, 3), torch.rand(2, 3)
+
+
+@provokes
+def a_large_buffer_written_late():
+    module = nn.Module()
+    module.register_buffer("queue", torch.zeros(5000))
+    module.forward = lambda x, writes: (module.queue.add_(float(writes))[:3].clone() * x).sin() if writes else x.sin()
+    checkpoint(module, leaf(3), False)
+    checkpoint(module, leaf(3), True)
+
+
 calls = {
     "a decorator without parentheses": lambda: checkpoint(block),
     "a tensor for a function": lambda: checkpoint(block(x)),

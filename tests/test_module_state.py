@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
+from ckpt_hooks._function.state.contents import Contents
 from ckpt_hooks._function.state.module_plan import idle_plan, plan_of
-from ckpt_hooks._function.state.module_state import capture_state
 from ckpt_hooks._tensors.copies import same_bits
 
 
@@ -63,20 +63,24 @@ def test_views_and_aliases_of_a_buffer_see_it_rewound():
     assert (alias.item(), view.item(), alias._version) == (1, 1, version)
 
 
+def begin(module):
+    """Begins a forward of a module, as a region does."""
+    return Contents([plan_of(module)], [], [])
+
+
 def forward(module):
-    """Does with a module what a region's forward does, and returns its state."""
-    plan = plan_of(module)
-    state, _ = capture_state([plan], [])
-    found = state if state is not None and state.settle() else None
-    plan.has_run([] if found is None else found.written(), failed=False)
-    return found
+    """Does with a module what a region's forward does, and returns its contents."""
+    contents = begin(module)
+    contents.settle(failed=False)
+    plan_of(module).has_run(failed=False)
+    return contents
 
 
 def test_a_module_with_nothing_to_capture_is_idle_after_a_few_forwards():
     module, x = nn.Sequential(nn.Linear(3, 3), nn.Tanh()), torch.ones(3)
     for _ in range(5):
-        state = forward(module)
-    assert state is None
+        contents = forward(module)
+    assert contents.is_empty()
     assert idle_plan(module) is not None
     assert checkpoint(module, x).shape == (3,)
 
@@ -97,7 +101,7 @@ def test_state_that_appears_later_is_found(change):
         forward(module)
     change(module)
     assert idle_plan(module) is None
-    assert capture_state([plan_of(module)], [])[0] is not None
+    assert not begin(module).is_empty()
 
 
 def test_attributes_that_the_first_forward_adds_are_found():
@@ -253,21 +257,23 @@ def test_memory_shared_with_numpy_stays_where_it_is():
 
 
 def test_regions_share_copies_of_what_nobody_writes_to():
-    """Where they are made at all: in the first forwards, and of small tensors and large ones."""
-    module, x = nn.Module(), leaf(3)
+    """Where they are made at all: of small tensors, and of large ones while the first forwards run."""
+    module = nn.Module()
     module.register_buffer("small", torch.ones(1000, dtype=torch.float64))
+    module.register_buffer("strided", torch.ones(50, 2, dtype=torch.float64).t())
     module.register_buffer("large", torch.ones(200_000, dtype=torch.float64))
-    module.forward = lambda x: (x * module.small[0] * module.large[0]).sin()
 
     def copies():
-        state = capture_state([plan_of(module)], [])[0]
-        return [state.packed[0].copy, *(entry.copy for entry in state.entries)]
+        contents = begin(module)
+        kept.append(contents)
+        return [contents._small[0].content, *(entry.copy for entry in contents._copied)]
 
+    kept = []
     found = [copies() for _ in range(3)]
-    assert [len(set(map(id, each))) for each in zip(*found, strict=True)] == [1, 1]
-    assert checkpoint(module, x).shape == (3,)
+    assert [len(set(map(id, each))) for each in zip(*found, strict=True)] == [1, 1, 1]
     with torch.no_grad():
         module.small.add_(1)
+        module.strided.add_(1)
         module.large.add_(1)
     assert not any(new is old for new, old in zip(copies(), found[0], strict=True))
 
@@ -311,12 +317,12 @@ def test_frozen_parameters_are_copied_up_to_a_size():
     module = nn.Module()
     module.large, module.small = (nn.Parameter(torch.zeros(size), requires_grad=False) for size in (1 << 22, 8))
     module.forward = lambda x: x * 2
-    state, _ = capture_state([plan_of(module)], [])
-    assert [frozen.copy.numel() for frozen in state._frozen] == [8]
-    assert not state.settle()
-    for _ in range(4):
-        state = forward(module)
-    assert state is None
+    contents = forward(module)
+    assert contents.is_empty()
+    plan_of(module).buffers.forget()
+    assert [name.entry.copy.numel() for name in begin(module)._names] == [8]
+    forward(module)
+    assert begin(module).is_empty()
 
 
 def test_attributes_that_do_not_compare_with_others():

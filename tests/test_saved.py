@@ -194,11 +194,8 @@ class Norm(torch.nn.Module):
 
 
 def test_a_function_frame_holds_arguments_state_and_random_state():
-    """Parameters are not its own. Of state there are aliases of the buffers, and one copy of both, in bytes."""
+    """Parameters are not its own. Of state there are aliases of the buffers; copies of small ones are no memory of torch's."""
     module = Norm()
-    for _ in range(3):  # the first forwards find out which buffers are written to
-        module(leaf(4))
-        checkpoint(module, leaf(4))
     x, table = leaf(4) * 2, torch.arange(6)
     log = Frames()
     with observe(log):
@@ -212,7 +209,6 @@ def test_a_function_frame_holds_arguments_state_and_random_state():
         ("random state", 5056),
         ("state that the function reaches", "count"),
         ("state that the function reaches", "mask"),
-        ("state that the function reaches", 64),
     }
     (argument,) = (held for held in frame.held() if held.nbytes == 48)
     assert argument.shape == (6,)

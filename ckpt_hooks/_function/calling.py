@@ -20,7 +20,7 @@ from ckpt_hooks.errors import MutationError
 from .arguments import Restored
 from .collector import Collector
 from .contexts import ContextPair, Selects, reusable
-from .explain import mutation_error, name_of
+from .explain import late_write_error, mutation_error, name_of
 from .failures import ExplainingFrame
 from .state.parameters import WatchReads
 from .state.reached_state import ReachedState, Rewound
@@ -99,7 +99,7 @@ class CallingFrame(ExplainingFrame):
         call: Restored,
         exchanged: frozenset[int | None] = frozenset(),
     ) -> None:
-        changed = self._state.parameters.changed() if self._state is not None and self.complete else []
+        changed = self._state.changed() if self._state is not None and self.complete else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
         lent = None if self._variables is None else lend(self._variables, call[2])
         try:
@@ -144,5 +144,9 @@ class CallingFrame(ExplainingFrame):
             with reusable(self._contexts[1]):
                 self._function(*args, **kwargs)
 
+    def _late_write(self, tensor: torch.Tensor, version: int) -> MutationError:
+        return late_write_error(name_of(tensor, self._function), tensor, version, self._region())
+
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
-        return mutation_error(name_of(tensor, self._function), tensor, version, self._region())
+        will_copy = self._state is not None and self._state.note_written(tensor)
+        return mutation_error(name_of(tensor, self._function), tensor, version, self._region(), will_copy=will_copy)

@@ -235,11 +235,13 @@ class FunctionFrame(RerunFrame):
             self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
-            if self._state is not None:
-                self._state.close(failed=error is not None)
+            written = None if self._state is None else self._state.close(failed=error is not None)
             if self._finish is not None:
                 self._finish()
+            late = self._late_write(*written) if written is not None and error is None and any(self.alive()) else None
             if self.watch is not None:
-                self.watch.exited(error)
+                self.watch.exited(late or error)
+            if late is not None:
+                raise late
         finally:
             resume_modes(paused)

@@ -20,7 +20,6 @@ __all__ = [
     "LOOKS_AT_SWITCHES",
     "OVERWRITES",
     "PURE_HIGHER_ORDER",
-    "QUIET_FUNCTIONS",
     "RECORD_STREAM",
     "REPEATABLE",
     "REPLACES_STORAGE",
@@ -45,14 +44,6 @@ WRITES = dict.fromkeys(
 #: Libraries whose operators write to any given tensor, told by neither schemas nor versions: collectives in place, and the
 #: gathering and freeing of parameters.
 REWRITING = frozenset({"c10d", "fsdp"})
-
-#: Python names of operators and collectives of these two kinds, and of others which write to buffers uncounted.
-QUIET_FUNCTIONS = frozenset(
-    {
-        *("all_gather_into_tensor", "all_reduce", "batch_norm", "broadcast"),
-        *("fused_moving_avg_obs_fake_quant", "instance_norm", "native_batch_norm"),
-    }
-)
 
 #: Tells the allocator of a stream which uses a tensor's memory. Its schema says a write, but it changes nothing in the tensor.
 RECORD_STREAM: Any = torch.ops.aten.record_stream.default

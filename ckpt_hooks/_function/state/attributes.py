@@ -175,10 +175,10 @@ class ModuleNote:
         other.values = values
         return other
 
-    def differs_in_numbers(self, other: ModuleNote) -> bool:
-        """Whether this differs from an earlier note of the module in numbers alone, flags excluded."""
-        return self._noted is other._noted and all(
-            new is old or (type(new) in (int, float) and type(old) in (int, float))
+    def differs_in_flags(self, other: ModuleNote) -> bool:
+        """Whether this differs from an earlier note in a part, a flag, a string or the like. Numbers may count steps."""
+        return (self._names, self._parts) != (other._names, other._parts) or any(
+            new is not old and not (type(new) in (int, float) and type(old) in (int, float))
             for new, old in zip(self.values, other.values, strict=True)
         )
 
@@ -289,13 +289,15 @@ class AttributeNotes:
 
     Attributes:
         notes: The notes.
+        tensors: The notes of tensors of each module that has some.
     """
 
-    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_values", "notes")
+    __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_values", "notes", "tensors")
 
     def __init__(self, notes: Sequence[ModuleNote]) -> None:
         """Takes notes of modules."""
         self.notes = notes
+        self.tensors = [note.tensors for note in notes if note.tensors]
         self._size = sum(note.size for note in notes)
         self._rows = [(note.module, note.get) for note in notes]
         self._values = [value for note in notes for value in note.values]

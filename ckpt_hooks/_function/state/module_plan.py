@@ -25,26 +25,18 @@ from torch.nn.modules.module import (
 from ckpt_hooks._ambient.recurrent import recurrent_layers
 
 from .attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
+from .buffers import Buffers
 from .closure_scan import Search, has_variables
 from .noted_values import TensorNote
-from .packed import Pack
-from .unwritten import Learning
+from .small_buffers import SmallCopy
 
-__all__ = ["ModulePlan", "Slot", "epoch", "has_new_parts", "idle_plan", "plan_of"]
+__all__ = ["ModulePlan", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
-#: In how many forwards, and one more, a module is looked at in any case: they may build caches, and add attributes.
-_LOOKS = 3
 #: Levels of containers and objects that are opened below an attribute.
 _DEPTH = 2
 
 _NUMBERS = frozenset({int, float, complex, bool})
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
-
-#: A name in a module, as the dict that holds it and the key.
-Slot = tuple[dict[str, Any], str]
-
-#: A pack of small tensors, notes of others, tensors elsewhere, and generators.
-Contents = tuple["Pack | None", Sequence[TensorNote], Sequence[torch.Tensor], Sequence[torch.Generator]]
 
 
 class _Epoch:
@@ -70,10 +62,10 @@ class ModulePlan:
     """The state to capture of one module.
 
     Attributes:
+        buffers: Tells which tensors have to be copied.
         epoch: The count of registrations in all modules at the latest look at this module.
         functions: Functions with closed-over variables or global names, among attributes and in objects there.
         is_lazy: Whether a module inside makes its parameters in its first forward.
-        learning: Tells which tensors have to be copied.
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
         parameters: The modules with parameters of their own; see :mod:`.parameters`.
@@ -83,18 +75,13 @@ class ModulePlan:
 
     __slots__ = (
         "_children",
-        "_has_tensors",
-        "_is_looked_at",
-        "_looks_at_frozen",
         "_modules",
         "_scripted",
         "_searched",
-        "_used",
-        "_written",
+        "buffers",
         "epoch",
         "functions",
         "is_lazy",
-        "learning",
         "lock",
         "notes",
         "parameters",
@@ -110,15 +97,11 @@ class ModulePlan:
         self._children = list(map(_reference_to, _children_of(modules)))
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
         self._scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
-        self.epoch, self._used, self._is_looked_at = _Epoch.number, 0, True
-        #: Parameters without gradients that forward was seen to write to: number of the module, and name.
-        self._written: set[tuple[int, str]] = set()
-        #: In how many forwards parameters without gradients were looked at, a copy of each: not anew for each new attribute.
-        self._looks_at_frozen: int = 0 if before is None or before._written else before._looks_at_frozen
+        self.epoch = _Epoch.number
         self.parameters = _parameters_of(modules)
         self.recurrent = recurrent_layers(modules)
         self.lock: Any = threading.RLock() if before is None else before.lock
-        self.learning: Learning = Learning(self._modules, None if before is None else before.learning)
+        self.buffers: Buffers = Buffers(self._modules, None if before is None else before.buffers)
         self.notes = AttributeNotes([note for module in modules if (note := note_module(module)) is not None])
         self._look()
 
@@ -137,16 +120,12 @@ class ModulePlan:
         self.is_lazy = any(
             isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
         )
-        self._has_tensors = any(note.tensors for note in self.notes.notes)
 
     def holds(self) -> bool:
-        """Whether the module has the submodules that it had.
-
-        They are looked at in the first few forwards, then whenever a module, buffer or parameter was registered anywhere.
-        """
-        if self.epoch == _Epoch.number and self._used > _LOOKS:
+        """Whether the module has the submodules that it had, as far as something was registered anywhere since."""
+        if self.epoch == _Epoch.number:
             return True
-        self.epoch, self._is_looked_at = _Epoch.number, True
+        self.epoch = _Epoch.number
         modules = self._alive()
         children = _children_of(modules)
         if (
@@ -158,20 +137,13 @@ class ModulePlan:
         self.parameters = _parameters_of(modules)
         return self._renew_notes(is_new=True)
 
-    def _is_settled(self) -> bool:
-        return not (self._written or self._scripted or self.is_lazy or self._searched) and (
-            not self._has_tensors or self.learning.is_settled
-        )
-
     def is_idle(self) -> bool:
-        """Whether a forward can change nothing but noted attributes and a pack of small tensors."""
+        """Whether a forward can change nothing but noted attributes, and tensors there."""
         return (
-            self._is_settled()
-            and self.epoch == _Epoch.number
-            and self._used > _LOOKS
+            self.epoch == _Epoch.number
             and self.note()
-            and (not self._has_tensors or self.learning.is_good())
-            and self._is_settled()
+            and self.buffers.is_known
+            and not (self.buffers.written_names or self._scripted or self.is_lazy or self._searched)
         )
 
     def note(self) -> bool:
@@ -189,8 +161,8 @@ class ModulePlan:
         if any(new.others != old.others for new, old in renewed):
             return False  # and again when it is asked once more
         self.notes = AttributeNotes(now)
-        if renewed:
-            self.learning.restart(keeps_large=not is_new and all(new.differs_in_numbers(old) for new, old in renewed))
+        if any(new.differs_in_flags(old) for new, old in renewed):
+            self.buffers.forget()
         if is_new or not all(new.is_simple and old.is_simple for new, old in renewed):
             self._look()
         return True
@@ -198,61 +170,35 @@ class ModulePlan:
     def _alive(self) -> list[Module]:
         return [module for reference in self._modules if (module := reference()) is not None]
 
-    def has_run(self, written: Sequence[torch.Tensor], *, failed: bool) -> None:
+    def has_run(self, *, failed: bool) -> None:
         """Ends a forward. Nested regions begin several forwards before an end, and these count as one forward.
 
         Args:
-            written: Tensors written by forward, if the plan is learning.
-            failed: Whether forward ended by an exception, perhaps before its writes.
+            failed: Whether forward ended by an exception.
         """
-        if self.learning.is_learning():
-            self.learning.has_run(self.notes.notes, written, failed=failed)
-        if failed:
-            return
-        if self._is_looked_at:
-            self._is_looked_at = False
-            self._used += 1
-            self._looks_at_frozen += 1
+        self.buffers.is_known = self.buffers.is_known or not failed
 
-    def note_written(self, number: int, name: str) -> None:
-        """Notes a parameter without gradients written by forward: number of the module, and name."""
-        self._written.add((number, name))
+    def contents(self, generators: list[torch.Generator]) -> Contents:
+        """Begins a forward: returns the tensors that it may write to.
 
-    def contents(self) -> Contents:
-        """Returns the tensors to copy, and generators."""
-        if not (self._has_tensors or self._searched or self._scripted):
-            return None, [], [], []
+        Args:
+            generators: Gets the random generators in objects of the module.
+        """
+        small, others = self.buffers.begin(self.notes)
+        if not (self._searched or self._scripted):
+            return small, others, ()
         search = Search()
         for reference, name in self._searched:
             module = reference()
             if module is not None:
                 search.look(vars(module).get(name), _DEPTH + 1)
-        tensors = search.tensors
-        for reference in self._scripted:
-            scripted = reference()
-            tensors += [] if scripted is None else scripted.buffers(recurse=False)
-        pack, loose = self.learning.to_copy(self.notes.notes)
-        return pack, loose, tensors, search.generators
+        scripted = [module for reference in self._scripted if (module := reference()) is not None]
+        generators += search.generators
+        return small, others, [*search.tensors, *(buffer for module in scripted for buffer in module.buffers(recurse=False))]
 
-    def written(self) -> list[Slot]:
-        """Returns names of parameters without gradients to which forward has written."""
-        modules = self._alive() if self._written else []
-        slots = [(modules[number]._parameters, name) for number, name in self._written if number < len(modules)]
-        return [slot for slot in slots if slot[0].get(slot[1]) is not None]
 
-    def frozen(self) -> list[tuple[Callable[[], None], Slot]]:
-        """Returns parameters without gradients of a new module, each with the function to call if forward writes to it.
-
-        Most never change, but some modules keep state in such parameters: the codes of a quantiser, the averages of a teacher.
-        """
-        if self._looks_at_frozen > _LOOKS:
-            return []
-        return [
-            (functools.partial(self.note_written, number, name), (module._parameters, name))
-            for number, module in enumerate(self._alive())
-            for name, parameter in module._parameters.items()
-            if parameter is not None and not parameter.requires_grad and (number, name) not in self._written
-        ]
+#: The copy of small tensors on the host, the notes of others, and tensors elsewhere.
+Contents = tuple["SmallCopy | None", Sequence[TensorNote], Sequence[torch.Tensor]]
 
 
 def _reference_to(module: Module) -> Callable[[], Module | None]:

@@ -1,6 +1,6 @@
 """State reached by one region besides its arguments, as its forward found it: attributes and contents, together.
 
-Attributes of modules are in :mod:`.attributes`, contents of tensors in :mod:`.module_state`, parameters, which must not change,
+Attributes of modules are in :mod:`.attributes`, contents of tensors in :mod:`.contents`, parameters, which must not change,
 in :mod:`.parameters`. Attributes go back first, since contents are written to the bound tensors.
 """
 
@@ -12,12 +12,11 @@ import torch
 
 from .attributes import AttributeNotes
 from .closure_scan import Reached
+from .contents import Contents, ContentsUndo
 from .lent_attributes import AttributesUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
-from .module_state import State, StateUndo, capture_state
 from .noted_values import Complain
 from .parameters import Noted, references_of
-from .unwritten import Unwritten
 
 __all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
 
@@ -31,37 +30,48 @@ class ReachedState:
         plans: The plans of the modules.
     """
 
-    __slots__ = ("_attributes", "_contents", "_epoch", "_unwritten", "_with_buffers", "generators", "parameters", "plans")
+    __slots__ = ("_attributes", "_contents", "_epoch", "_with_buffers", "generators", "parameters", "plans")
 
     generators: Sequence[torch.Generator]
     parameters: Noted
     plans: Sequence[ModulePlan]
     _attributes: AttributeNotes
-    _contents: State | None
+    _contents: Contents | None
     _epoch: int
-    _unwritten: Sequence[Unwritten]
     _with_buffers: bool
 
     def storages(self) -> frozenset[int | None]:
         """Returns the storages of tensors which may be rewound."""
         return frozenset() if self._contents is None else self._contents.storages()
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
         """Ends forward.
 
         Args:
             failed: Whether forward ended by an exception, perhaps before its writes.
+
+        Returns:
+            A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
         """
-        contents, written = self._contents, _NO_TENSORS
+        contents = self._contents
         if contents is not None:
-            if not contents.settle():
-                self._contents = None
-            elif contents.parameters:  # which a rerun finds as they were
+            contents.settle(failed=failed)
+            if contents.parameters:  # which a rerun finds as they were
                 self.parameters.leave_out(contents.parameters)
-            if any(plan.learning.is_learning() for plan in self.plans):
-                written = contents.written()
         for plan in self.plans:
-            plan.has_run(written, failed=failed)
+            plan.has_run(failed=failed)
+        if contents is None or failed or not contents.uncopied:
+            return None
+        return next((one for one in contents.changed() if contents.note_written(one[0])), None)
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
+        changed = self.parameters.changed()
+        return changed + self._contents.changed() if self._contents is not None and self._contents.uncopied else changed
+
+    def note_written(self, tensor: torch.Tensor) -> bool:
+        """Has later forwards copy a tensor, after a write to it; returns whether they will."""
+        return self._contents is not None and self._contents.note_written(tensor)
 
 
 class Rewound:
@@ -78,64 +88,49 @@ class Rewound:
         """
         self._state, self._complain = state, complain
         self._attributes = AttributesUndo(complain, with_buffers=state._with_buffers)
-        self._contents: StateUndo | None = None
+        self._contents: ContentsUndo | None = None
 
     def put_back(self) -> frozenset[int | None]:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
-        kept = [one for one in state._unwritten if self._may_be_written(one)] if state._unwritten else ()
-        if state._contents is None and not (kept or attributes.may_initialise):
+        if state._contents is None and not attributes.may_initialise:
             return _NO_STORAGES
-        undo = self._contents = StateUndo()
+        undo = self._contents = ContentsUndo(self._complain)
+        may_write = attributes.may_initialise
+        for plan in state.plans:
+            may_write = may_write or plan.buffers.has_other_hooks()
         if attributes.may_initialise:
-            undo.watch_trained(state.plans, self._complain)
-        for one in kept:
-            undo.keep(one.tensors)
+            undo.watch_trained(state.plans)
         if state._contents is not None:
-            state._contents.rewind(undo, self._complain)
+            state._contents.rewind(undo, may_write=may_write)
         return undo.storages()
-
-    def _may_be_written(self, unwritten: Unwritten) -> bool:
-        """Whether the rerun may write to tensors that forward has not written to, because hooks or flags have changed.
-
-        Raises:
-            MutationError: If such a tensor was written to since forward began.
-        """
-        unwritten.check(self._complain)
-        return self._attributes.may_initialise or not unwritten.hooks.hold()
 
     def restore(self) -> None:
         """Restores the state from before :meth:`put_back`.
 
         Raises:
             MutationError: If the rerun initialised parameters once more, which are restored; or if the rerun wrote to a tensor
-                that forward has not written to.
+                that no forward has written to.
         """
         try:
             if self._contents is not None:
                 self._contents.restore()
-            for unwritten in self._state._unwritten:
-                unwritten.check(self._complain)
         finally:
             self._attributes.restore()
 
 
 _NO_STORAGES: frozenset[int | None] = frozenset()
-_NO_TENSORS: Sequence[torch.Tensor] = ()
-_NO_UNWRITTEN: Sequence[Unwritten] = ()
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
 def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
     """Returns the state of an idle module (:func:`.module_plan.idle_plan`)."""
-    unwritten, pack = plan.learning.unwritten, plan.learning.pack
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
     state._attributes = plan.notes
-    state._contents = None if pack is None or not preserve_buffers else State((), (pack,), ())
-    state._unwritten = _NO_UNWRITTEN if unwritten is None or not preserve_buffers else (unwritten,)
+    state._contents = Contents((plan,), (), []) if preserve_buffers and plan.notes.tensors else None
     state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)
     state.generators = _NO_GENERATORS
@@ -162,8 +157,11 @@ def state_of(reached: Reached, *, preserve_buffers: bool) -> ReachedState | None
     )
     state.parameters = Noted(references_of(plans, reached.tensors))
     state._with_buffers = preserve_buffers
-    state._contents, generators = capture_state(plans, reached.tensors) if preserve_buffers else (None, [])
-    found = [plan.learning.unwritten for plan in plans] if preserve_buffers else ()
-    state._unwritten = [one for one in found if one is not None]
-    state.generators = [*reached.generators, *generators]
+    generators = list(reached.generators)
+    state._contents = (
+        Contents(plans, reached.tensors, generators) if preserve_buffers and not torch.is_inference_mode_enabled() else None
+    )
+    if state._contents is not None and state._contents.is_empty():
+        state._contents = None
+    state.generators = generators
     return state

@@ -1,4 +1,4 @@
-"""Buffers to which forward does not write are not copied: when that is learnt, what it costs, and what undoes it."""
+"""Buffers: which of them a forward copies, what that costs, and that a write is right whenever it comes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import ckpt_hooks
-from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients, outcome, plain
+from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients
 
-#: More forwards than it takes to learn.
-STEPS = 10
+#: More forwards than it takes to know a module.
+STEPS = 5
 
 
 class Scaled(nn.Module):
@@ -152,33 +152,45 @@ class OnNegative(Scaled):
         return bool(x.detach().sum() < 0)
 
 
+def again(errors, buffer, step):
+    """Returns the results of a step; does what an error says: puts back what the buffer held, and runs the step again."""
+    before = buffer.clone()
+    try:
+        return step()
+    except ckpt_hooks.MutationError as error:
+        errors.append(str(error))
+        with torch.no_grad():
+            buffer.resize_(before.shape).copy_(before)
+        return step()
+
+
 @SIZES
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("early", [False, True])
 def test_the_input_has_a_buffer_written_to(way, size, early):
-    """In one of the first forwards, or for the first time after many, which cannot be undone where it is done in place."""
+    """For the first time after some forwards. Where a large buffer is written to in place, that forward ends with an error."""
 
     def program(run):
         module, found = OnNegative(way, size), []
         for step in range(STEPS):
             x = data().detach().abs()
-            x = (-x if step in ((1, 7, 8) if early else (7, 8)) else x).requires_grad_()
-            y = run(module, x)
-            try:
-                found += [gradients(y, x), module.scale.clone()]
-            except ckpt_hooks.MutationError as error:
-                errors.append(str(error))
-                found += [gradients(plain(lambda x: x * 0, x), x), torch.zeros(())]
+            x = (-x if step in ((1, 3, 4) if early else (3, 4)) else x).requires_grad_()
+            y = again(errors, module.scale, lambda x=x: run(module, x))
+            found += [gradients(y, x), module.scale.clone()]
         return found
 
     errors = []
-    expected, found = outcome(program, plain), outcome(program, Run("ours"))
-    assert all("the buffer 'scale' of OnNegative" in error and "Bind the name to a new tensor" in error for error in errors)
-    differ = [not torch.equal(a, b) for a, b in zip(found, expected, strict=True) if isinstance(a, torch.Tensor)]
-    may_fail = not early and way in ("in place", "view", "resized")
-    assert len(found) == len(expected)
-    assert len(errors) == may_fail  # of one step: the next one copies again
-    assert sum(differ) <= 3 * len(errors)
+    assert_as_eager(program, Run("ours"))
+    is_late = size > 3 and way in ("in place", "view", "resized")
+    assert len(errors) == is_late  # the next forward copies
+    assert all("forward has written to the buffer 'scale' of OnNegative" in error for error in errors)
+    assert all("run this forward again, after you have put back what the tensor held" in error for error in errors)
+
+
+def test_a_late_write_is_no_error_where_nothing_is_brought_back():
+    module, x = OnNegative(size=200_000), data().detach().abs()
+    for value in (x, -x):
+        ckpt_hooks.checkpoint(module, value)
 
 
 @SIZES
@@ -219,11 +231,13 @@ def test_a_buffer_that_another_module_writes_to(form, size):
         writes.scale, writes.writes, found = reads.scale, True, []
         for _ in range(STEPS):
             x = data()
-            y = run(writes, run(reads, x))
-            found += [gradients(y, x), reads.scale.clone()]
+            found += [again(errors, reads.scale, lambda x=x: gradients(run(writes, run(reads, x)), x)), reads.scale.clone()]
         return found
 
+    errors = []
     assert_as_eager(program, Run("ours", form))
+    assert len(errors) == (size > 3)
+    assert all("Or run the step again: from the next forward on the region copies it." in error for error in errors)
 
 
 @SIZES
@@ -231,27 +245,57 @@ def test_a_buffer_that_another_module_writes_to(form, size):
 def test_a_buffer_that_the_caller_writes_to(form, size):
     """Between the forwards of two micro-batches of which backward comes later; and between steps, from some step on."""
 
+    def step(run, module):
+        first, second = data(), data()
+        one = run(module, first)
+        with torch.no_grad():
+            module.scale.mul_(1.1)
+        two = run(module, second)
+        return [gradients(one, first), gradients(two, second)]
+
     def program(run):
         module, found = Scaled(size=size), []
         for _ in range(STEPS):
-            first, second = data(), data()
-            one = run(module, first)
-            with torch.no_grad():
-                module.scale.mul_(1.1)
-            two = run(module, second)
-            found += [gradients(one, first), gradients(two, second)]
+            state = torch.get_rng_state()
+            found += again(errors, module.scale, lambda: torch.set_rng_state(state) or step(run, module))
         module = Scaled(size=size)
-        for step in range(2 * STEPS):
+        for number in range(2 * STEPS):
             found += steps(run, module, 1)
-            if step > STEPS:
+            if number > STEPS:
                 with torch.no_grad():
                     module.scale.mul_(1.1)
         return found
 
+    errors = []
     assert_as_eager(program, Run("ours", form))
+    assert len(errors) == (size > 3)
 
 
-def test_a_write_between_forward_and_backward_that_never_was_before_is_an_error():
+def test_a_write_to_a_buffer_that_is_reached_and_not_read_is_no_error():
+    """After forward: a rerun of a region that reaches a whole model ends only where it reads the buffer."""
+
+    class Queued(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(200_000))
+
+        def forward(self, x):
+            return x.sin().exp()
+
+    def program(run):
+        module, found = Queued(), []
+        for _ in range(STEPS):
+            x = data()
+            y = run(module, x)
+            with torch.no_grad():
+                module.queue.add_(1)
+            found += [gradients(y, x), module.queue.clone()]
+        return found
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_a_write_between_forward_and_backward_is_an_error():
     module = nn.Sequential(Scaled(size=200_000))
     steps(Run("ours"), module, STEPS)
     x = data()
@@ -280,8 +324,8 @@ def test_a_rerun_that_writes_where_forward_did_not_is_an_error():
 
 
 @pytest.mark.parametrize("make", [lambda way: way, lambda way: nn.Sequential(way), lambda way: lambda x: way(x)])
-def test_a_buffer_that_is_written_to_without_a_word(make):
-    """By way of ``data``, of which no version tells: the code says so before the first such write."""
+def test_a_small_buffer_that_is_written_to_without_a_word(make):
+    """By way of ``data``, of which no version tells, from some forward on."""
 
     class Data(OnNegative):
         def write(self):
@@ -358,13 +402,14 @@ def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
 def test_copies_of_buffers_that_are_written_to_go_with_their_frames(size):
     module = Scaled(size=size)
     module.writes = True
+    ckpt_hooks.checkpoint(module, data()).sum().backward()  # the latest random state is remembered
     before = bytes_alive()
     for _ in range(STEPS):
         ckpt_hooks.checkpoint(module, data()).sum().backward()
     assert bytes_alive() == before
     x = data()
     y = ckpt_hooks.checkpoint(module, x)
-    assert bytes_alive() - before == 8 * (size + 12 + 12)
+    assert bytes_alive() - before == 8 * (12 + 12 + (size if size > 2048 else 0))  # the small copy is no memory of torch's
     y.sum().backward()
     del x, y
     assert bytes_alive() == before

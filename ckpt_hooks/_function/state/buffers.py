@@ -1,0 +1,247 @@
+"""The rule of buffers: which tensors a forward copies before it may write to them, and how long each copy is kept.
+
+Small tensors (:data:`SMALL`) are always copied. Regions which found the same content share the copy.
+
+A large tensor is copied in the first forward that meets it. If that forward did not write to it, the copy goes when the forward
+ends, and later forwards take none. If it did, every later forward takes a copy and keeps it.
+
+A forward counts as the first again after a change of ``training`` or another flag, of a hook, of a submodule, or of a small
+buffer by other code: observers are switched on by such changes.
+
+A large tensor without a copy is held to its version, as a parameter is: a write is an error, and from then on there are copies.
+No version tells of writes by kernels of batch norm or by way of ``.data``. So the first forward compares contents, once.
+Whatever is only read costs a region no memory (Rule 9).
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ckpt_hooks._tensors.copies import copy_of, is_dense, same_bits, same_layout
+
+from .attributes import AttributeNotes
+from .noted_values import TensorNote
+from .small_buffers import SmallBuffers, SmallCopy, has_storage, is_small_on_host
+
+__all__ = [
+    "MOST_FROZEN",
+    "MOST_OUTSIDE",
+    "SMALL",
+    "WRITES",
+    "Buffers",
+    "Slot",
+    "Use",
+    "Uses",
+    "copy_before",
+    "has_changed",
+    "is_copied",
+    "outside",
+    "use_after",
+]
+
+# The limits, all in bytes.
+
+#: Up to this size tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy of
+#: each mask of 64 KiB was five times what the regions of a small GPT hold besides.
+SMALL = 1 << 14
+#: Up to this size tensors which no module owns are copied. A larger one is a batch of data, more often than state.
+MOST_OUTSIDE = 1 << 20
+#: Parameters without gradients are copied up to this size, all of a region together: a few modules keep state in them, and most
+#: are the frozen weights of a large model.
+MOST_FROZEN = 1 << 24
+
+
+#: A name in a module, as the dict that holds it and the key.
+Slot = tuple[dict[str, Any], str]
+
+
+class Use(enum.Enum):
+    """What forwards were seen to do to a tensor."""
+
+    UNKNOWN = enum.auto()
+    READ = enum.auto()
+    #: Written to, and the version told.
+    WRITTEN = enum.auto()
+    #: Written to, and no version told.
+    UNSEEN = enum.auto()
+
+
+WRITES = (Use.WRITTEN, Use.UNSEEN)
+
+
+#: A table by tensor, whose entries go with the tensors.
+Uses = WeakTensorKeyDictionary
+
+#: Tensors which no module owns, as far as forwards wrote to them. Nothing tells when one that is only read will be written to:
+#: such a tensor is copied in each forward.
+outside = Uses()
+
+#: The latest copy of each tensor, with its version, while a region holds the copy.
+_copies = WeakTensorKeyDictionary()
+
+
+def is_copied(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be copied, compared and put back. Other classes and layouts have versions alone."""
+    return is_dense(tensor) and not (tensor.requires_grad or tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
+
+
+def copy_before(tensor: torch.Tensor, use: Use, *, is_owned: bool = True) -> torch.Tensor | None:
+    """Returns a copy of a tensor, for a forward that may write to it; None for a large tensor that forwards only read.
+
+    Args:
+        tensor: The tensor.
+        use: What forwards were seen to do to it.
+        is_owned: Whether a module owns it.
+    """
+    is_small = tensor.nbytes <= SMALL
+    if not is_small and (use is Use.READ or not (is_owned or tensor.nbytes <= MOST_OUTSIDE)):
+        return None
+    latest: tuple[int, Callable[[], torch.Tensor | None]] | None = _copies.get(tensor)  # type: ignore[no-untyped-call]
+    if latest is not None and latest[0] == tensor._version:
+        copy = latest[1]()
+        if copy is not None and not has_changed(tensor, copy, use):
+            return copy
+    copy = copy_of(tensor)
+    # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
+    stays = is_small and is_owned and not answers_at_once(tensor)
+    _copies[tensor] = tensor._version, (lambda: copy) if stays else weakref.ref(copy)
+    return copy
+
+
+def has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
+    """Whether a tensor of unchanged version may differ from its copy. A device is not made to wait: its answer may be wrong."""
+    if not same_layout(tensor, copy):
+        return True
+    return not same_bits(tensor, copy) if answers_at_once(tensor) else use not in (Use.READ, Use.WRITTEN)
+
+
+def answers_at_once(tensor: torch.Tensor) -> bool:
+    """Whether contents are compared without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def use_after(tensor: torch.Tensor, copy: torch.Tensor | None, use: Use, *, was_written: bool, may_wait: bool) -> Use:
+    """Returns what is known of a tensor once a forward has ended.
+
+    Args:
+        tensor: The tensor.
+        copy: Its content before forward, if there is a copy.
+        use: What was known before.
+        was_written: Whether its version has moved.
+        may_wait: Whether a device may be asked: in the first forward. A module that binds a buffer anew has an unknown one in
+            each forward, and the version alone tells of that.
+    """
+    if was_written and use is not Use.UNSEEN:
+        return Use.WRITTEN
+    if use is not Use.UNKNOWN or copy is None:
+        return use
+    if not (may_wait or answers_at_once(tensor)):
+        return Use.UNKNOWN if tensor.nbytes <= SMALL else Use.READ
+    return Use.READ if same_layout(tensor, copy) and same_bits(tensor, copy) else Use.UNSEEN
+
+
+class Buffers:
+    """What is known of the tensors of one module and its submodules.
+
+    Attributes:
+        is_known: Whether a whole forward was seen.
+        uses: What forwards were seen to do to each tensor.
+        written_names: Parameters without gradients to which forwards wrote: number of the module, and name.
+    """
+
+    __slots__ = (
+        "_latest_hook",
+        "_modules",
+        "_notes",
+        "_others",
+        "_registered",
+        "_small",
+        "is_known",
+        "uses",
+        "written_names",
+    )
+
+    def __init__(self, modules: Sequence[weakref.ref[Module]], before: Buffers | None) -> None:
+        """Knows nothing but the names of written parameters.
+
+        Args:
+            modules: The module and its submodules.
+            before: The knowledge from before a change of submodules.
+        """
+        self._modules = modules
+        self._notes: Sequence[Sequence[TensorNote]] = ()
+        self._small: SmallBuffers | None = None
+        self._others: list[TensorNote] = []
+        self.written_names: set[tuple[int, str]] = set()
+        self.is_known: bool = before is not None and before.is_known and not before.written_names
+        self.uses = Uses()
+        self._latest_hook, self._registered = RemovableHandle.next_id, self._hooks()
+
+    def forget(self) -> None:
+        """Has the next forward count as the first. Forwards under way tell the old table what they find."""
+        self.uses, self.is_known = Uses(), False
+        if self._small is not None:
+            self._small.forget()
+
+    def _hooks(self) -> list[tuple[int, ...]]:
+        return [(*module._forward_hooks, *module._forward_pre_hooks) for module in self._alive()]
+
+    def _alive(self) -> list[Module]:
+        return [module for one in self._modules if (module := one()) is not None]
+
+    def has_other_hooks(self) -> bool:
+        """Whether the modules got or lost hooks since the latest forward began. Costs nothing while none is registered."""
+        return RemovableHandle.next_id != self._latest_hook and self._hooks() != self._registered
+
+    def parameters(self) -> Iterator[tuple[int, bool, tuple[Buffers, tuple[int, str], Slot]]]:
+        """Yields the parameters without gradients to which forwards write, or may write: size, whether this is known, place.
+
+        Most never change, but some modules keep state in such parameters: the codes of a quantiser, the averages of a teacher.
+        """
+        for number, module in enumerate(self._alive()):
+            for name, parameter in module._parameters.items():
+                is_written = (number, name) in self.written_names
+                may_write = not (self.is_known or parameter is None or parameter.requires_grad)
+                if parameter is not None and (is_written or (may_write and is_copied(parameter))):
+                    yield parameter.nbytes, is_written, (self, (number, name), (module._parameters, name))
+
+    def begin(self, notes: AttributeNotes) -> tuple[SmallCopy | None, Sequence[TensorNote]]:
+        """Begins a forward: returns the copy of the small tensors on the host, and the notes of others.
+
+        Args:
+            notes: The present attributes of the modules.
+        """
+        if RemovableHandle.next_id != self._latest_hook:
+            latest, registered = RemovableHandle.next_id, self._hooks()
+            if registered != self._registered:
+                self.forget()
+            self._latest_hook, self._registered = latest, registered
+        if notes.tensors is not self._notes:
+            if len(notes.tensors) == len(self._notes) and all(map(is_, notes.tensors, self._notes)):
+                self._notes = notes.tensors
+            else:
+                self._place(notes.tensors)
+        copy = None if self._small is None else self._small.begin()
+        if self._small is not None and copy is None:  # one has other memory, or another shape
+            self._place(notes.tensors)
+            copy = None if self._small is None else self._small.begin()
+        if copy is not None and copy.found_other:
+            self.forget()
+        return copy, self._others
+
+    def _place(self, tensors: Sequence[Sequence[TensorNote]]) -> None:
+        self._notes, self._others = tensors, []
+        small: list[TensorNote] = []
+        for note in itertools.chain.from_iterable(tensors):
+            (small if is_small_on_host(note, SMALL) else self._others).append(note)
+        self._small = SmallBuffers(small) if small else None

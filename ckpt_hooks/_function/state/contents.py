@@ -1,0 +1,386 @@
+"""State changed by forward besides its outputs: running statistics, power iterations, histories of maxima.
+
+A rerun must find such state as forward found it, or computes something else, and must not change the state again. The changes
+of forward are known only afterwards, so before forward each tensor that may change is copied; :mod:`.buffers` has the rule.
+
+For a rerun, written tensors get their content back in place, so that every view and alias sees the content. The end of the
+rerun undoes this, versions included. Writes of the rerun are undone as well. (Bindings of names are the business of
+:mod:`.attributes`, except for parameters without gradients.)
+
+Copied tensors are not held: any of them may later become part of a graph (``self.aux += loss``) which holds this state. An
+attribute which is gone by the time of a rerun has an alias.
+
+Tensors that require grad are left alone. Tensors of classes other than torch's own, sparse tensors and quantised tensors are
+known by their versions only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, is_dense, is_plain, same_layout
+from ckpt_hooks._torch import storage_of
+
+from .buffers import (
+    MOST_FROZEN,
+    SMALL,
+    WRITES,
+    Buffers,
+    Slot,
+    Use,
+    Uses,
+    copy_before,
+    has_changed,
+    is_copied,
+    outside,
+    use_after,
+)
+from .module_plan import ModulePlan
+from .noted_values import Complain, GoneError, PutBack, TensorNote
+from .small_buffers import SmallBuffers, SmallCopy, has_storage
+
+__all__ = ["Contents", "ContentsUndo"]
+
+_NO_STORAGES = frozenset["int | None"]()
+_NO_PARAMETERS = frozenset[int]()
+
+#: Returns a tensor, an alias where it is gone, or None.
+_Refer = Callable[[], "torch.Tensor | None"]
+
+
+class _Entry:
+    """The content of one tensor: its versions before and after forward, and its copy, None if that is not needed any more."""
+
+    __slots__ = ("_may_wait", "after", "before", "copy", "tensor", "use", "uses")
+
+    def __init__(
+        self, tensor: torch.Tensor, refer: _Refer, copy: torch.Tensor, use: Use, uses: Uses, *, may_wait: bool
+    ) -> None:
+        self.tensor, self.use, self.uses, self._may_wait = refer, use, uses, may_wait
+        self.copy: torch.Tensor | None = copy
+        self.before = self.after = tensor._version
+
+    def settle(self, *, failed: bool) -> None:
+        """Notes the version at the end of forward and what forward did. Drops the copy of a large tensor that was only read."""
+        tensor, uses = self.tensor(), self.uses
+        if tensor is None or self.copy is None:
+            return
+        self.after = tensor._version
+        before, was_written = self.use, self.after != self.before
+        self.use = use_after(tensor, self.copy, before, was_written=was_written, may_wait=self._may_wait)
+        if self.use is not before and (self.use in WRITES or not (failed or uses is outside)):
+            uses[tensor] = self.use
+        if self.use is Use.READ and tensor.nbytes > SMALL:
+            self.copy = None
+
+    def is_stale(self, tensor: torch.Tensor, copy: torch.Tensor) -> bool:
+        """Whether the content is not what it was before forward."""
+        return tensor._version != self.before or (has_storage(tensor) and has_changed(tensor, copy, self.use))
+
+
+#: A tensor without a copy, its version before forward, and the table which tells that forwards only read it.
+_Uncopied = tuple[_Refer, int, Uses]
+
+
+class _Name:
+    """The name of a parameter without gradients: forward may write to the parameter, or bind the name to another."""
+
+    __slots__ = ("_buffers", "_key", "_noted", "_storage", "entry", "slot")
+
+    def __init__(self, buffers: Buffers, key: tuple[int, str], slot: Slot) -> None:
+        tensor = slot[0][slot[1]]
+        self._buffers, self._key, self.slot, self._noted = buffers, key, slot, TensorNote(tensor)
+        self._storage = storage_of(tensor)
+        copy = copy_before(tensor, Use.UNKNOWN) if is_copied(tensor) else None
+        self.entry = None if copy is None else _Entry(tensor, self._noted.tensor, copy, Use.UNKNOWN, Uses(), may_wait=True)
+
+    def is_known(self) -> bool:
+        """Whether earlier forwards wrote to the parameter or bound its name."""
+        return self._key in self._buffers.written_names
+
+    def is_in_place(self) -> bool:
+        """Whether the parameter is still at its place in memory; if not, a framework frees and gathers parameters."""
+        tensor, copy = self._noted.tensor(), None if self.entry is None else self.entry.copy
+        return tensor is not None and copy is not None and storage_of(tensor) == self._storage and same_layout(tensor, copy)
+
+    def settle(self) -> bool:
+        """Ends forward; returns whether a rerun has to find the parameter as it was."""
+        tensor = self._noted.reference()
+        has_changed = tensor is None or self.slot[0].get(self.slot[1]) is not tensor
+        if self.entry is not None and (self.is_known() or (not has_changed and self.is_in_place())):
+            copy = self.entry.copy
+            self.entry.settle(failed=False)
+            self.entry.copy = copy
+            has_changed = has_changed or self.entry.use in WRITES
+        if has_changed:
+            self._buffers.written_names.add(self._key)
+        return self.is_known()
+
+    def bind(self, complain: Complain) -> None:
+        """Binds the name to the parameter, or to its stand-in."""
+        with contextlib.suppress(GoneError):
+            self.slot[0][self.slot[1]] = self._noted.present(PutBack(complain))
+
+    def identity(self) -> int:
+        """Returns the ``id`` of the parameter."""
+        return id(self._noted.reference())
+
+
+def _names_of(plans: Sequence[ModulePlan]) -> list[_Name]:
+    """Returns the names of parameters that forward may write to: of unknown ones the smallest, as many as may be copied."""
+    found = [one for plan in plans for one in plan.buffers.parameters()]
+    names, left = [], MOST_FROZEN
+    for size, is_known, name in sorted(found, key=itemgetter(0)):
+        left -= 0 if is_known else size
+        if is_known or left >= 0:
+            names.append(_Name(*name))
+    return names
+
+
+#: A tensor, its version, its content, and its layout to be put back, if it may have got another.
+_Before = tuple[torch.Tensor, int, torch.Tensor, "torch.Tensor | None"]
+
+
+def _has_moved(before: _Before) -> bool:
+    tensor, version, content, _ = before
+    return tensor._version != version or (has_storage(tensor) and has_changed(tensor, content, Use.READ))
+
+
+class ContentsUndo:
+    """The contents before a rerun, to be put back.
+
+    Attributes:
+        complain: Returns an error for a tensor that the rerun alone wrote to, and its version before.
+        exchanged: Tensors with another content in the rerun.
+        others: Tensors with the same content in the rerun.
+        slots: Names of parameters without gradients, and the parameters.
+        small: Groups of small tensors, their content, their versions (None if unknown), and whether they get another content.
+        uncopied: Tensors without a copy, and their versions.
+    """
+
+    __slots__ = ("_trained", "complain", "exchanged", "others", "slots", "small", "uncopied")
+
+    def __init__(self, complain: Complain) -> None:
+        self.complain = complain
+        self.slots: list[tuple[Slot, Any]] = []
+        self.exchanged: list[_Before] = []
+        self.others: list[_Before] = []
+        self.small: list[tuple[SmallBuffers, bytes, list[int] | None, bool]] = []
+        self.uncopied: list[tuple[torch.Tensor, int]] = []
+        self._trained: list[_Before] = []
+
+    def watch_trained(self, plans: Sequence[ModulePlan]) -> None:
+        """Copies the parameters which a rerun may initialise once more, which cannot be put back."""
+        modules = {id(module): module for plan in plans for reference in plan.parameters[0] if (module := reference())}
+        found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
+        trained = [p for p in found.values() if p.requires_grad and is_plain(p) and is_copied(p.detach())]
+        self._trained = [(parameter, parameter._version, copy_of(parameter), None) for parameter in trained]
+
+    def exchange(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes tensors that are about to get another content."""
+        self.exchanged += [(tensor, tensor._version, copy_of(tensor), data_of(tensor)) for tensor in tensors]
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns the storages with another content in the rerun."""
+        small = [group.storages for group, _, _, is_exchanged in self.small if is_exchanged]
+        if not self.exchanged and len(small) <= 1:
+            return small[0] if small else _NO_STORAGES
+        return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged).union(*small)
+
+    def restore(self) -> None:
+        """Restores the contents from before the rerun, including tensors written by the rerun alone.
+
+        Raises:
+            MutationError: If the rerun initialised parameters once more, which are restored, or wrote to a tensor to which no
+                forward has written.
+        """
+        for (owner, name), value in reversed(self.slots):
+            owner[name] = value
+        written: list[tuple[torch.Tensor, int]] = []
+        for group, content, versions, is_exchanged in self.small:
+            if versions is None:
+                if not group.is_unwritten() and (now := group.read()) != content:
+                    written.append((group.first_difference(content, now), group.versions[0]))
+                    group.write(content, group.versions)
+            elif is_exchanged or group.read() != content or group.read_versions() != versions:
+                group.write(content, versions)
+        if self.exchanged or self.others:
+            fill_all((*self.exchanged, *filter(_has_moved, self.others)))
+        for trained in self._trained:
+            parameter, version, data, _ = trained
+            if same_layout(parameter, data) and not torch.allclose(parameter, data, rtol=0, atol=0, equal_nan=True):
+                fill_all([trained])
+                written.append((parameter, version))
+        if self.uncopied:
+            written += [(tensor, version) for tensor, version in self.uncopied if tensor._version != version]
+        if written:
+            raise self.complain(*written[0])
+
+
+class Contents:
+    """Contents of the tensors that a forward may write to, to be put back for a rerun.
+
+    Attributes:
+        parameters: The ``id`` of each parameter among the tensors.
+        uncopied: Tensors which must stay as they are, or a rerun ends when it reads one.
+    """
+
+    __slots__ = ("_copied", "_names", "_settled", "_small", "parameters", "uncopied")
+
+    def __init__(self, plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor], generators: list[torch.Generator]) -> None:
+        """Copies what forward may write to.
+
+        Args:
+            plans: The plans of modules: their buffers, tensors among attributes, and tensors in containers and objects.
+            tensors: Other tensors. Tensors that require grad are left out.
+            generators: Gets the random generators held by the modules.
+        """
+        self._settled, self.parameters = False, _NO_PARAMETERS
+        self._small: list[SmallCopy] = []
+        self._copied: list[_Entry] = []
+        self.uncopied: list[_Uncopied] = []
+        self._names: list[_Name] = []
+        seen: set[int] = set()
+        for plan in plans:
+            small, notes, own = plan.contents(generators)
+            if small is not None:
+                self._small.append(small)
+            uses, may_wait = plan.buffers.uses, not plan.buffers.is_known
+            for note in notes:
+                self._add(note.reference(), note.tensor, uses, seen, may_wait=may_wait)
+            for tensor in own:
+                self._add(tensor, weakref.ref(tensor), uses, seen, may_wait=may_wait)
+        for tensor in tensors:
+            self._add(tensor, weakref.ref(tensor), outside, seen, may_wait=False)
+        if not all(plan.buffers.is_known and not plan.buffers.written_names for plan in plans):
+            self._names = _names_of(plans)
+
+    def _add(self, tensor: torch.Tensor | None, refer: _Refer, uses: Uses, seen: set[int], *, may_wait: bool) -> None:
+        if tensor is None or id(tensor) in seen or tensor.requires_grad or tensor.is_meta or tensor.is_inference():
+            return
+        seen.add(id(tensor))
+        use = uses.get(tensor, Use.UNKNOWN)  # type: ignore[no-untyped-call]
+        copy = None
+        if use is not Use.READ or tensor.nbytes <= SMALL:
+            if is_dense(tensor) and not has_storage(tensor):
+                return
+            copy = copy_before(tensor, use, is_owned=uses is not outside) if is_dense(tensor) else None
+        if copy is None:
+            self.uncopied.append((refer, tensor._version, uses))
+        else:
+            self._copied.append(_Entry(tensor, refer, copy, use, uses, may_wait=may_wait))
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing for forward to change."""
+        return not (self._copied or self.uncopied or self._small or self._names)
+
+    def settle(self, *, failed: bool) -> None:
+        """Ends forward: notes all versions, and drops the copies of large tensors which forward only read.
+
+        Args:
+            failed: Whether forward ended by an exception, perhaps before its writes.
+        """
+        for one in self._small:
+            one.settle(failed=failed)
+        for entry in self._copied:
+            entry.settle(failed=failed)
+            if entry.copy is None:
+                self.uncopied.append((entry.tensor, entry.before, entry.uses))
+        if self._copied:
+            self._copied = [entry for entry in self._copied if entry.copy is not None]
+        if self._names:
+            self._names = [name for name in self._names if name.settle()]
+            self.parameters = frozenset(name.identity() for name in self._names)
+        self._settled = True
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns tensors without a copy which were written to since forward began, with their versions then."""
+        pairs = [(refer(), version) for refer, version, _ in self.uncopied]
+        return [(tensor, version) for tensor, version in pairs if tensor is not None and tensor._version != version]
+
+    def note_written(self, tensor: torch.Tensor) -> bool:
+        """Has later forwards copy a tensor without a copy; returns False if they cannot."""
+        for refer, _, uses in self.uncopied:
+            if refer() is tensor and is_dense(tensor) and uses is not outside:
+                uses[tensor] = Use.WRITTEN
+                return True
+        return False
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns the storages of tensors which may be rewound."""
+        tensors = (entry.tensor() for entry in self._entries())
+        small = (storage for one in self._small for storage in one.group.storages)
+        return frozenset((*small, *(storage_of(tensor) for tensor in tensors if tensor is not None)))
+
+    def _entries(self) -> list[_Entry]:
+        """Returns the entries with copies; while forward runs, parameters that may have been written to are among them."""
+        if not self._names:
+            return self._copied
+        names = [name for name in self._names if name.is_known() or (not self._settled and name.is_in_place())]
+        return self._copied + [name.entry for name in names if name.entry is not None]
+
+    def rewind(self, undo: ContentsUndo, *, may_write: bool) -> None:
+        """Puts back the contents from before forward.
+
+        Args:
+            undo: Gets the data for its ``restore``, whatever happens.
+            may_write: Whether the rerun may write to tensors that forward only read, since hooks or flags have changed.
+
+        Raises:
+            MutationError: If a tensor without a copy has changed, and a read of it would not be noticed.
+        """
+        for name in self._names:
+            owner, key = name.slot
+            if key in owner and name.is_known():
+                undo.slots.append((name.slot, owner[key]))
+                name.bind(undo.complain)
+        stale: list[_Before] = []
+        for entry in self._entries():
+            tensor, copy = entry.tensor(), entry.copy
+            if tensor is None or copy is None:
+                continue
+            if entry.is_stale(tensor, copy):
+                # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
+                # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
+                after = entry.after if self._settled else tensor._version  # the latter for a backward inside of forward
+                stale.append((tensor, entry.before + tensor._version - after, copy, None))
+            else:
+                undo.others.append((tensor, tensor._version, copy, None))
+        for refer, version, _ in self.uncopied:
+            tensor = refer()
+            if tensor is None:
+                continue
+            # Reads of plain tensors are watched in the rerun of an ended forward (:meth:`changed`).
+            if tensor._version != version and not (self._settled and is_copied(tensor)):
+                raise undo.complain(tensor, version)
+            if may_write and is_copied(tensor):
+                undo.others.append((tensor, tensor._version, copy_of(tensor), None))
+            else:
+                undo.uncopied.append((tensor, tensor._version))
+        if stale:
+            undo.exchange(tensor for tensor, *_ in stale)
+        for one in self._small:
+            self._rewind_small(one, undo, may_write=may_write)
+        if stale:
+            fill_all(stale)
+
+    def _rewind_small(self, one: SmallCopy, undo: ContentsUndo, *, may_write: bool) -> None:
+        group, content = one.group, one.group.read()
+        is_intact = content is not None and (one.before == one.after or group.has_shapes())
+        is_exchanged = content != one.content or one.before != one.after
+        versions = group.read_versions() if is_exchanged or may_write or group.moves is not False else None
+        if versions is not None and not self._settled:
+            is_exchanged = is_exchanged or versions != one.before
+        if content is None or not is_intact:
+            undo.exchange(group.tensors())
+        else:
+            undo.small.append((group, content, versions, is_exchanged))
+        if is_exchanged and versions is not None:
+            ends = one.after if self._settled else versions
+            group.write(one.content, [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)])
