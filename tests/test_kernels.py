@@ -115,6 +115,7 @@ def test_a_function_without_regions_is_called_as_ever():
     assert Counted.runs == 2
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="autograd takes no arguments by name")
 def test_arguments_by_name():
     def program(region):
         with region():

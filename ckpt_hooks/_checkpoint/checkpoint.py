@@ -162,7 +162,8 @@ def checkpoint(
             coroutine function, which a call does not run; or if a direct call has an option of the curried form, and the
             function does not take it, or it is a policy.
         RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
-        CheckpointError: In backward, where a tensor cannot be brought back as it was.
+        CheckpointError: In backward, where a tensor cannot be brought back as it was. At the end of a forward which writes to
+            a buffer of more than 16 KiB that earlier forwards only read, if no flag, hook or submodule changed before.
 
     Note:
         Of the limits in the README, in more detail:

@@ -365,12 +365,16 @@ class Contents:
                 undo.uncopied.append((tensor, tensor._version))
         if stale:
             undo.exchange(tensor for tensor, *_ in stale)
-        for one in self._small:
-            self._rewind_small(one, undo, may_write=may_write)
+        # All is read before the first is written: two groups have a tensor in common where a module is part of two.
+        writes = [self._look_at_small(one, undo, may_write=may_write) for one in self._small]
+        for one, versions in zip(self._small, writes, strict=True):
+            if versions is not None:
+                one.group.write(one.content, versions)
         if stale:
             fill_all(stale)
 
-    def _rewind_small(self, one: SmallCopy, undo: ContentsUndo, *, may_write: bool) -> None:
+    def _look_at_small(self, one: SmallCopy, undo: ContentsUndo, *, may_write: bool) -> list[int] | None:
+        """Notes small tensors for ``undo``; returns the versions to write with their content, None if they hold it."""
         group, content = one.group, one.group.read()
         is_intact = content is not None and (one.before == one.after or group.has_shapes())
         is_exchanged = content != one.content or one.before != one.after
@@ -381,6 +385,7 @@ class Contents:
             undo.exchange(group.tensors())
         else:
             undo.small.append((group, content, versions, is_exchanged))
-        if is_exchanged and versions is not None:
-            ends = one.after if self._settled else versions
-            group.write(one.content, [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)])
+        if versions is None or not is_exchanged:
+            return None
+        ends = one.after if self._settled else versions
+        return [was + now - end for was, now, end in zip(one.before, versions, ends, strict=True)]
