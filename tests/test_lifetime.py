@@ -445,7 +445,7 @@ def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():
     data = [torch.ones(5) for _ in range(3)]
     for batch in data:
         checkpoint(lambda x, batch=batch: (x * batch.sum()).sin(), leaf(3)).sum().backward()
-    assert [buffers._copies.get(batch)[1]() for batch in data] == [None] * 3
+    assert [buffers._copies.get(batch, None)[1]() for batch in data] == [None] * 3
 
 
 def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):

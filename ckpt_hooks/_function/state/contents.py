@@ -262,15 +262,15 @@ class Contents:
             self._names = _names_of(plans)
 
     def _add(self, tensor: torch.Tensor | None, refer: _Refer, uses: Uses, seen: set[int], *, may_wait: bool) -> None:
-        if tensor is None or id(tensor) in seen or tensor.requires_grad or tensor.is_meta or tensor.is_inference():
+        if tensor is None or id(tensor) in seen:
             return
         seen.add(id(tensor))
-        use = uses.get(tensor, Use.UNKNOWN)  # type: ignore[no-untyped-call]
-        copy = None
+        use, copy = uses.get(tensor, Use.UNKNOWN), None
         if use is not Use.READ or tensor.nbytes <= SMALL:
-            if is_dense(tensor) and not has_storage(tensor):
+            is_strided = is_dense(tensor)
+            if tensor.requires_grad or tensor.is_meta or tensor.is_inference() or (is_strided and not has_storage(tensor)):
                 return
-            copy = copy_before(tensor, use, is_owned=uses is not outside) if is_dense(tensor) else None
+            copy = copy_before(tensor, use, is_owned=uses is not outside) if is_strided else None
         if copy is None:
             self.uncopied.append((refer, tensor._version, uses))
         else:
