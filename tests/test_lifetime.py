@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import gc
 import sys
 import types
@@ -342,7 +343,71 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
     assert watching.alive() == [False] * observed
     del left[0]  # of forward
     assert gone() is None
-    assert torch.equal(grad(left[0].sum(), x)[0], x.cos() * 5)
+    with pytest.raises(CheckpointError, match=r"region '.*function': backward goes through a tensor that a recompute"):
+        grad(left[0].sum(), x)
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_what_a_rerun_leaves_behind_keeps_its_own_memory_alone():
+    left = []
+
+    def function(x):
+        h = x.sin().exp()
+        left.append(h.sum())
+        return (h * 2).cos().tan()
+
+    def alive():
+        return sum(type(one) is torch.Tensor and one.numel() == 1013 for one in gc.get_objects())
+
+    x = leaf(1013)
+    before = alive()
+    for _ in range(3):
+        checkpoint(function, x).sum().backward()
+    x.grad = None
+    assert len(left) == 6
+    del left[::2]  # of forward
+    assert alive() == before
+
+
+COLLECTED = contextvars.ContextVar("COLLECTED")
+
+
+@pytest.mark.parametrize("form", ["region", "nested"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_collectors_in_context_variables_get_what_forward_made(form, early_stop):
+    """As Transformers collects hidden states and attentions. Backward may run outside of forward's context."""
+
+    def layer(x):
+        found = COLLECTED.get()
+        y = x.sin()
+        found["states"].append(y)
+        found["last"] = y
+        found.setdefault("kept", set()).add(len(found["states"]))
+        return y.exp().cos()
+
+    def run(x):
+        if form == "nested":
+            return checkpoint(lambda x: checkpoint(layer, x, early_stop=early_stop), x, early_stop=early_stop)
+        return checkpoint(layer, x, early_stop=early_stop)
+
+    def forward(x):
+        found = {"states": []}
+        COLLECTED.set(found)
+        return run(run(x)), found
+
+    x = leaf(3)
+    y, found = contextvars.copy_context().run(forward, x)
+    states, last, kept = list(found["states"]), found["last"], set(found["kept"])
+    for _ in range(2):
+        (y.sum() + sum(state.sum() for state in states)).backward(retain_graph=True)
+        assert list(map(id, found["states"])) == list(map(id, states))
+        assert found["last"] is last
+        assert found["kept"] == kept == {1, 2}
+    h = x.detach().requires_grad_()
+    a = h.sin()
+    b = a.exp().cos().sin()
+    (2 * (b.exp().cos().sum() + a.sum() + b.sum())).backward()
+    assert torch.equal(x.grad, h.grad)
 
 
 @pytest.mark.parametrize("failure", ["raises", "differs"])

@@ -538,6 +538,19 @@ block, x = nn.Linear(3, 3), torch.rand(2, 3)
 
 
 @provokes
+def a_result_of_a_recompute_in_backward():
+    left = []
+
+    def function(x):
+        y = x.sin().exp()
+        left.append(y.cos())
+        return y
+
+    backward(checkpoint(early_stop=False)(function)(leaf(3)))
+    backward(left[1])
+
+
+@provokes
 def a_large_buffer_written_late():
     module = nn.Module()
     module.register_buffer("queue", torch.zeros(5000))

@@ -12,7 +12,7 @@ import torch
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
-from ckpt_hooks._core.hooks import hand_back
+from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.patience import patient
 from ckpt_hooks._torch import num_dispatch_modes, pop_saved_tensors_hooks, push_saved_tensors_hooks
 from ckpt_hooks.errors import MutationError
@@ -22,6 +22,7 @@ from .collector import Collector
 from .contexts import ContextPair, Selects, reusable
 from .explain import late_write_error, mutation_error, name_of
 from .failures import ExplainingFrame
+from .state.noted_values import ATOMS, containers_in, contents_of, fill
 from .state.parameters import WatchReads
 from .state.reached_state import ReachedState, Rewound
 from .state.variables import Loan, lend, take_back
@@ -111,7 +112,7 @@ class CallingFrame(ExplainingFrame):
                 hook = collector.noting_versions(hook)
             if leftovers is not None:
                 hook = leftovers.noting(hook, collector.values, collector.last)
-            push_saved_tensors_hooks(hook, hand_back)
+            push_saved_tensors_hooks(hook, HandBack(collector.values, self.path))
             try:
                 if changed or leftovers is not None:
                     with (
@@ -134,8 +135,18 @@ class CallingFrame(ExplainingFrame):
                     raise
 
     def _call_in_context(self, call: Restored) -> None:
-        # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
-        (Context() if self._context is None else self._context.copy()).run(self._call, *call[:2])
+        if self._context is None:
+            Context().run(self._call, *call[:2])
+            return
+        # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
+        found = [one for value in self._context.values() if type(value) not in ATOMS for one in containers_in(value)]
+        collected = [(container, contents) for container in found if (contents := contents_of(container)) is not None]
+        try:
+            # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
+            self._context.copy().run(self._call, *call[:2])
+        finally:
+            for container, contents in collected:
+                fill(container, contents)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -18,8 +18,9 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from itertools import chain, repeat
-from typing import Any
+from itertools import chain, count, repeat
+from operator import mul
+from typing import Any, TypeVar
 
 import torch
 
@@ -35,10 +36,9 @@ from .state.leftovers import Leftovers
 
 __all__ = ["Collector", "StopRecompute"]
 
-#: Stands for the last value wanted, among booleans for each tensor saved by forward: whether its value is wanted.
-_STOP: Any = object()
-
 _copy = unseen(stand_in_for)
+
+R = TypeVar("R")
 
 
 class StopRecompute(BaseException):
@@ -119,34 +119,34 @@ class Collector:
         self,
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    ) -> Callable[[torch.Tensor], int | torch.Tensor]:
         """Returns the pack hook of the rerun.
 
-        The hook keeps the tensor without its history as the value, and hands the same tensor to autograd, so that user code may
-        run backward on the graph of the rerun. Parameters are taken by an alias even if they need no gradient: a framework
-        frees a parameter by giving it another storage, which would leave the value empty. (To take the history off all values
-        at once at the end of the rerun was tried: no faster, for the holders needed.)
+        The hook keeps the tensor without its history as the value, and hands its number to autograd, so that user code may run
+        backward on the graph of the rerun (:class:`ckpt_hooks._core.hooks.HandBack`). Parameters are taken by an alias even if
+        they need no gradient: a framework frees a parameter by giving it another storage, which would leave the value empty.
+        (To take the history off all values at once at the end of the rerun was tried: no faster, for the holders needed.)
 
         Args:
             wanted: The handles to fill; None for all living handles.
             exchanged: Storages with the content of forward during the rerun only: values in these are copied.
         """
         values = self.values
-        asked: list[Any] = self.frame.alive()
-        final = len(asked) - 1 if wanted is None else -1
+        alive = self.frame.alive()
+        final = len(alive) - 1 if wanted is None else -1
         if wanted is not None:
-            asked = [alive and index in wanted for index, alive in enumerate(asked)]
-        while asked and not asked[-1]:
-            asked.pop()
-        self.last, self.wanted = len(asked) - 1, wanted
-        if asked and self.early_stop:
-            asked[-1] = _STOP
+            alive = [lives and index in wanted for index, lives in enumerate(alive)]
+        while alive and not alive[-1]:
+            alive.pop()
+        self.last, self.wanted = len(alive) - 1, wanted
+        asked: list[int] = list(map(mul, alive, count(1)))  # the number of each value that is wanted, from 1 on
+        stop = asked[-1] if asked and self.early_stop else -1
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self.without_grad.append
         plain, detach = torch.Tensor, self._detach
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
 
-        def fill(tensor: torch.Tensor) -> torch.Tensor:
+        def fill(tensor: torch.Tensor) -> int | torch.Tensor:
             nonlocal unfinished
             step = next_asked()
             if step:
@@ -162,9 +162,9 @@ class Collector:
                     elif type(tensor) is not plain:
                         tensor = detach(tensor)
                 append(tensor)
-                if step is _STOP and unfinished != sequence_number():
+                if step == stop and unfinished != sequence_number():
                     self._stop()
-                return tensor
+                return step
             if step is None:
                 return self._past_last(tensor, unfinished)
             append(MISSING)
@@ -178,7 +178,7 @@ class Collector:
 
         return fill
 
-    def noting_versions(self, hook: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def noting_versions(self, hook: Callable[[torch.Tensor], R]) -> Callable[[torch.Tensor], R]:
         """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher.
 
         Needed by a rerun under a dispatch mode after a forward without one. Under a mode torch does out of place some things
@@ -186,7 +186,7 @@ class Collector:
         """
         versions = self.versions = []
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor: torch.Tensor) -> R:
             versions.append(-1 if tensor.is_inference() else tensor._version)
             return hook(tensor)
 

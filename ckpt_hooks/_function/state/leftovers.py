@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,6 +26,8 @@ from .objects import Change, changes_between
 from .reached_objects import ObjectNotes
 
 __all__ = ["Leftovers", "leftovers_of"]
+
+R = TypeVar("R")
 
 _Ids = frozenset[int]
 _NO_IDS: _Ids = frozenset()
@@ -73,13 +75,11 @@ class Leftovers(PausableDispatchMode):
                     self._mark(one, sources)
         return output
 
-    def noting(
-        self, hook: Callable[[torch.Tensor], torch.Tensor], values: list[torch.Tensor], last: int
-    ) -> Callable[[torch.Tensor], torch.Tensor]:
+    def noting(self, hook: Callable[[torch.Tensor], R], values: list[torch.Tensor], last: int) -> Callable[[torch.Tensor], R]:
         """Returns a pack hook which notes the sources of saved values, up to the last value wanted."""
         sources_of, reached = self._sources_of, self._reached
 
-        def note(tensor: torch.Tensor) -> torch.Tensor:
+        def note(tensor: torch.Tensor) -> R:
             index = len(values)
             if index <= last and (sources := sources_of(tensor)):
                 reached.update(sources)
