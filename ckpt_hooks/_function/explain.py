@@ -11,7 +11,7 @@ import torch
 from ckpt_hooks._core.mutation import advice_for, change_in_words
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.words import describe_tensor
-from ckpt_hooks._torch import current_node, storage_of
+from ckpt_hooks._torch import current_node, is_freed, storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .handles import FIRST, HandleFrame
@@ -41,6 +41,8 @@ def mutation_error(
     """
     more = f" {_WILL_COPY}" if will_copy else ""
     change = change_in_words(tensor._version, expected, " since forward", is_same=is_same)
+    if is_freed(tensor):
+        change = f"has no memory any more: its storage was freed. It is at version {tensor._version}."
     return MutationError(
         f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
         f"values that forward saw. {advice_for(tensor, expected)}{more}",

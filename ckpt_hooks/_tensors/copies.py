@@ -35,6 +35,7 @@ __all__ = [
     "data_of",
     "differs",
     "fill_all",
+    "has_storage",
     "image_of",
     "is_dense",
     "is_plain",
@@ -230,6 +231,19 @@ class _Copy(torch.autograd.Function):
 _kind_of = operator.attrgetter("shape", "dtype", "device")
 
 
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a strided tensor is there, which a framework may have freed."""
+    return tensor.untyped_storage().nbytes() >= _needed(tensor)
+
+
+def _needed(tensor: torch.Tensor) -> int:
+    """Returns the bytes up to the end of a strided tensor in its storage."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + count) * tensor.element_size() if count else 0  # type: ignore[return-value]
+
+
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same shape, dtype, device and strides."""
     return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
@@ -297,6 +311,8 @@ def _fill(tensor: torch.Tensor, content: torch.Tensor, layout: torch.Tensor | No
     fits = same_layout(tensor, content)
     if layout is not None and not (fits and storage_of(tensor) == storage_of(layout)):
         tensor.data, fits = layout, True
+    if not has_storage(tensor):
+        tensor.untyped_storage().resize_(_needed(tensor))  # a rerun has freed it
     if not fits:
         tensor.data = copy_of(content)  # an observer gave it another shape
     elif 0 in tensor.stride():

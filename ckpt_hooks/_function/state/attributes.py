@@ -176,11 +176,11 @@ class ModuleNote:
         return other
 
     def differs_in_flags(self, other: ModuleNote) -> bool:
-        """Whether this differs from an earlier note in a part, a flag, a string or the like. Numbers may count steps."""
-        return (self._names, self._parts) != (other._names, other._parts) or any(
-            new is not old and not (type(new) in (int, float) and type(old) in (int, float))
-            for new, old in zip(self.values, other.values, strict=True)
-        )
+        """Whether this differs from an earlier note in a part, a flag, a string or the like; of numbers, in which are zero."""
+        return (self._names, self._parts, self._flags()) != (other._names, other._parts, other._flags())
+
+    def _flags(self) -> list[Any]:
+        return list(_flags_in((*self.values, *self._noted.values())))
 
     def objects_in(self, own: dict[str, Any]) -> Any:
         """Returns the objects to hold for :meth:`restore`, of which the note has weak references or nothing."""
@@ -239,6 +239,17 @@ class ModuleNote:
             guards = True
             del own[name]
         return guards
+
+
+def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
+    """Yields the flags and the like among values and notes; of a number, which may count steps, whether it is zero."""
+    for noted in notes:
+        if type(noted) is ContainerNote:
+            yield from _flags_in(noted.entries)
+        elif type(noted) in (int, float):
+            yield (noted == 0,)
+        elif is_atom(noted):
+            yield noted
 
 
 def _tensors_in(notes: Iterable[Any]) -> Iterator[TensorNote]:

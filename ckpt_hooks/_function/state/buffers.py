@@ -16,6 +16,7 @@ Whatever is only read costs a region no memory (Rule 9).
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -26,11 +27,11 @@ import torch
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_hooks._tensors.copies import copy_of, is_dense, same_bits, same_layout
+from ckpt_hooks._tensors.copies import copy_of, has_storage, is_dense, same_bits, same_layout
 
 from .attributes import AttributeNotes
 from .noted_values import TensorNote
-from .small_buffers import SmallBuffers, SmallCopy, has_storage, is_small_on_host
+from .small_buffers import SmallBuffers, SmallCopy, is_small_on_host
 
 __all__ = [
     "MOST_FROZEN",
@@ -48,7 +49,7 @@ __all__ = [
     "use_after",
 ]
 
-# The limits, all in bytes.
+# The limits, all but the last in bytes.
 
 #: Up to this size tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy of
 #: each mask of 64 KiB was five times what the regions of a small GPT hold besides.
@@ -58,6 +59,8 @@ MOST_OUTSIDE = 1 << 20
 #: Parameters without gradients are copied up to this size, all of a region together: a few modules keep state in them, and most
 #: are the frozen weights of a large model.
 MOST_FROZEN = 1 << 24
+#: In how many forwards. A name that is bound anew for the first time in a later one is not noticed.
+LOOKS_AT_FROZEN = 4
 
 
 #: A name in a module, as the dict that holds it and the key.
@@ -84,7 +87,7 @@ V = TypeVar("V")
 class ByTensor(Generic[V]):
     """A table by tensor, whose entries go with the tensors. Torch's ``WeakTensorKeyDictionary`` takes forty times as long."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("__weakref__", "_entries")
 
     def __init__(self) -> None:
         self._entries: dict[int, tuple[weakref.ref[torch.Tensor], V]] = {}
@@ -95,8 +98,13 @@ class ByTensor(Generic[V]):
         return default if found is None or found[0]() is not tensor else found[1]
 
     def __setitem__(self, tensor: torch.Tensor, value: V) -> None:
-        entries, key = self._entries, id(tensor)
-        entries[key] = weakref.ref(tensor, lambda _: entries.pop(key, None)), value
+        self._entries[id(tensor)] = weakref.ref(tensor, functools.partial(_forget, weakref.ref(self), id(tensor))), value
+
+
+def _forget(table: weakref.ref[ByTensor[Any]], key: int, _: Any) -> None:
+    found = table()
+    if found is not None:
+        found._entries.pop(key, None)
 
 
 Uses = ByTensor[Use]
@@ -139,7 +147,7 @@ def copy_before(tensor: torch.Tensor, use: Use, *, is_owned: bool = True) -> tor
 
 def has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
     """Whether a tensor of unchanged version may differ from its copy. A device is not made to wait: its answer may be wrong."""
-    if not same_layout(tensor, copy):
+    if not (same_layout(tensor, copy) and has_storage(tensor)):
         return True
     return not same_bits(tensor, copy) if answers_at_once(tensor) else use not in (Use.READ, Use.WRITTEN)
 
@@ -162,7 +170,7 @@ def use_after(tensor: torch.Tensor, copy: torch.Tensor | None, use: Use, *, was_
     """
     if was_written and use is not Use.UNSEEN:
         return Use.WRITTEN
-    if use is not Use.UNKNOWN or copy is None:
+    if use is not Use.UNKNOWN or copy is None or not has_storage(tensor):  # which a framework frees, and fills anew
         return use
     if not (may_wait or answers_at_once(tensor)):
         return Use.UNKNOWN if tensor.nbytes <= SMALL else Use.READ
@@ -173,7 +181,7 @@ class Buffers:
     """What is known of the tensors of one module and its submodules.
 
     Attributes:
-        is_known: Whether a whole forward was seen.
+        num_forwards: How many whole forwards were seen since the first.
         uses: What forwards were seen to do to each tensor.
         written_names: Parameters without gradients to which forwards wrote: number of the module, and name.
     """
@@ -185,7 +193,7 @@ class Buffers:
         "_others",
         "_registered",
         "_small",
-        "is_known",
+        "num_forwards",
         "uses",
         "written_names",
     )
@@ -202,13 +210,13 @@ class Buffers:
         self._small: SmallBuffers | None = None
         self._others: list[TensorNote] = []
         self.written_names: set[tuple[int, str]] = set()
-        self.is_known: bool = before is not None and before.is_known and not before.written_names
+        self.num_forwards: int = 0 if before is None or before.written_names else before.num_forwards
         self.uses = Uses()
         self._latest_hook, self._registered = RemovableHandle.next_id, self._hooks()
 
     def forget(self) -> None:
         """Has the next forward count as the first. Forwards under way tell the old table what they find."""
-        self.uses, self.is_known = Uses(), False
+        self.uses, self.num_forwards = Uses(), 0
         if self._small is not None:
             self._small.forget()
 
@@ -222,6 +230,10 @@ class Buffers:
         """Whether the modules got or lost hooks since the latest forward began. Costs nothing while none is registered."""
         return RemovableHandle.next_id != self._latest_hook and self._hooks() != self._registered
 
+    def knows_parameters(self) -> bool:
+        """Whether parameters without gradients were looked at in enough forwards, of which their versions tell later ones."""
+        return self.num_forwards >= LOOKS_AT_FROZEN
+
     def parameters(self) -> Iterator[tuple[int, bool, tuple[Buffers, tuple[int, str], Slot]]]:
         """Yields the parameters without gradients to which forwards write, or may write: size, whether this is known, place.
 
@@ -230,7 +242,7 @@ class Buffers:
         for number, module in enumerate(self._alive()):
             for name, parameter in module._parameters.items():
                 is_written = (number, name) in self.written_names
-                may_write = not (self.is_known or parameter is None or parameter.requires_grad)
+                may_write = not (self.knows_parameters() or parameter is None or parameter.requires_grad)
                 if parameter is not None and (is_written or (may_write and is_copied(parameter))):
                     yield parameter.nbytes, is_written, (self, (number, name), (module._parameters, name))
 

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
-from typing import Any
 
 import torch
 
-from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, is_dense, is_plain, same_layout
+from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, has_storage, is_dense, same_layout
 from ckpt_hooks._torch import storage_of
 
 from .buffers import (
@@ -41,13 +40,13 @@ from .buffers import (
     outside,
     use_after,
 )
+from .contents_undo import Before, ContentsUndo
 from .module_plan import ModulePlan
 from .noted_values import Complain, GoneError, PutBack, TensorNote
-from .small_buffers import SmallBuffers, SmallCopy, has_storage
+from .small_buffers import SmallCopy
 
-__all__ = ["Contents", "ContentsUndo"]
+__all__ = ["Contents"]
 
-_NO_STORAGES = frozenset["int | None"]()
 _NO_PARAMETERS = frozenset[int]()
 
 #: Returns a tensor, an alias where it is gone, or None.
@@ -57,7 +56,7 @@ _Refer = Callable[[], "torch.Tensor | None"]
 class _Entry:
     """The content of one tensor: its versions before and after forward, and its copy, None if that is not needed any more."""
 
-    __slots__ = ("_may_wait", "after", "before", "copy", "tensor", "use", "uses")
+    __slots__ = ("_may_wait", "after", "before", "copy", "layout", "tensor", "use", "uses")
 
     def __init__(
         self, tensor: torch.Tensor, refer: _Refer, copy: torch.Tensor, use: Use, uses: Uses, *, may_wait: bool
@@ -65,6 +64,7 @@ class _Entry:
         self.tensor, self.use, self.uses, self._may_wait = refer, use, uses, may_wait
         self.copy: torch.Tensor | None = copy
         self.before = self.after = tensor._version
+        self.layout = data_of(tensor)  # forward may give it other memory, even that of another buffer
 
     def settle(self, *, failed: bool) -> None:
         """Notes the version at the end of forward and what forward did. Drops the copy of a large tensor that was only read."""
@@ -81,7 +81,7 @@ class _Entry:
 
     def is_stale(self, tensor: torch.Tensor, copy: torch.Tensor) -> bool:
         """Whether the content is not what it was before forward."""
-        return tensor._version != self.before or (has_storage(tensor) and has_changed(tensor, copy, self.use))
+        return tensor._version != self.before or has_changed(tensor, copy, self.use)
 
 
 #: A tensor without a copy, its version before forward, and the table which tells that forwards only read it.
@@ -97,7 +97,8 @@ class _Name:
         tensor = slot[0][slot[1]]
         self._buffers, self._key, self.slot, self._noted = buffers, key, slot, TensorNote(tensor)
         self._storage = storage_of(tensor)
-        copy = copy_before(tensor, Use.UNKNOWN) if is_copied(tensor) else None
+        # No table gets it, whose weak reference would forbid ``torch.utils.swap_tensors`` after the step.
+        copy = copy_of(tensor) if is_copied(tensor) else None
         self.entry = None if copy is None else _Entry(tensor, self._noted.tensor, copy, Use.UNKNOWN, Uses(), may_wait=True)
 
     def is_known(self) -> bool:
@@ -143,95 +144,16 @@ def _names_of(plans: Sequence[ModulePlan]) -> list[_Name]:
     return names
 
 
-#: A tensor, its version, its content, and its layout to be put back, if it may have got another.
-_Before = tuple[torch.Tensor, int, torch.Tensor, "torch.Tensor | None"]
-
-
-def _has_moved(before: _Before) -> bool:
-    tensor, version, content, _ = before
-    return tensor._version != version or (has_storage(tensor) and has_changed(tensor, content, Use.READ))
-
-
-class ContentsUndo:
-    """The contents before a rerun, to be put back.
-
-    Attributes:
-        complain: Returns an error for a tensor that the rerun alone wrote to, and its version before.
-        exchanged: Tensors with another content in the rerun.
-        others: Tensors with the same content in the rerun.
-        slots: Names of parameters without gradients, and the parameters.
-        small: Groups of small tensors, their content, their versions (None if unknown), and whether they get another content.
-        uncopied: Tensors without a copy, and their versions.
-    """
-
-    __slots__ = ("_trained", "complain", "exchanged", "others", "slots", "small", "uncopied")
-
-    def __init__(self, complain: Complain) -> None:
-        self.complain = complain
-        self.slots: list[tuple[Slot, Any]] = []
-        self.exchanged: list[_Before] = []
-        self.others: list[_Before] = []
-        self.small: list[tuple[SmallBuffers, bytes, list[int] | None, bool]] = []
-        self.uncopied: list[tuple[torch.Tensor, int]] = []
-        self._trained: list[_Before] = []
-
-    def watch_trained(self, plans: Sequence[ModulePlan]) -> None:
-        """Copies the parameters which a rerun may initialise once more, which cannot be put back."""
-        modules = {id(module): module for plan in plans for reference in plan.parameters[0] if (module := reference())}
-        found = {id(p): p for module in modules.values() for p in module._parameters.values() if p is not None}
-        trained = [p for p in found.values() if p.requires_grad and is_plain(p) and is_copied(p.detach())]
-        self._trained = [(parameter, parameter._version, copy_of(parameter), None) for parameter in trained]
-
-    def exchange(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Notes tensors that are about to get another content."""
-        self.exchanged += [(tensor, tensor._version, copy_of(tensor), data_of(tensor)) for tensor in tensors]
-
-    def storages(self) -> frozenset[int | None]:
-        """Returns the storages with another content in the rerun."""
-        small = [group.storages for group, _, _, is_exchanged in self.small if is_exchanged]
-        if not self.exchanged and len(small) <= 1:
-            return small[0] if small else _NO_STORAGES
-        return frozenset(storage_of(tensor) for tensor, *_ in self.exchanged).union(*small)
-
-    def restore(self) -> None:
-        """Restores the contents from before the rerun, including tensors written by the rerun alone.
-
-        Raises:
-            MutationError: If the rerun initialised parameters once more, which are restored, or wrote to a tensor to which no
-                forward has written.
-        """
-        for (owner, name), value in reversed(self.slots):
-            owner[name] = value
-        written: list[tuple[torch.Tensor, int]] = []
-        for group, content, versions, is_exchanged in self.small:
-            if versions is None:
-                if not group.is_unwritten() and (now := group.read()) != content:
-                    written.append((group.first_difference(content, now), group.versions[0]))
-                    group.write(content, group.versions)
-            elif is_exchanged or group.read() != content or group.read_versions() != versions:
-                group.write(content, versions)
-        if self.exchanged or self.others:
-            fill_all((*self.exchanged, *filter(_has_moved, self.others)))
-        for trained in self._trained:
-            parameter, version, data, _ = trained
-            if same_layout(parameter, data) and not torch.allclose(parameter, data, rtol=0, atol=0, equal_nan=True):
-                fill_all([trained])
-                written.append((parameter, version))
-        if self.uncopied:
-            written += [(tensor, version) for tensor, version in self.uncopied if tensor._version != version]
-        if written:
-            raise self.complain(*written[0])
-
-
 class Contents:
     """Contents of the tensors that a forward may write to, to be put back for a rerun.
 
     Attributes:
+        freed: Tensors without memory when the latest rerun began.
         parameters: The ``id`` of each parameter among the tensors.
         uncopied: Tensors which must stay as they are, or a rerun ends when it reads one.
     """
 
-    __slots__ = ("_copied", "_names", "_settled", "_small", "parameters", "uncopied")
+    __slots__ = ("_copied", "_empty", "_names", "_settled", "_small", "freed", "parameters", "uncopied")
 
     def __init__(self, plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor], generators: list[torch.Generator]) -> None:
         """Copies what forward may write to.
@@ -245,20 +167,22 @@ class Contents:
         self._small: list[SmallCopy] = []
         self._copied: list[_Entry] = []
         self.uncopied: list[_Uncopied] = []
+        self.freed: Sequence[torch.Tensor] = ()
+        self._empty: list[_Refer] = []
         self._names: list[_Name] = []
         seen: set[int] = set()
         for plan in plans:
             small, notes, own = plan.contents(generators)
             if small is not None:
                 self._small.append(small)
-            uses, may_wait = plan.buffers.uses, not plan.buffers.is_known
+            uses, may_wait = plan.buffers.uses, plan.buffers.num_forwards == 0
             for note in notes:
                 self._add(note.reference(), note.tensor, uses, seen, may_wait=may_wait)
             for tensor in own:
                 self._add(tensor, weakref.ref(tensor), uses, seen, may_wait=may_wait)
         for tensor in tensors:
             self._add(tensor, weakref.ref(tensor), outside, seen, may_wait=False)
-        if not all(plan.buffers.is_known and not plan.buffers.written_names for plan in plans):
+        if not all(plan.buffers.knows_parameters() and not plan.buffers.written_names for plan in plans):
             self._names = _names_of(plans)
 
     def _add(self, tensor: torch.Tensor | None, refer: _Refer, uses: Uses, seen: set[int], *, may_wait: bool) -> None:
@@ -268,7 +192,10 @@ class Contents:
         use, copy = uses.get(tensor, Use.UNKNOWN), None
         if use is not Use.READ or tensor.nbytes <= SMALL:
             is_strided = is_dense(tensor)
-            if tensor.requires_grad or tensor.is_meta or tensor.is_inference() or (is_strided and not has_storage(tensor)):
+            if tensor.requires_grad or tensor.is_meta or tensor.is_inference():
+                return
+            if is_strided and not has_storage(tensor):  # the function fills it
+                self._empty.append(refer)
                 return
             copy = copy_before(tensor, use, is_owned=uses is not outside) if is_strided else None
         if copy is None:
@@ -278,7 +205,7 @@ class Contents:
 
     def is_empty(self) -> bool:
         """Whether there is nothing for forward to change."""
-        return not (self._copied or self.uncopied or self._small or self._names)
+        return not (self._copied or self.uncopied or self._small or self._names or self._empty)
 
     def settle(self, *, failed: bool) -> None:
         """Ends forward: notes all versions, and drops the copies of large tensors which forward only read.
@@ -302,7 +229,8 @@ class Contents:
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns tensors without a copy which were written to since forward began, with their versions then."""
         pairs = [(refer(), version) for refer, version, _ in self.uncopied]
-        return [(tensor, version) for tensor, version in pairs if tensor is not None and tensor._version != version]
+        freed = [(tensor, tensor._version) for tensor in self.freed]
+        return freed + [(tensor, version) for tensor, version in pairs if tensor is not None and tensor._version != version]
 
     def note_written(self, tensor: torch.Tensor) -> bool:
         """Has later forwards copy a tensor without a copy; returns False if they cannot."""
@@ -340,21 +268,26 @@ class Contents:
             if key in owner and name.is_known():
                 undo.slots.append((name.slot, owner[key]))
                 name.bind(undo.complain)
-        stale: list[_Before] = []
+        stale: list[Before] = []
         for entry in self._entries():
             tensor, copy = entry.tensor(), entry.copy
             if tensor is None or copy is None:
                 continue
-            if entry.is_stale(tensor, copy):
+            if not has_storage(tensor):
+                undo.freed.append(tensor)
+            elif entry.is_stale(tensor, copy):
                 # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
                 # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
                 after = entry.after if self._settled else tensor._version  # the latter for a backward inside of forward
-                stale.append((tensor, entry.before + tensor._version - after, copy, None))
+                stale.append((tensor, entry.before + tensor._version - after, copy, entry.layout))
             else:
                 undo.others.append((tensor, tensor._version, copy, None))
         for refer, version, _ in self.uncopied:
             tensor = refer()
             if tensor is None:
+                continue
+            if is_dense(tensor) and not has_storage(tensor):
+                undo.freed.append(tensor)
                 continue
             # Reads of plain tensors are watched in the rerun of an ended forward (:meth:`changed`).
             if tensor._version != version and not (self._settled and is_copied(tensor)):
@@ -363,6 +296,8 @@ class Contents:
                 undo.others.append((tensor, tensor._version, copy_of(tensor), None))
             else:
                 undo.uncopied.append((tensor, tensor._version))
+        empty = (refer() for refer in self._empty)
+        undo.freed += [tensor for tensor in empty if tensor is not None and not has_storage(tensor)]
         if stale:
             undo.exchange(tensor for tensor, *_ in stale)
         # All is read before the first is written: two groups have a tensor in common where a module is part of two.
@@ -372,17 +307,19 @@ class Contents:
                 one.group.write(one.content, versions)
         if stale:
             fill_all(stale)
+        self.freed = undo.freed
 
     def _look_at_small(self, one: SmallCopy, undo: ContentsUndo, *, may_write: bool) -> list[int] | None:
         """Notes small tensors for ``undo``; returns the versions to write with their content, None if they hold it."""
         group, content = one.group, one.group.read()
-        is_intact = content is not None and (one.before == one.after or group.has_shapes())
         is_exchanged = content != one.content or one.before != one.after
         versions = group.read_versions() if is_exchanged or may_write or group.moves is not False else None
         if versions is not None and not self._settled:
             is_exchanged = is_exchanged or versions != one.before
-        if content is None or not is_intact:
+        if content is None:
             undo.exchange(group.tensors())
+            if undo.freed:
+                return None
         else:
             undo.small.append((group, content, versions, is_exchanged))
         if versions is None or not is_exchanged:

@@ -142,7 +142,7 @@ class ModulePlan:
         return (
             self.epoch == _Epoch.number
             and self.note()
-            and self.buffers.is_known
+            and self.buffers.knows_parameters()
             and not (self.buffers.written_names or self._scripted or self.is_lazy or self._searched)
         )
 
@@ -176,7 +176,7 @@ class ModulePlan:
         Args:
             failed: Whether forward ended by an exception.
         """
-        self.buffers.is_known = self.buffers.is_known or not failed
+        self.buffers.num_forwards += not failed
 
     def contents(self, generators: list[torch.Generator]) -> Contents:
         """Begins a forward: returns the tensors that it may write to.

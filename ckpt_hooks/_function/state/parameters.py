@@ -5,7 +5,7 @@ only read: a bias, an embedding, and under autocast every weight, of which only 
 anew. If such a parameter is modified between forward and backward, the rerun silently computes other values, while plain
 autograd needs the parameter no more and gives the right gradients. So the versions of all parameters reached by a region are
 noted when its forward begins, and compared when the region is rerun. The same goes for closed-over tensors that require grad.
-(Closed-over tensors that require none are put back for a rerun, see :mod:`.module_state`.)
+(Closed-over tensors that require none are put back for a rerun, see :mod:`.contents`.)
 
 A region may reach parameters without reading them, and these may well change in between: an optimizer that steps in the course
 of a backward has changed the layers behind. So a rerun with changed parameters is watched. As soon as an operator is about to

@@ -12,7 +12,8 @@ import torch
 
 from .attributes import AttributeNotes
 from .closure_scan import Reached
-from .contents import Contents, ContentsUndo
+from .contents import Contents
+from .contents_undo import ContentsUndo
 from .lent_attributes import AttributesUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
 from .noted_values import Complain
@@ -67,7 +68,8 @@ class ReachedState:
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
         changed = self.parameters.changed()
-        return changed + self._contents.changed() if self._contents is not None and self._contents.uncopied else changed
+        contents = self._contents
+        return changed if contents is None or not (contents.uncopied or contents.freed) else changed + contents.changed()
 
     def note_written(self, tensor: torch.Tensor) -> bool:
         """Has later forwards copy a tensor, after a write to it; returns whether they will."""

@@ -17,27 +17,18 @@ from typing import TypeVar
 
 import torch
 
-from ckpt_hooks._tensors.copies import fill_all, is_plain, same_bits
+from ckpt_hooks._tensors.copies import fill_all, has_storage, is_plain, same_bits
 from ckpt_hooks._torch import hold_versions, past_all_modes, set_versions, storage_of
 
 from .noted_values import TensorNote
 
-__all__ = ["SmallBuffers", "SmallCopy", "has_storage", "is_small_on_host"]
+__all__ = ["SmallBuffers", "SmallCopy", "is_small_on_host"]
 
 R = TypeVar("R")
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
-_shape: Callable[[torch.Tensor], torch.Size] = operator.attrgetter("shape")
+_nbytes: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage.nbytes
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-
-
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Whether the memory of a strided tensor is there, which a framework may have freed."""
-    count = tensor.numel()
-    if count and not tensor.is_contiguous():
-        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    needed = (tensor.storage_offset() + count) * tensor.element_size() if count else 0
-    return tensor.untyped_storage().nbytes() >= needed
 
 
 def is_small_on_host(note: TensorNote, limit: int) -> bool:
@@ -69,10 +60,14 @@ class SmallBuffers:
 
     __slots__ = (
         "_addresses",
+        "_is_intact",
+        "_layouts",
         "_memory",
         "_owner",
         "_references",
-        "_shapes",
+        "_sizes",
+        "_storages",
+        "_strided",
         "_total",
         "content",
         "moves",
@@ -86,14 +81,20 @@ class SmallBuffers:
         self.notes = notes
         self._references = [note.reference for note in notes]
         tensors = self.tensors()
-        self._addresses, self._shapes = list(map(_address, tensors)), list(map(_shape, tensors))
+        self._addresses, self._layouts = list(map(_address, tensors)), list(map(_layout, tensors))
+        #: An assignment to ``data`` may turn a matrix and leave its address and version.
+        self._strided = [
+            (note.reference, tensor.stride()) for note, tensor in zip(notes, tensors, strict=True) if tensor.dim() > 1
+        ]
+        self._storages = [tensor.untyped_storage() for tensor in tensors]
+        self._sizes = list(map(_nbytes, self._storages))
         sizes = zip(tensors, self._addresses, strict=True)
         self._memory = [(ctypes.c_char * tensor.nbytes).from_address(address) for tensor, address in sizes]
         self.storages = frozenset(map(storage_of, tensors))
         self.forget()
         self.content = b""
         self.versions = self.read_versions()
-        self._total = 0
+        self._total, self._is_intact = 0, True
 
     def forget(self) -> None:
         """Has the next forward find out whether forwards write."""
@@ -120,16 +121,20 @@ class SmallBuffers:
         return [note.alias if (tensor := reference()) is None else tensor for reference, note in pairs]  # type: ignore[misc]
 
     def read(self) -> bytes | None:
-        """Returns the content; None if a tensor has other memory."""
-        return b"".join(self._memory) if self._each(_address) == self._addresses else None
+        """Returns the content; None if a tensor has other memory, or another layout since the latest forward."""
+        is_there = self._is_intact and self._each(_address) == self._addresses
+        for reference, strides in self._strided:
+            tensor = reference()
+            is_there = is_there and (tensor is None or tensor.stride() == strides)
+        return b"".join(self._memory) if is_there else None
 
     def read_versions(self) -> list[int]:
         """Returns the version of each tensor."""
         return self._each(_version)
 
-    def has_shapes(self) -> bool:
-        """Whether the tensors have the shapes that they had."""
-        return self._each(_shape) == self._shapes
+    def has_layouts(self) -> bool:
+        """Whether the tensors have the shapes, strides and dtypes that they had."""
+        return self._each(_layout) == self._layouts
 
     def _each(self, get: Callable[[torch.Tensor], R]) -> list[R]:
         try:
@@ -140,7 +145,8 @@ class SmallBuffers:
     def write(self, content: bytes, versions: Sequence[int]) -> None:
         """Writes contents and versions of the tensors, and gives back memory that was exchanged meanwhile."""
         tensors = self.tensors()
-        if self._each(_address) != self._addresses or not self.has_shapes():
+        is_there = list(map(_nbytes, self._storages)) == self._sizes and self._each(_address) == self._addresses
+        if not is_there or not self.has_layouts():
             aliases = [note.alias for note in self.notes]
             fill_all(zip(tensors, versions, self.pieces(content), aliases, strict=True))
             return
@@ -154,10 +160,10 @@ class SmallBuffers:
     def pieces(self, content: bytes) -> list[torch.Tensor]:
         """Returns each tensor's part of a content."""
         found, start = [], 0
-        for tensor, memory, shape in zip(self.tensors(), self._memory, self._shapes, strict=True):
+        for tensor, memory, (shape, _, dtype) in zip(self.tensors(), self._memory, self._layouts, strict=True):
             part = bytearray(content[start : start + len(memory)])
             start += len(memory)
-            found.append(past_all_modes(tensor, _tensor_of, part, tensor.dtype, shape))
+            found.append(past_all_modes(tensor, _tensor_of, part, dtype, shape))
         return found
 
     def first_difference(self, one: bytes, other: bytes | None) -> torch.Tensor:
@@ -171,15 +177,19 @@ class SmallBuffers:
         if content is None:
             return None
         is_known = content == self.content
-        if self.moves is False and is_known:
+        if is_known and self.is_unwritten():
             return SmallCopy(self, self.content, self.versions, found_other=False)
         versions = self.read_versions()
-        if versions != self.versions and not self.has_shapes():
+        if versions != self.versions and not self.has_layouts():
             return None
         # A rerun of a region around finds lower versions.
-        found_other = not is_known if self.moves is False else self.moves is True and sum(versions) > self._total
+        found_other = self.moves is False or (self.moves is True and sum(versions) > self._total)
         self.content, self.versions = self.content if is_known else content, versions
         return SmallCopy(self, self.content, versions, found_other=found_other)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _tensor_of(part: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
@@ -214,14 +224,12 @@ class SmallCopy:
             return
         self.after = group.versions = group.read_versions()
         group._total = max(group._total, sum(self.after))
+        group._is_intact = self.after == self.before or group.has_layouts()
         if group.moves:
             return
-        was_read = group.moves is False
-        has_written = (self.after != self.before and not (was_read and group.has_shapes())) or group.read() != self.content
+        has_written = self.after != self.before or group.read() != self.content
         group.forget()
         if has_written:
             group.moves = True
         elif not failed:
-            # Where other code wrote the same content again, as it loads a checkpoint, forward is taken to have only read.
-            self.before = self.after
             group.hold()
