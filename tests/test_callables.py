@@ -124,14 +124,28 @@ def keep_all(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 
+def unannotated(ctx, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
 def keep_all_in_words(ctx, op, *args, **kwargs) -> "CheckpointPolicy":  # noqa: UP037
     return CheckpointPolicy.MUST_SAVE
 
 
 @pytest.mark.parametrize(
     "policy",
-    [dots_saveable, save_ops(MM), [MM], {MM}, (MM,), [torch.ops.aten.mm], keep_all, keep_all_in_words],
-    ids=["policy", "save_ops", "list", "set", "tuple", "packet", "function", "function in words"],
+    [
+        dots_saveable,
+        save_ops(MM),
+        [MM],
+        {MM},
+        (MM,),
+        [torch.ops.aten.mm],
+        keep_all,
+        keep_all_in_words,
+        unannotated,
+    ],
+    ids=["policy", "save_ops", "list", "set", "tuple", "packet", "function", "function in words", "unannotated"],
 )
 @pytest.mark.parametrize("function", [swallows, Swallowing(), functools.partial(swallows), lambda x: x])
 @pytest.mark.parametrize("grad", [True, False])
@@ -154,6 +168,9 @@ def test_what_a_function_takes_reaches_it():
     assert swallows.got == {"name": "a", "policy": "greedy", "preserve_buffers": 1}
     assert checkpoint(Swallowing(), x, name="a", policy=[]) == {"name": "a", "policy": []}
     assert checkpoint(takes_a_name, x, name="b") == "b"
+    module = nn.Tanh()
+    module.forward = lambda ctx, op: None
+    assert checkpoint(Swallowing(), x, policy=module, name=len) == {"policy": module, "name": len}
     assert checkpoint(checkpoint(early_stop=False)(takes_a_name), x, name="c") == "c"
     assert checkpoint(functools.partial(swallows, policy=dots_saveable), x).shape == (3,)
     assert checkpoint(dict, name="d") == {"name": "d"}  # which does not say what it takes

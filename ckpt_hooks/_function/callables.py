@@ -91,6 +91,13 @@ def is_policy(value: Any) -> bool:
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
     if isinstance(value, Policy):
         return True
+    if isinstance(value, Module) or not callable(value):
+        return False
+    try:
+        if list(inspect.signature(value).parameters)[:2] == ["ctx", "op"]:  # as torch's documentation writes policies
+            return True
+    except (TypeError, ValueError):
+        return False
     returned = getattr(value, "__annotations__", {}).get("return")
     return returned is CheckpointPolicy or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
 
