@@ -229,7 +229,7 @@ class Contents:
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns tensors without a copy which were written to since forward began, with their versions then."""
         pairs = [(refer(), version) for refer, version, _ in self.uncopied]
-        freed = [(tensor, tensor._version) for tensor in self.freed]
+        freed = [(tensor, tensor._version) for tensor in self.freed if not has_storage(tensor)]
         return freed + [(tensor, version) for tensor, version in pairs if tensor is not None and tensor._version != version]
 
     def note_written(self, tensor: torch.Tensor) -> bool:
@@ -273,9 +273,7 @@ class Contents:
             tensor, copy = entry.tensor(), entry.copy
             if tensor is None or copy is None:
                 continue
-            if not has_storage(tensor):
-                undo.freed.append(tensor)
-            elif entry.is_stale(tensor, copy):
+            if entry.is_stale(tensor, copy):
                 # Versions count on from where they were before forward as far as they have moved since its end: what a rerun
                 # saves of a tensor that somebody else modified is found to be modified, as in plain autograd.
                 after = entry.after if self._settled else tensor._version  # the latter for a backward inside of forward
@@ -318,8 +316,6 @@ class Contents:
             is_exchanged = is_exchanged or versions != one.before
         if content is None:
             undo.exchange(group.tensors())
-            if undo.freed:
-                return None
         else:
             undo.small.append((group, content, versions, is_exchanged))
         if versions is None or not is_exchanged:

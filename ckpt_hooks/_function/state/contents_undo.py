@@ -34,7 +34,7 @@ class ContentsUndo:
     Attributes:
         complain: Returns an error for a tensor that the rerun alone wrote to, and its version before.
         exchanged: Tensors with another content in the rerun.
-        freed: Tensors without memory: the function fills them, or must not read them.
+        freed: Tensors without memory. Some get their content for the rerun; the function fills the others, or must not read.
         others: Tensors with the same content in the rerun.
         slots: Names of parameters without gradients, and the parameters.
         small: Groups of small tensors, their content, their versions (None if unknown), and whether they get another content.
