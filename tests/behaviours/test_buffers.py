@@ -342,6 +342,24 @@ def test_a_small_buffer_that_is_written_to_without_a_word(make):
     assert_as_eager(program, Run("ours"))
 
 
+@pytest.mark.parametrize("channels", [8, 8192])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_first_write_that_leaves_the_same_content(channels, depth):
+    """The running mean of a first batch of zeros stays zero; the running variance does not stay one."""
+
+    def program(run):
+        norm = module = nn.BatchNorm1d(channels).double()
+        for _ in range(depth):
+            module = nn.Sequential(module, nn.Tanh())
+        found = []
+        for step in range(STEPS):
+            x = torch.randn(4, channels, dtype=torch.float64).mul_(step > 0).requires_grad_()
+            found += [gradients(run(module, x), x), norm.running_mean.clone(), norm.running_var.clone()]
+        return found
+
+    assert_as_eager(program, Run("ours"))
+
+
 @pytest.mark.parametrize("name", ["spectral_norm", "parametrization"])
 def test_spectral_norm_that_is_frozen_and_then_trained(name):
     def program(run):

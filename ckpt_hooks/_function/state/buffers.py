@@ -9,7 +9,8 @@ A forward counts as the first again after a change of ``training`` or another fl
 buffer by other code: observers are switched on by such changes.
 
 A large tensor without a copy is held to its version, as a parameter is: a write is an error, and from then on there are copies.
-No version tells of writes by kernels of batch norm or by way of ``.data``. So the first forward compares contents, once.
+No version tells of writes by kernels of batch norm or by way of ``.data``. So the first forward compares contents, once. Where
+it finds one tensor of a module written so, the module's other large ones count as written: a write may leave the same content.
 Whatever is only read costs a region no memory (Rule 9).
 """
 
@@ -17,7 +18,6 @@ from __future__ import annotations
 
 import enum
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import is_
@@ -208,7 +208,7 @@ class Buffers:
         self._modules = modules
         self._notes: Sequence[Sequence[TensorNote]] = ()
         self._small: SmallBuffers | None = None
-        self._others: list[TensorNote] = []
+        self._others: list[tuple[TensorNote, int]] = []
         self.written_names: set[tuple[int, str]] = set()
         self.num_forwards: int = 0 if before is None or before.written_names else before.num_forwards
         self.uses = Uses()
@@ -246,17 +246,16 @@ class Buffers:
                 if parameter is not None and (is_written or (may_write and is_copied(parameter))):
                     yield parameter.nbytes, is_written, (self, (number, name), (module._parameters, name))
 
-    def begin(self, notes: AttributeNotes) -> tuple[SmallCopy | None, Sequence[TensorNote]]:
-        """Begins a forward: returns the copy of the small tensors on the host, and the notes of others.
+    def begin(self, notes: AttributeNotes) -> tuple[SmallCopy | None, Sequence[tuple[TensorNote, int]]]:
+        """Begins a forward: returns the copy of the small tensors on the host, and the notes of others with a number a module.
 
         Args:
             notes: The present attributes of the modules.
         """
         if RemovableHandle.next_id != self._latest_hook:
-            latest, registered = RemovableHandle.next_id, self._hooks()
-            if registered != self._registered:
+            if self.has_other_hooks():
                 self.forget()
-            self._latest_hook, self._registered = latest, registered
+            self._latest_hook, self._registered = RemovableHandle.next_id, self._hooks()
         if notes.tensors is not self._notes:
             if len(notes.tensors) == len(self._notes) and all(map(is_, notes.tensors, self._notes)):
                 self._notes = notes.tensors
@@ -273,6 +272,10 @@ class Buffers:
     def _place(self, tensors: Sequence[Sequence[TensorNote]]) -> None:
         self._notes, self._others = tensors, []
         small: list[TensorNote] = []
-        for note in itertools.chain.from_iterable(tensors):
-            (small if is_small_on_host(note, SMALL) else self._others).append(note)
+        for module, notes in enumerate(tensors):
+            for note in notes:
+                if is_small_on_host(note, SMALL):
+                    small.append(note)
+                else:
+                    self._others.append((note, module))
         self._small = SmallBuffers(small) if small else None

@@ -56,18 +56,19 @@ _Refer = Callable[[], "torch.Tensor | None"]
 class _Entry:
     """The content of one tensor: its versions before and after forward, and its copy, None if that is not needed any more."""
 
-    __slots__ = ("_may_wait", "after", "before", "copy", "layout", "tensor", "use", "uses")
+    __slots__ = ("_may_wait", "after", "before", "copy", "layout", "module", "tensor", "use", "uses")
 
     def __init__(
-        self, tensor: torch.Tensor, refer: _Refer, copy: torch.Tensor, use: Use, uses: Uses, *, may_wait: bool
+        self, tensor: torch.Tensor, refer: _Refer, copy: torch.Tensor, use: Use, uses: Uses, module: int, *, may_wait: bool
     ) -> None:
         self.tensor, self.use, self.uses, self._may_wait = refer, use, uses, may_wait
+        self.module = id(uses), module
         self.copy: torch.Tensor | None = copy
         self.before = self.after = tensor._version
         self.layout = data_of(tensor)  # forward may give it other memory, even that of another buffer
 
     def settle(self, *, failed: bool) -> None:
-        """Notes the version at the end of forward and what forward did. Drops the copy of a large tensor that was only read."""
+        """Notes the version at the end of forward and what forward did."""
         tensor, uses = self.tensor(), self.uses
         if tensor is None or self.copy is None:
             return
@@ -76,8 +77,17 @@ class _Entry:
         self.use = use_after(tensor, self.copy, before, was_written=was_written, may_wait=self._may_wait)
         if self.use is not before and (self.use in WRITES or not (failed or uses is outside)):
             uses[tensor] = self.use
-        if self.use is Use.READ and tensor.nbytes > SMALL:
-            self.copy = None
+
+    def is_read(self) -> bool:
+        """Whether the tensor is large and forward only read it."""
+        tensor = self.tensor()
+        return self.use is Use.READ and tensor is not None and tensor.nbytes > SMALL
+
+    def expect_writes(self) -> None:
+        """Has all forwards copy the tensor, since forward wrote to another of its module and no version told."""
+        tensor, self.use = self.tensor(), Use.UNSEEN
+        if tensor is not None:
+            self.uses[tensor] = self.use
 
     def is_stale(self, tensor: torch.Tensor, copy: torch.Tensor) -> bool:
         """Whether the content is not what it was before forward."""
@@ -99,7 +109,7 @@ class _Name:
         self._storage = storage_of(tensor)
         # No table gets it, whose weak reference would forbid ``torch.utils.swap_tensors`` after the step.
         copy = copy_of(tensor) if is_copied(tensor) else None
-        self.entry = None if copy is None else _Entry(tensor, self._noted.tensor, copy, Use.UNKNOWN, Uses(), may_wait=True)
+        self.entry = None if copy is None else _Entry(tensor, self._noted.tensor, copy, Use.UNKNOWN, Uses(), 0, may_wait=True)
 
     def is_known(self) -> bool:
         """Whether earlier forwards wrote to the parameter or bound its name."""
@@ -115,9 +125,7 @@ class _Name:
         tensor = self._noted.reference()
         has_changed = tensor is None or self.slot[0].get(self.slot[1]) is not tensor
         if self.entry is not None and (self.is_known() or (not has_changed and self.is_in_place())):
-            copy = self.entry.copy
             self.entry.settle(failed=False)
-            self.entry.copy = copy
             has_changed = has_changed or self.entry.use in WRITES
         if has_changed:
             self._buffers.written_names.add(self._key)
@@ -176,16 +184,18 @@ class Contents:
             if small is not None:
                 self._small.append(small)
             uses, may_wait = plan.buffers.uses, plan.buffers.num_forwards == 0
-            for note in notes:
-                self._add(note.reference(), note.tensor, uses, seen, may_wait=may_wait)
+            for note, module in notes:
+                self._add(note.reference(), note.tensor, uses, module, seen, may_wait=may_wait)
             for tensor in own:
-                self._add(tensor, weakref.ref(tensor), uses, seen, may_wait=may_wait)
+                self._add(tensor, weakref.ref(tensor), uses, -1, seen, may_wait=may_wait)
         for tensor in tensors:
-            self._add(tensor, weakref.ref(tensor), outside, seen, may_wait=False)
+            self._add(tensor, weakref.ref(tensor), outside, -1, seen, may_wait=False)
         if not all(plan.buffers.knows_parameters() and not plan.buffers.written_names for plan in plans):
             self._names = _names_of(plans)
 
-    def _add(self, tensor: torch.Tensor | None, refer: _Refer, uses: Uses, seen: set[int], *, may_wait: bool) -> None:
+    def _add(
+        self, tensor: torch.Tensor | None, refer: _Refer, uses: Uses, module: int, seen: set[int], *, may_wait: bool
+    ) -> None:
         if tensor is None or id(tensor) in seen:
             return
         seen.add(id(tensor))
@@ -201,7 +211,7 @@ class Contents:
         if copy is None:
             self.uncopied.append((refer, tensor._version, uses))
         else:
-            self._copied.append(_Entry(tensor, refer, copy, use, uses, may_wait=may_wait))
+            self._copied.append(_Entry(tensor, refer, copy, use, uses, module, may_wait=may_wait))
 
     def is_empty(self) -> bool:
         """Whether there is nothing for forward to change."""
@@ -217,10 +227,14 @@ class Contents:
             one.settle(failed=failed)
         for entry in self._copied:
             entry.settle(failed=failed)
-            if entry.copy is None:
-                self.uncopied.append((entry.tensor, entry.before, entry.uses))
-        if self._copied:
-            self._copied = [entry for entry in self._copied if entry.copy is not None]
+        read = [entry for entry in self._copied if entry.is_read()]
+        if read:
+            written = {entry.module for entry in self._copied if entry.use is Use.UNSEEN}
+            for entry in read:
+                if entry.module in written and entry.uses is not outside:
+                    entry.expect_writes()
+            self.uncopied += [(entry.tensor, entry.before, entry.uses) for entry in read if entry.use is Use.READ]
+            self._copied = [entry for entry in self._copied if not entry.is_read()]
         if self._names:
             self._names = [name for name in self._names if name.settle()]
             self.parameters = frozenset(name.identity() for name in self._names)

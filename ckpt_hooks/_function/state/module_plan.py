@@ -197,8 +197,8 @@ class ModulePlan:
         return small, others, [*search.tensors, *(buffer for module in scripted for buffer in module.buffers(recurse=False))]
 
 
-#: The copy of small tensors on the host, the notes of others, and tensors elsewhere.
-Contents = tuple["SmallCopy | None", Sequence[TensorNote], Sequence[torch.Tensor]]
+#: The copy of small tensors on the host, the notes of others with a number a module, and tensors elsewhere.
+Contents = tuple["SmallCopy | None", Sequence[tuple[TensorNote, int]], Sequence[torch.Tensor]]
 
 
 def _reference_to(module: Module) -> Callable[[], Module | None]:
