@@ -660,6 +660,12 @@ def a_patch_of_what_another_program_has_put_there():
         patch_torch()
 
 
+@provokes
+def a_reentrant_call_under_a_patch():
+    with patch_torch():
+        torch.utils.checkpoint.checkpoint(torch.sin, leaf(2), use_reentrant=True)
+
+
 # Regions on modules
 
 

@@ -10,6 +10,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -280,11 +281,35 @@ REENTRANT = {
 @pytest.mark.parametrize("form", REENTRANT)
 def test_reentrant_calls_stay_torchs(form):
     count, module = Count(), block()
-    with observe(count), patch_torch():
+    with observe(count), patch_torch(reentrant=False):
         found = step(module, REENTRANT[form](module))
     assert count.names == []
     module = block()
     assert_same(found, step(module, REENTRANT[form](module)))
+
+
+@pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
+@pytest.mark.parametrize("form", REENTRANT)
+def test_the_first_reentrant_call_that_stays_torchs_is_warned_of(form):
+    with patch_torch():
+        imported_early(cosine, leaf(3), use_reentrant=False)
+        with torch.no_grad():
+            CheckpointFunction.apply(cosine, True, leaf(3))
+        for step_number in range(2):
+            module = block()
+            call = REENTRANT[form](module)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                step(module, call)
+            told = [one for one in caught if "patch_torch(reentrant=True)" in str(one.message)]
+            assert [one.filename for one in told] == [__file__] * (step_number == 0)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_no_warning_of_reentrant_calls_where_the_patch_says_what_it_wants(reentrant):
+    with warnings.catch_warnings(), patch_torch(reentrant=reentrant):
+        warnings.simplefilter("error")
+        imported_early(cosine, leaf(3), use_reentrant=True).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:torch.utils.checkpoint. the use_reentrant:UserWarning")
@@ -315,7 +340,7 @@ def test_torchs_warning_of_the_missing_flag_stays():
 def test_the_latest_patch_decides_about_reentrant_calls():
     count = Count()
     with observe(count), patch_torch(reentrant=True):
-        with patch_torch():
+        with patch_torch(reentrant=False):
             imported_early(cosine, leaf(3), use_reentrant=True)
         assert count.names == []
         imported_early(cosine, leaf(3), use_reentrant=True)
@@ -428,15 +453,14 @@ def test_a_region_of_before_is_recomputed_after():
 
 def test_repr_says_what_and_whether():
     with patch_torch(preserve_rng_state=True) as patch:
-        assert repr(patch) == "<patch_torch(reentrant=False, preserve_rng_state=True, policy=None), active>"
+        assert repr(patch) == "<patch_torch(reentrant=None, preserve_rng_state=True, policy=None), active>"
     assert repr(patch).endswith(", undone>")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"reentrant": "yes"}, "reentrant should be True or False, but got 'yes' of type str"),
-        ({"reentrant": None}, "reentrant should be True or False, but got None"),
+        ({"reentrant": "yes"}, "reentrant should be True or False or None, but got 'yes' of type str"),
         ({"preserve_rng_state": "yes"}, "preserve_rng_state should be True or False or None, but got 'yes'"),
         ({"policy": 3}, "policy"),
     ],

@@ -18,6 +18,7 @@ from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
 from ckpt_hooks._tensors.determinism import check_of
@@ -42,10 +43,10 @@ class TorchPatch:
     A context manager; the end of the block undoes the patch.
     """
 
-    __slots__ = ("_policy", "_preserve_rng_state", "_reentrant")
+    __slots__ = ("_has_warned", "_policy", "_preserve_rng_state", "_reentrant")
 
-    def __init__(self, reentrant: bool, preserve_rng_state: bool | None, policy: Any) -> None:
-        self._reentrant = reentrant
+    def __init__(self, reentrant: bool | None, preserve_rng_state: bool | None, policy: Any) -> None:
+        self._reentrant, self._has_warned = reentrant, False
         self._preserve_rng_state = preserve_rng_state
         self._policy = policy
 
@@ -135,7 +136,7 @@ class TorchPatch:
         return contexts if parts is None else both((nullcontext(), parts[1]), contexts)
 
 
-def patch_torch(*, reentrant: bool = False, preserve_rng_state: bool | None = None, policy: Any = None) -> TorchPatch:
+def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | None = None, policy: Any = None) -> TorchPatch:
     """Runs calls of ``torch.utils.checkpoint`` on this package's engine, from now on and on all threads.
 
     For models and frameworks whose calls of torch are not yours to edit::
@@ -156,7 +157,8 @@ def patch_torch(*, reentrant: bool = False, preserve_rng_state: bool | None = No
 
     Args:
         reentrant: Whether calls with ``use_reentrant=True``, and calls without the flag, which torch takes for the same, are
-            diverted too. The function's parameters then get gradients whether or not an argument requires grad.
+            diverted too. The function's parameters then get gradients whether or not an argument requires grad. With False
+            they stay torch's; None warns of the first one.
         preserve_rng_state: Whether recomputes draw the random numbers of forward, whatever the caller says. None leaves the
             choice to the caller.
         policy: Which outputs to keep, as for :func:`ckpt_hooks.checkpoint`. Calls with a selective policy of their own keep
@@ -182,7 +184,7 @@ def patch_torch(*, reentrant: bool = False, preserve_rng_state: bool | None = No
         again
     """
     patch = TorchPatch(
-        checked_flag(reentrant, "reentrant"),
+        None if reentrant is None else checked_flag(reentrant, "reentrant", others=(None,)),
         None if preserve_rng_state is None else checked_flag(preserve_rng_state, "preserve_rng_state", others=(None,)),
         None if policy is None else policy_from(policy),
     )
@@ -208,7 +210,7 @@ def _divert(patches: tuple[TorchPatch, ...]) -> None:
         engine.divert(_choose)
     else:
         engine.restore()
-    if any(patch._reentrant for patch in patches):
+    if any(patch._reentrant is not False for patch in patches):
         reentrant_engine.divert(_choose_reentrant)
     else:
         reentrant_engine.restore()
@@ -226,7 +228,20 @@ def _choose() -> Region | None:
 
 def _choose_reentrant() -> Region | None:
     active = _active
-    return _choose() if active and active[-1]._reentrant else None
+    latest = active[-1] if active else None
+    if latest is None or latest._reentrant is False:
+        return None
+    region = _choose()
+    if latest._reentrant:
+        return region
+    if region is None or latest._has_warned or not torch.is_grad_enabled():
+        return None
+    latest._has_warned = True
+    warn_user(
+        "this call of torch.utils.checkpoint is reentrant (use_reentrant=True, or no flag), so patch_torch leaves it to torch. "
+        "Write `patch_torch(reentrant=True)` to divert such calls too, or `patch_torch(reentrant=False)` for no warning."
+    )
+    return None
 
 
 def _settings() -> Settings:
