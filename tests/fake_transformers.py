@@ -52,12 +52,16 @@ class PreTrainedModel(nn.Module):
                 module._gradient_checkpointing_func = gradient_checkpointing_func
                 module.gradient_checkpointing = enable
 
-    def gradient_checkpointing_enable(self):
-        function = functools.partial(torch_checkpoint.checkpoint, use_reentrant=False)
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None):
+        function = functools.partial(torch_checkpoint.checkpoint, **(gradient_checkpointing_kwargs or {"use_reentrant": False}))
         self._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
 
     def gradient_checkpointing_disable(self):
         self._set_gradient_checkpointing(enable=False)
+
+    @property
+    def is_gradient_checkpointing(self):
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
     def enable_input_require_grads(self):
         self._require_grads_hook = self.embedding.register_forward_hook(lambda module, args, output: output.requires_grad_())

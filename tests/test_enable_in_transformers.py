@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import gc
 import pickle
 import subprocess
@@ -12,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint_module
@@ -19,7 +21,17 @@ from ckpt_hooks._core.observers import observe
 from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.policies import dots_saveable
 from tests.fake_device import fake_device
-from tests.fake_transformers import Layer, Model, NothingToSwitch, OfPeft, OldModel, StackModel, TorchCaller, Unsupported
+from tests.fake_transformers import (
+    Layer,
+    Model,
+    NothingToSwitch,
+    OfPeft,
+    OldModel,
+    PreTrainedModel,
+    StackModel,
+    TorchCaller,
+    Unsupported,
+)
 from tests.measure import Frames
 
 IDS = torch.tensor([[1, 2, 3], [3, 4, 5]])
@@ -118,14 +130,144 @@ def test_an_earlier_switch_is_as_it_was():
     assert attributes(model) == before
 
 
-@pytest.mark.parametrize("way", ["gradient_checkpointing_enable", "gradient_checkpointing_disable"])
-def test_a_later_switch_has_the_last_word(way):
+@pytest.mark.parametrize("ways", [["enable"], ["disable"], ["disable", "enable"], ["enable", "disable"]])
+@pytest.mark.parametrize(
+    ("kind", "was_on"), [(Model, False), (Model, True), (StackModel, False), (StackModel, True), (TorchCaller, False)]
+)
+def test_undone_after_the_models_own_switch(kind, ways, was_on):
+    model = kind()
+    if was_on:
+        model.gradient_checkpointing_enable()
+    before = attributes(model)
+    handle = enable_in_transformers(model)
+    for way in ways:
+        getattr(model, f"gradient_checkpointing_{way}")()
+    handle.undo()
+    assert attributes(model) == before
+
+
+# The model's own switch, while ours is in force
+
+
+@pytest.mark.parametrize("kind", [Model, StackModel, TorchCaller])
+@pytest.mark.parametrize("wrap", [lambda model: model, OfPeft])
+@pytest.mark.parametrize("recorded", [False, True])
+def test_the_models_own_switch_turns_these_regions_on_and_off(kind, wrap, recorded):
+    """As trainers do: on when they are made, off and on around the pass of a reference model."""
+    model, frames = kind(), Frames()
+    expected, outer = trained(model), wrap(model)
+    handle = enable_in_transformers(outer, recorded=recorded, policy=dots_saveable)
+    names = handle.regions
+    with observe(frames):
+        for step in range(1, 4):
+            outer.gradient_checkpointing_enable({"use_reentrant": step == 2})
+            assert outer.is_gradient_checkpointing == (kind is not TorchCaller)  # whose layers are regions by their forward
+            assert handle.regions == names
+            assert_same(trained(model), expected)
+            assert len(frames.frames) == 5 * step
+            outer.gradient_checkpointing_disable()
+            assert (handle.regions, outer.is_gradient_checkpointing) == ((), False)
+            assert repr(handle) == f"<EnabledCheckpointing in {kind.__name__}: switched off>"
+            assert_same(trained(model), expected)
+            assert len(frames.frames) == 5 * step
+
+
+def test_the_switch_of_a_model_inside():
+    class Outer(PreTrainedModel):
+        def __init__(self):
+            super().__init__()
+            self.model, self.head = Model(), Layer()
+
+        def forward(self, ids):
+            return self.head(self.model(ids))
+
+    outer, frames = Outer(), Frames()
+    expected = trained(outer)
+    handle = enable_in_transformers(outer)
+    before = handle.regions
+    assert before == (*(f"model.layers.{index}" for index in range(5)), "head")
+    outer.model.gradient_checkpointing_disable()
+    assert handle.regions == ("head",)
+    outer.model.gradient_checkpointing_enable()
+    assert handle.regions == before
+    with observe(frames):
+        assert_same(trained(outer), expected)
+    assert len(frames.frames) == 6
+    handle.undo()
+    assert "_set_gradient_checkpointing" not in {*vars(outer), *vars(outer.model)}
+
+
+def test_every_nth_layer_stays_every_nth():
+    class Counting(Model):
+        def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None, every_n_layers=1):
+            for index, layer in enumerate(self.layers):
+                layer.gradient_checkpointing = enable and index % every_n_layers == 0
+                layer._gradient_checkpointing_func = gradient_checkpointing_func
+
+        def activation_checkpointing_enable(self, every_n_layers=1):
+            function = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+            self._set_gradient_checkpointing(True, function, every_n_layers=every_n_layers)
+
+    model = Counting()
+    handle = enable_in_transformers(model, every_n_layers=2)
+    model.activation_checkpointing_enable()
+    assert handle.regions == ("layers.0", "layers.2", "layers.4")
+    model.activation_checkpointing_enable(every_n_layers=3)
+    assert handle.regions == ("layers.0", "layers.3")
+
+
+def test_options_that_are_left_out_are_warned_of():
     model = Model()
     handle = enable_in_transformers(model)
-    getattr(model, way)()
-    after = attributes(model)
+    with pytest.warns(UserWarning, match=r"called with the options context_fn, but enable_in_transformers"):
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contextlib.nullcontext})
+    function = functools.partial(test_options_that_are_left_out_are_warned_of)  # as for an offload in Transformers 5.23
+    with pytest.warns(UserWarning, match=r"called with the function test_options\w+, but enable_in_transformers"):
+        model._set_gradient_checkpointing(enable=True, gradient_checkpointing_func=function)
+    assert len(handle.regions) == 5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+@pytest.mark.parametrize("kind", [Model, TorchCaller])
+def test_the_switch_of_a_copy_is_its_own(kind, copied):
+    model, frames = kind(), Frames()
+    expected = trained(model)
+    handle = enable_in_transformers(model)
+    names = handle.regions
+    other = copied(model)
+    other.gradient_checkpointing_disable()
+    assert handle.regions == names
+    with observe(frames):
+        assert_same(trained(other), expected)
+        assert frames.frames == []
+        other.gradient_checkpointing_enable()
+        assert_same(trained(other), expected)
+        assert len(frames.frames) == 5
+    model.gradient_checkpointing_disable()
+    assert handle.regions == ()
+    with observe(frames):
+        assert_same(trained(other), expected)
+    assert len(frames.frames) == 10
+
+
+def test_a_switch_put_there_by_the_program_comes_back():
+    model = Model()
+    own = model._set_gradient_checkpointing
+    model._set_gradient_checkpointing = own
+    with enable_in_transformers(model):
+        assert model._set_gradient_checkpointing is not own
+    assert model._set_gradient_checkpointing is own
+
+
+def test_input_hooks_go_though_the_models_own_switch_put_others():
+    model = Model()
+    handle = enable_in_transformers(model, input_require_grads=True)
+    model.enable_input_require_grads()
+    hook = model._require_grads_hook
+    assert len(model.embedding._forward_hooks) == 2
     handle.undo()
-    assert attributes(model) == after
+    assert list(model.embedding._forward_hooks) == [hook.id]
+    assert model._require_grads_hook is hook
 
 
 @pytest.mark.parametrize("kind", [Model, TorchCaller])

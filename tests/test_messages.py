@@ -666,6 +666,20 @@ def a_reentrant_call_under_a_patch():
         torch.utils.checkpoint.checkpoint(torch.sin, leaf(2), use_reentrant=True)
 
 
+@provokes
+def a_model_whose_own_checkpointing_is_on():
+    model = fake_transformers.Model()
+    model.gradient_checkpointing_enable()
+    apply_checkpointing(model, "layers.*")
+
+
+@provokes
+def an_option_of_the_models_own_switch():
+    model = fake_transformers.Model()
+    enable_in_transformers(model)
+    model.gradient_checkpointing_enable({"context_fn": torch.sin})
+
+
 # Regions on modules
 
 

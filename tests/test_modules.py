@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import (
@@ -564,6 +565,74 @@ def test_the_table():
         "1.0     Tanh        checkpoint",
     ]
     assert repr(apply_checkpointing(nn.Sequential(nn.Tanh()), nn.Tanh)) == "<AppliedCheckpointing: 1 region>"
+
+
+# The model's own checkpointing
+
+
+@pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
+@pytest.mark.parametrize("selected", [["layers.*"], ["layers.*.linear"], [""]], ids=["the layers", "inside", "around"])
+@pytest.mark.parametrize("when", ["before", "later", "never"])
+@pytest.mark.filterwarnings("error")
+def test_the_models_own_checkpointing_is_warned_of_once(flag, selected, when):
+    """Of two regions, one in the other, both recompute."""
+
+    class OwnLayer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            setattr(self, flag, False)
+
+        def forward(self, x):
+            if getattr(self, flag) and self.training:
+                return torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)
+            return self.linear(x)
+
+    class OwnModel(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(OwnLayer(), OwnLayer())
+            self.unrelated = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.unrelated(self.layers(x))
+
+    model, x = OwnModel(), torch.ones(2, 4)
+    message = rf"is a region by apply_checkpointing, and .* {flag} of 'layers.0' is True. Both recompute"
+
+    def switch_on():
+        for layer in model.layers:
+            setattr(layer, flag, True)
+
+    if when == "before":
+        switch_on()
+        with pytest.warns(UserWarning, match=message):
+            apply_checkpointing(model, selected)
+    else:
+        apply_checkpointing(model, selected)
+        model(x).sum().backward()
+        if when == "later":
+            switch_on()
+            model.eval()(x)
+            with torch.no_grad():
+                model.train()(x)
+            with pytest.warns(UserWarning, match=message):
+                model(x)
+    model(x).sum().backward()
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_flag_that_does_not_bear_on_the_region_is_not_warned_of():
+    class Flagged(nn.Linear):
+        grad_checkpointing = True
+
+    class Calling(Flagged):
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    model = nn.Sequential(nn.Linear(4, 4), Flagged(4, 4), Calling(4, 4))
+    apply_checkpointing(model, ["0", "1"])  # the second has the flag and calls nothing; the third is no region
+    model(torch.ones(2, 4)).sum().backward()
 
 
 # Wrong calls

@@ -16,6 +16,7 @@ from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks.region import checkpoint_region
 
 from .forward import RegionForward, forward_of_class, region_forward_of
+from .own_switches import own_switches
 from .selecting import Select, select_modules
 
 __all__ = ["AppliedCheckpointing", "AppliedRegion", "apply_checkpointing", "checkpoint_module", "remove_checkpointing"]
@@ -146,6 +147,8 @@ def apply_checkpointing(
 ) -> AppliedCheckpointing:
     """Makes modules of a model regions, each as :func:`checkpoint_module` does.
 
+    Warns if the model's own checkpointing (of Transformers, diffusers, timm) is on, or is switched on later: both recompute.
+
     Args:
         model: The model.
         select: The modules:
@@ -192,8 +195,12 @@ def apply_checkpointing(
         _forward_for(module, name or type(module).__qualname__, own_policy, recorded, options)
         for name, (module, own_policy) in selected.items()
     ]
-    for forward, (module, _) in zip(forwards, selected.values(), strict=True):
+    switches = own_switches(model, selected)
+    for forward, (name, (module, _)) in zip(forwards, selected.items(), strict=True):
         forward.put(module)
+        forward.own_switch = switches.get(name)
+    for switch in switches.values():
+        switch.look(runs=False)
     form = "checkpoint_region" if recorded else "checkpoint"
     regions = [AppliedRegion(name, type(module).__name__, form, own) for name, (module, own) in selected.items()]
     return AppliedCheckpointing(regions, forwards)

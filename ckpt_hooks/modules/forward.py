@@ -18,6 +18,8 @@ from ckpt_hooks._recorded.traced import traced_region
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
+from .own_switches import OwnSwitch
+
 __all__ = ["RegionForward", "forward_of_class", "region_forward_of"]
 
 # The method by which DataParallel copies a module. The copy would share the attribute ``forward``, and run the other's.
@@ -44,12 +46,15 @@ class RegionForward:
     Attributes:
         options: The region's options.
         recorded: Whether the region is recorded.
+        own_switch: The checkpointing switch that the model has itself, as far as it bears on this module; None without, and in
+            copies.
         replaced: The instance's own ``forward`` before; None for the class's.
         is_active: Whether calls are regions. Not where checkpointing was removed, and another object calls this one.
     """
 
     _reference: weakref.ref[Module]
     _region: Any
+    own_switch: OwnSwitch | None = None
 
     def __init__(self, module: Module, options: dict[str, Any], *, recorded: bool) -> None:
         """Checks the options.
@@ -77,6 +82,8 @@ class RegionForward:
             function = functools.partial(type(self.module).forward, self.module)
         if not self.is_active:
             return function(*args, **kwargs)
+        if self.own_switch is not None and not torch.compiler.is_dynamo_compiling():
+            self.own_switch.look()
         if type(region) is Curried:
             return region.run(function, args, kwargs)
         if torch.compiler.is_dynamo_compiling():

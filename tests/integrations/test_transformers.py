@@ -355,8 +355,9 @@ def by_policy_of_torch():
 def test_with_the_cache_on_as_by_default(name, form):
     model, batches = built(name)
     model = copy.deepcopy(model)
-    model.config.use_cache = True
+    model.config.use_cache = name != "gpt2"  # whose plain forward with a cache rounds otherwise than the one without, in 5.23
     expected = trained(copy.deepcopy(model), batches)
+    model.config.use_cache = True
     with FORMS[form](model):
         assert_same(trained(model, batches), expected)
 
@@ -376,7 +377,7 @@ def test_the_layers_are_those_of_transformers(name, n):
     assert model.is_activation_checkpointing
 
 
-def test_after_an_earlier_switch_and_before_a_later_one():
+def test_after_an_earlier_switch():
     model, batches = built("llama")
     model = copy.deepcopy(model)
     model.activation_checkpointing_enable()
@@ -385,11 +386,22 @@ def test_after_an_earlier_switch_and_before_a_later_one():
         assert attributes(model) != before
         assert_same(trained(model, batches), reference("llama"))
     assert attributes(model) == before
-    handle = enable_in_transformers(model)
-    model.activation_checkpointing_disable()
-    before = attributes(model)
-    handle.undo()
-    assert attributes(model) == before
+
+
+def test_the_models_own_switch_turns_regions_on_and_off():
+    model, batches = built("llama")
+    model, frames = copy.deepcopy(model), Frames()
+    with enable_in_transformers(model) as handle, observe(frames):
+        names = handle.regions
+        model.activation_checkpointing_disable()
+        assert handle.regions == ()
+        assert_same(trained(copy.deepcopy(model), batches), reference("llama"))
+        assert frames.frames == []
+        model.activation_checkpointing_enable()
+        assert handle.regions == names
+        assert_same(trained(model, batches), reference("llama"))
+        assert len(frames.frames) == 2 * len(batches)
+    assert not any("checkpointing" in key for _, key in attributes(model).keys() - attributes(built("llama")[0]).keys())
 
 
 def test_an_error_names_the_layer():

@@ -1,0 +1,310 @@
+"""What a Transformers model has of its own checkpointing switch, and what takes the switch's place.
+
+Transformers is not imported: a model is known by its methods. Private names of Transformers used here:
+
+- ``_set_gradient_checkpointing(enable, gradient_checkpointing_func)``, a method of models since 4.35. The public switch takes
+  no function, and calls this method. The method has ``every_n_layers`` in 5.18 and 5.23, and not yet in 5.0.
+- ``_gradient_checkpointing_func``, since 4.35: the attribute of a module where the method puts the function.
+- ``GradientCheckpointingLayer``, since 4.52: the class of a layer which calls this function. Before, stacks of layers call it.
+- ``_require_grads_hooks``, in 5.18 and 5.23, and ``_require_grads_hook``: hooks on the input embeddings.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn import Module, ModuleList
+
+from ckpt_hooks._checkpoint.checkpoint import checkpoint
+from ckpt_hooks._core.misuse import described_as
+from ckpt_hooks._core.words import warn_user
+from ckpt_hooks._recorded.traced import traced_region
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks.modules import apply_checkpointing, every
+from ckpt_hooks.modules.forward import region_forward_of
+from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
+from ckpt_hooks.region import checkpoint_region
+
+__all__ = ["FLAG", "Engine", "Switch", "Taken", "check_support", "switch_of", "transformers_model"]
+
+#: The attribute of a module whose layers are checkpointed while it is True.
+FLAG = "gradient_checkpointing"
+
+
+class Engine:
+    """A function for ``gradient_checkpointing_func``: its calls are regions of one name.
+
+    Copied and pickled with the model, by its options.
+    """
+
+    def __init__(self, name: str, recorded: bool, options: dict[str, Any]) -> None:
+        self._made_of = name, recorded, options
+        self._region: Any = checkpoint_region(name=name, **options) if recorded else checkpoint(name=name, **options)
+        self._recorded = recorded
+
+    @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function as a region."""
+        region = self._region
+        if not self._recorded:
+            return region.run(function, args, kwargs)
+        with traced_region(self._made_of[2]["policy"], lambda: region) if torch.compiler.is_dynamo_compiling() else region:
+            return function(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Engine, self._made_of
+
+
+class Taken:
+    """The engines that take the place of torch's in one model, one for each name. Copied and pickled with the model.
+
+    Attributes:
+        options: The options of regions.
+        recorded: Whether regions are recorded.
+    """
+
+    def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
+        self.recorded, self.options = recorded, options
+        self._engines: dict[str, Engine] = {}
+
+    def engine(self, name: str) -> Engine:
+        """Returns the engine of a module."""
+        if name not in self._engines:
+            self._engines[name] = Engine(name, self.recorded, self.options)
+        return self._engines[name]
+
+    def has(self, function: Any) -> bool:
+        """Whether a function is one of the engines."""
+        return any(engine is function for engine in self._engines.values())
+
+
+class Switch:
+    """Stands in a model's attributes for the method by which Transformers switches checkpointing on and off.
+
+    So a trainer that calls the public switch switches these regions. Holds the model weakly, since the model holds this object.
+    Copies and pickles belong to the copied model.
+
+    Attributes:
+        taken: The engines of the model.
+    """
+
+    __slots__ = ("_before", "_n", "_name", "_owner", "taken")
+
+    def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
+        """Notes what to switch on.
+
+        Args:
+            owner: The model.
+            name: Its name in the outermost model.
+            n: Which layers are regions: each n-th one.
+            taken: The engines of the outermost model.
+        """
+        self._owner, self._name, self._n, self.taken = weakref.ref(owner), name, n, taken
+        self._before: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Switch, (self._owner(), self._name, self._n, self.taken)
+
+    @property
+    def __self__(self) -> Module | None:
+        """The model, as of a bound method."""
+        return self._owner()
+
+    def put(self) -> None:
+        """Takes the place of the method."""
+        owner = self._owner()
+        if owner is not None:
+            before = vars(owner).get(SWITCH)
+            self._before = None if type(before) is Switch else before
+            vars(owner)[SWITCH] = self
+
+    def remove(self) -> None:
+        """Gives the place back, and makes the layers of modules that call torch's checkpoint plain."""
+        owner = self._owner()
+        if owner is None:
+            return
+        self._remove_from(self._entries(owner))
+        if vars(owner).get(SWITCH) is self:
+            del vars(owner)[SWITCH]
+            if self._before is not None:
+                vars(owner)[SWITCH] = self._before
+
+    def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
+        """Switches the regions on or off, as the method of Transformers does; the function given is left out.
+
+        Args:
+            enable: Whether they are to be on.
+            gradient_checkpointing_func: The function that Transformers would have called.
+            every_n_layers: Makes each n-th layer a region; 1 for the number that the regions were made with.
+        """
+        owner = self._owner()
+        if owner is None:
+            return
+        switch, taken = switch_of(owner), self.taken
+        flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
+        if switch is None:
+            return
+        engine = taken.engine(self._name or type(owner).__name__)
+        n = self._n if every_n_layers == 1 else every_n_layers
+        if enable:
+            _warn_of_options(gradient_checkpointing_func)
+            _switch_on(owner, switch, engine, n, flagged.values())
+        else:
+            switch(owner, enable=False, gradient_checkpointing_func=engine)
+        for name, module in flagged.items():
+            setattr(module, FUNCTION, taken.engine(self._path(name) or type(owner).__name__))
+        entries = self._entries(owner)
+        for module in _callers(flagged.values()):
+            setattr(module, FLAG, False)
+        self._remove_from(entries)
+        if enable and entries:
+            select = every(n, of=lambda name, module: module in entries)
+            apply_checkpointing(owner, select, recorded=taken.recorded, **taken.options)
+
+    def _path(self, name: str) -> str:
+        return ".".join(part for part in (self._name, name) if part)
+
+    def entries_on(self) -> Iterator[str]:
+        """Yields the names of regions among the layers of modules that call torch's checkpoint themselves."""
+        owner = self._owner()
+        entries = set() if owner is None else self._entries(owner)
+        for name, module in owner.named_modules() if owner is not None and entries else ():
+            if module in entries and region_forward_of(module) is not None:
+                yield self._path(name)
+
+    def _entries(self, owner: Module) -> set[Module]:
+        """Returns the layers of modules which call torch's checkpoint themselves."""
+        return {entry for module in _callers(owner.modules()) for entry in _listed_in(module)}
+
+    def _remove_from(self, entries: Iterable[Module]) -> None:
+        for entry in entries:
+            forward = region_forward_of(entry)
+            if forward is not None:
+                forward.remove()
+
+
+def _callers(modules: Iterable[Module]) -> list[Module]:
+    """Returns the modules with a flag that call torch's checkpoint themselves."""
+    return [module for module in modules if hasattr(module, FLAG) and calls_torch(module)]
+
+
+def _listed_in(module: Module) -> list[Module]:
+    return [entry for child in module.children() if isinstance(child, ModuleList) for entry in child]
+
+
+#: Options of torch's checkpoint that change nothing for regions of this package.
+_WITHOUT_EFFECT = frozenset({"use_reentrant", "preserve_rng_state", "debug", "early_stop", "determinism_check"})
+
+
+def _warn_of_options(function: Any) -> None:
+    """Warns where the model's own switch was called with options which these regions leave out."""
+    if function is None:
+        return
+    options = getattr(function, "keywords", {})
+    inner = getattr(function, "func", function)
+    left_out = sorted(set(options) - _WITHOUT_EFFECT)
+    if getattr(inner, "__module__", None) == "torch.utils.checkpoint" and not left_out:
+        return
+    words = f"the options {', '.join(left_out)}" if left_out else f"the function {getattr(inner, '__qualname__', inner)}"
+    warn_user(
+        f"the model's own checkpointing switch was called with {words}, but enable_in_transformers is in force, whose regions "
+        "leave them out. Pass options to enable_in_transformers (`offload_inputs=True` for an offload), or call the undo() of "
+        "its handle before."
+    )
+
+
+def transformers_model(model: Any) -> Any:
+    """Returns the Transformers model: the argument, or the model inside one of PEFT.
+
+    Raises:
+        TypeError: If it is neither.
+    """
+    if isinstance(model, Module):
+        owner = getattr(getattr(model, SWITCH, None), "__self__", None)
+        if isinstance(owner, Module):
+            return owner
+        inside = next((name for name, module in model.named_modules() if hasattr(type(module), SWITCH)), None)
+        if inside is not None:
+            raise TypeError(
+                f"model should be a Transformers model, but got {described_as(model)}, which has one inside. Pass the one "
+                f"inside: `enable_in_transformers(model.{inside})`."
+            )
+    raise TypeError(
+        f"model should be a Transformers model, but got {described_as(model)}. Pass other modules to "
+        "`ckpt_hooks.apply_checkpointing(model, layers)`."
+    )
+
+
+def switch_of(owner: Module) -> Callable[..., Any] | None:
+    """Returns the switch which takes a function, of the model's class or of a class above; None if there is none.
+
+    Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch by one of before 4.35, which takes none.
+    """
+    for kind in type(owner).__mro__:
+        switch = vars(kind).get(SWITCH)
+        if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
+            return switch  # type: ignore[no-any-return]
+    return None
+
+
+def check_support(owner: Any, flagged: dict[str, Module]) -> None:
+    """Checks that a model has layers to switch on.
+
+    Args:
+        owner: The model.
+        flagged: Its modules with a flag, by their names.
+
+    Raises:
+        ValueError: If there are none.
+        RuntimeError: If there are regions of this package already.
+    """
+    name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
+    if not getattr(owner, "supports_gradient_checkpointing", True):
+        raise ValueError(f"{name} does not support the checkpointing switch of Transformers. {advice}")
+    if not any(calls_function(module) or calls_torch(module) for module in flagged.values()):
+        raise ValueError(f"The checkpointing switch of Transformers switches nothing on in {name}. {advice}")
+    for module in _callers(flagged.values()):
+        if not _listed_in(module):
+            raise ValueError(
+                f"{type(module).__name__} in {name} calls torch.utils.checkpoint itself, and has no list of layers. Call the "
+                "model's public switch within `ckpt_hooks.integrations.patch_torch()`, or write "
+                "`ckpt_hooks.apply_checkpointing(model, layers)`."
+            )
+    for path, module in flagged.items():
+        if region_forward_of(module) is not None:
+            raise RuntimeError(
+                f"{path!r} of {name} is a region by apply_checkpointing. Call `ckpt_hooks.remove_checkpointing(model)` before."
+            )
+        if type(vars(module).get(FUNCTION)) is Engine and getattr(module, FLAG):
+            public = "activation" if hasattr(owner, "activation_checkpointing_disable") else "gradient"
+            raise RuntimeError(
+                f"{path!r} of {name} is a region by enable_in_transformers already. Call undo() of what the earlier call "
+                f"returned before, or `model.{public}_checkpointing_disable()`."
+            )
+
+
+def _switch_on(owner: Module, switch: Callable[..., Any], engine: Engine, n: int, flagged: Collection[Module]) -> None:
+    """Calls the switch for each n-th layer."""
+    if n == 1:
+        switch(owner, enable=True, gradient_checkpointing_func=engine)
+    elif "every_n_layers" in inspect.signature(switch).parameters:
+        switch(owner, enable=True, gradient_checkpointing_func=engine, every_n_layers=n)
+    else:
+        layers = [module for module in flagged if _is_layer(module)]
+        if not layers and any(calls_function(module) for module in flagged):
+            raise ValueError(
+                f"every_n_layers={n}, but the switch of {type(owner).__name__} knows no layers: there is no "
+                "GradientCheckpointingLayer, which Transformers has since 4.52. Write "
+                f"`ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
+            )
+        switch(owner, enable=True, gradient_checkpointing_func=engine)
+        for index, module in enumerate(layers):
+            setattr(module, FLAG, index % n == 0)
+
+
+def _is_layer(module: Module) -> bool:
+    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)
