@@ -181,7 +181,8 @@ def checkpoint(
         - Tensors with a graph are not rewound where the function writes to them in place: closed-over tensors, and attributes
           of modules above 64 KiB, which are a :class:`ckpt_hooks.MutationError`.
         - Several threads which train one module with buffers need ``preserve_buffers=False``.
-        - TorchScript saves other tensors in its first calls: call a scripted function once under ``torch.no_grad()`` before.
+        - TorchScript saves other tensors in the first calls of a function than in later ones. All that it saves in these calls,
+          and in any call under a policy, is kept.
         - A backward inside a region on two devices may be an error after a minute, where the other device's thread waits for
           the region. A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.
 

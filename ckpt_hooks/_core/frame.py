@@ -186,6 +186,7 @@ def describe_packed(packed: Any) -> Saved | None:
     Returns:
         The description; None for the result of a pack hook other than a region's.
     """
+    packed = getattr(packed, "packed", packed)
     if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed
         shape = None if tensor.is_nested else tensor.shape
@@ -200,5 +201,6 @@ def frame_of(packed: Any) -> Frame | None:
     Args:
         packed: The result of a pack hook.
     """
+    packed = getattr(packed, "packed", packed)
     frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
     return frame if isinstance(frame, Frame) else None

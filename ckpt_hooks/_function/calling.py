@@ -22,6 +22,7 @@ from .collector import Collector
 from .contexts import ContextPair, Selects, reusable
 from .explain import late_write_error, mutation_error, name_of
 from .failures import ExplainingFrame
+from .scripted import ScriptedCalls
 from .state.noted_values import ATOMS, containers_in, contents_of, fill
 from .state.parameters import WatchReads
 from .state.reached_state import ReachedState, Rewound
@@ -36,7 +37,7 @@ class CallingFrame(ExplainingFrame):
     Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
     """
 
-    __slots__ = ("_ambient", "_context", "_contexts", "_draws", "_function", "_selection", "_state", "_variables")
+    __slots__ = ("_ambient", "_context", "_contexts", "_draws", "_function", "_selection", "_state", "_variables", "scripted")
 
     _ambient: _ambient.Ambient
     _context: Context | None
@@ -46,6 +47,12 @@ class CallingFrame(ExplainingFrame):
     _selection: Selects | None
     _state: ReachedState | None
     _variables: Any  # their notes, for :func:`lend`
+    scripted: ScriptedCalls | None
+
+    @property
+    def is_selective(self) -> bool:
+        """Whether a policy decides about operators."""
+        return self._selection is not None
 
     def _call_in_ambient(self, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
         """Calls the function with flags, the CPU's generator and the state of at most one module put back."""

@@ -56,6 +56,7 @@ class Collector:
         last: The number of the last tensor wanted.
         leftovers: Follows tensors left in objects by forward, if any.
         marks: Marks of the regions inside, in this rerun.
+        num_scripted: How many calls of TorchScript the rerun has made.
         values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
         stopped: Whether the rerun was told to stop, since every value is there.
         versions: The version of each tensor when saved, where a hook notes versions; see :meth:`noting_versions`.
@@ -72,6 +73,7 @@ class Collector:
         "last",
         "leftovers",
         "marks",
+        "num_scripted",
         "stopped",
         "values",
         "versions",
@@ -98,6 +100,7 @@ class Collector:
         self.wanted: Collection[int] | None = None
         self.without_grad: list[int] = []
         self.last = -1
+        self.num_scripted = 0
         self.stopped = False
         self.doubt: tuple[int, Callable[[], MutationError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None

@@ -47,18 +47,18 @@ class ExplainingFrame(HandleFrame):
         explain: Turns an error of a rerun into an error with more words.
     """
 
-    __slots__ = ("_arguments", "_collector", "_marks", "_objects", "explain")
+    __slots__ = ("_arguments", "_marks", "_objects", "collector", "explain")
 
     explain: Callable[[DeterminismError], DeterminismError] | None
     _arguments: Arguments
-    # The running rerun.
-    _collector: Collector | None
+    #: Of the running rerun.
+    collector: Collector | None
     _marks: list[Mark]
     _objects: ObjectNotes | None
 
     def note_inside(self, count: int, path: RegionPath) -> None:
         """Leaves a mark; see :meth:`Frame.note_inside`."""
-        collector = self._collector
+        collector = self.collector
         if collector is not None:
             collector.marks.append((len(collector.values), count, path))
         else:

@@ -44,6 +44,7 @@ from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
 from .rerun import RerunFrame
+from .scripted import watch_scripted
 from .state.closure_scan import NOTHING, scan_closure
 from .state.module_plan import ModulePlan, idle_plan
 from .state.reached_objects import notes_of
@@ -113,15 +114,17 @@ class FunctionFrame(RerunFrame):
                 pop_saved_tensors_hooks()
         else:
             self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
-        self._marks, self._collector, self._objects = NO_MARKS, None, None
+        self._marks, self.collector, self._objects = NO_MARKS, None, None
         self._options = options
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
+        self.scripted = None
         self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
         self._keeps_all = False
         self.current: Current | None = None
         self.explain = None
+        watch_scripted()
 
     def __enter__(self) -> FunctionFrame:
         paused = pause_modes() if num_dispatch_modes() else None

@@ -73,7 +73,7 @@ class RerunFrame(CallingFrame):
         """Reruns the function once more, and adds to an error the operators by which it may have taken other routes."""
         selection, contexts = self._selection, self._contexts
         kept = () if selection is None else selection.kept_operators()
-        watch = RoutingWatch(lambda: 0 if self._collector is None else len(self._collector.values), kept)
+        watch = RoutingWatch(lambda: 0 if self.collector is None else len(self.collector.values), kept)
         watching: ContextPair = nullcontext(), watch
         self._selection = None
         self._contexts = watching if contexts is None else both((contexts[0], without_selection(contexts[1])), watching)
@@ -87,7 +87,7 @@ class RerunFrame(CallingFrame):
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         collector = Collector(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
         mark = mark_thread()
-        outer, self._collector = self._collector, collector
+        outer, self.collector = self.collector, collector
         try:
             collector.leftovers = None if self._objects is None else leftovers_of(self._objects)
             if self._options.check.fingerprint is None:
@@ -97,7 +97,7 @@ class RerunFrame(CallingFrame):
             bring_back(mark, error)
             raise
         finally:
-            self._collector = outer
+            self.collector = outer
             collector.let_go()
 
     def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:

@@ -1,0 +1,211 @@
+"""Calls of TorchScript in a function frame.
+
+TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, by which a plan
+with derivatives of its own is made. A rerun is a later call. So what a call saves is dropped only if the call was carried out
+by the plan of the call before it, which the rerun will meet again; else everything is kept, and the rerun leaves the call's
+tensors out (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
+from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.paths import RegionPath, format_path
+from ckpt_hooks._core.saved import Kept
+from ckpt_hooks._core.stack import stack
+from ckpt_hooks._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.scripting import divert_scripted, is_profiled, latest_plan
+from ckpt_hooks.errors import DeterminismError
+
+from .collector import Collector
+from .packing import unpack
+
+__all__ = ["ScriptedCalls", "watch_scripted"]
+
+#: The plan of the latest call of each function, and whether it takes notes for another.
+_plans: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+
+
+class _Saved:
+    """A tensor saved in a call: kept, or dropped when the call has ended by a known plan."""
+
+    __slots__ = ("kept", "packed", "tensor", "unpack", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+        self.version = tensor._version
+        self.packed: Any = None
+        self.unpack: Callable[[Any], torch.Tensor] = unpack
+
+    def keep(self, path: Any) -> None:
+        """Keeps the tensor, as plain autograd does."""
+        tensor, self.tensor = self.tensor, None
+        if tensor is not None:
+            is_parameter = tensor.is_leaf and tensor.requires_grad
+            kept: Kept = [tensor if is_parameter else tensor.detach(), self.version, path]
+            self.packed = kept
+
+    def drop(self, hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+        """Hands the tensor to the frame's hooks."""
+        tensor, self.tensor = self.tensor, None
+        self.packed, self.unpack = hooks[0](tensor), hooks[1]
+
+
+@skipped
+def _unpack(saved: _Saved) -> torch.Tensor:
+    # While the call runs, backward in it finds the tensor itself.
+    return saved.unpack(saved.packed) if saved.tensor is None else saved.tensor
+
+
+UNPACKS.append(_unpack)
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Packs a tensor for backward inside of a rerun; an output that is held by its own node would never go."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class ScriptedCalls:
+    """The calls of TorchScript in one region's forward: for each the plan that a rerun has to meet, None if all was kept."""
+
+    __slots__ = ("_is_selective", "_path", "_plans")
+
+    def __init__(self, path: RegionPath, *, is_selective: bool) -> None:
+        """Notes no call yet.
+
+        Args:
+            path: The region.
+            is_selective: Whether a policy decides about operators. A plan's operators are others than those of the plan before,
+                so no policy is asked about these, and everything is kept.
+        """
+        self._path, self._is_selective = path, is_selective
+        self._plans: list[Any] = []
+
+    def run(self, hooks: Any, call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call in forward.
+
+        Args:
+            hooks: The hooks of the frame.
+            call: Calls a function of TorchScript.
+            function: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+        """
+        saved: list[_Saved] = []
+        place = len(self._plans)
+        self._plans.append(None)
+
+        def pack(tensor: torch.Tensor) -> _Saved:
+            one = _Saved(tensor)
+            saved.append(one)
+            return one
+
+        push_saved_tensors_hooks(pack, _unpack)
+        paused = pause_modes() if self._is_selective else None
+        try:
+            result = call(function, *args, **kwargs)
+            plan = latest_plan()
+            is_repeated = not self._is_selective and _is_repeated(function, plan)
+            if is_repeated and all(one.tensor is not None and one.tensor._version == one.version for one in saved):
+                pop_saved_tensors_hooks()
+                try:
+                    for one in saved:
+                        one.drop(hooks)
+                finally:
+                    push_saved_tensors_hooks(pack, _unpack)
+                self._plans[place] = plan
+            return result
+        finally:
+            pop_saved_tensors_hooks()
+            if paused:
+                resume_modes(paused)
+            for one in saved:
+                one.keep(self._path)
+
+    def rerun(self, collector: Collector, call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a call in a rerun.
+
+        Args:
+            collector: The collector of the rerun.
+            call: Calls a function of TorchScript.
+            function: The function.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
+
+        Raises:
+            DeterminismError: If TorchScript carries out another plan than in forward.
+        """
+        place = collector.num_scripted
+        collector.num_scripted += 1
+        plan = self._plans[place] if place < len(self._plans) else None
+        if plan is None:
+            push_saved_tensors_hooks(_alias, _itself)
+            paused = pause_modes() if self._is_selective else None
+            try:
+                return call(function, *args, **kwargs)
+            finally:
+                pop_saved_tensors_hooks()
+                if paused:
+                    resume_modes(paused)
+                _is_repeated(function, latest_plan())
+        try:
+            return call(function, *args, **kwargs)
+        finally:
+            found = latest_plan()
+            if found is not plan:
+                region, name = format_path(self._path), getattr(function, "name", "a function")
+                raise DeterminismError(
+                    f"region {'/'.join(region)!r}: TorchScript has carried out {name!r} by another plan than in forward, which "
+                    "saves other tensors. Call it twice before the region, or leave it out of the region.",
+                    region=region,
+                    index=-1,
+                    expected="the plan of forward",
+                    found="another plan",
+                )
+
+
+def _is_repeated(function: Any, plan: Any) -> bool:
+    """Notes the plan of a call; returns whether it was the plan of the call before, and takes no notes."""
+    before, takes_notes = _plans.get(function, (None, True))
+    if before is not plan:
+        takes_notes = is_profiled(plan)
+        _plans[function] = plan, takes_notes
+    return before is plan and not takes_notes
+
+
+def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    frame: Any = stack.innermost
+    if frame is None or frame.kind != "function" or not torch.is_grad_enabled():
+        return call(function, *args, **kwargs)
+    hooks = top_saved_tensors_hooks(False)
+    if hooks is None or not are_of_frame(hooks) or hooks[1] is _unpack:
+        return call(function, *args, **kwargs)
+    if not frame.recomputing:
+        if frame.scripted is None:
+            frame.scripted = ScriptedCalls(frame.path, is_selective=frame.is_selective)
+        return frame.scripted.run(hooks, call, function, args, kwargs)
+    if frame.scripted is None:
+        return call(function, *args, **kwargs)
+    return frame.scripted.rerun(frame.collector, call, function, args, kwargs)
+
+
+_is_watched = False
+
+
+def watch_scripted() -> None:
+    """Has calls of TorchScript in regions run as above, from the first region of the process on."""
+    global _is_watched
+    if not _is_watched:
+        _is_watched = True
+        divert_scripted(_run)

@@ -1,0 +1,314 @@
+"""TorchScript in regions: the first calls of a function save other tensors than later ones."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib.util
+import weakref
+
+import pytest
+import torch
+
+from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing, policies
+from tests.behaviours.runs import same
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+]
+
+SOURCE = """
+import torch
+from torch import nn
+from typing import List
+
+def gate(a: torch.Tensor, b: torch.Tensor, n: List[int]) -> torch.Tensor:
+    both = a + b
+    return torch.tanh(both[:, : n[0]]) * torch.sigmoid(both[:, n[0] :])
+
+def gelu(x):
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+def in_place(x):
+    y = x.sin()
+    y.mul_(2)
+    return y.exp() * y
+
+def branches(x, flag: bool):
+    if flag:
+        return x.sin() * x.tanh()
+    return (x * x).exp()
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+    def forward(self, x):
+        return torch.tanh(self.linear(x)) * torch.sigmoid(x)
+"""
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Returns a function which makes the functions of the source anew, as in a process that has run none of them."""
+    made = []
+
+    def make():
+        path = tmp_path / f"scripted_{len(made)}.py"
+        path.write_text(SOURCE)
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        made.append(module)
+        return module
+
+    return make
+
+
+def with_gate(source):
+    gate = torch.jit.script(source.gate)
+    return lambda x: gate(x, x.cos(), [4]).repeat(1, 2).sin()
+
+
+def with_gelu(source):
+    gelu = torch.jit.script(source.gelu)
+    return lambda x: gelu(gelu(x.cos()) * x).sin()
+
+
+def in_place(source):
+    function = torch.jit.script(source.in_place)
+    return lambda x: function(x.exp()).sin()
+
+
+def run_and_unrun(source):
+    """One function has run before, and runs after the other."""
+    gelu, gate = torch.jit.script(source.gelu), torch.jit.script(source.gate)
+    for _ in range(3):
+        gelu(torch.ones(2, 8, requires_grad=True))
+    return lambda x: gelu(gate(x, x.cos(), [4])).repeat(1, 2).sin()
+
+
+def a_branch_that_is_new(source):
+    function = torch.jit.script(source.branches)
+    return lambda x: function(x.cos(), len(x) < 4).sin()
+
+
+def without_gradients_first(source):
+    gelu = torch.jit.script(source.gelu)
+
+    def run(x):
+        h = x.cos()
+        return gelu(h.detach() if len(x) in (3, 5) else h) * h
+
+    return run
+
+
+def of_a_module(source):
+    torch.manual_seed(3)
+    block = torch.jit.script(source.Block())
+    return lambda x: block(x.cos()).sin()
+
+
+def traced(source):
+    torch.manual_seed(3)
+    block = torch.jit.trace(source.Block(), torch.ones(3, 8))
+    return lambda x: block(x.cos()).sin()
+
+
+def a_traced_function(source):
+    function = torch.jit.trace(source.gelu, torch.ones(3, 8))
+    return lambda x: function(x.cos()).sin()
+
+
+PROGRAMS = [
+    with_gate, with_gelu, in_place, run_and_unrun, a_branch_that_is_new, without_gradients_first, of_a_module, traced,
+    a_traced_function,
+]  # fmt: skip
+
+
+def recorded(function, x, **options):
+    with checkpoint_region(**options):
+        return function(x)
+
+
+def nested(function, x):
+    return checkpoint(lambda x: checkpoint(function, x.sin()).cos(), x)
+
+
+def inner_twice(function, x):
+    return checkpoint(lambda x: function(checkpoint(function, x.sin())), x)
+
+
+FORMS = {
+    "checkpoint": checkpoint,
+    "to the end": lambda function, x: checkpoint(early_stop=False)(function)(x),
+    "debug": lambda function, x: checkpoint(debug=True)(function)(x),
+    "policy": lambda function, x: checkpoint(policy=policies.dots_saveable)(function)(x),
+    "policy, all": lambda function, x: checkpoint(policy=policies.everything_saveable)(function)(x),
+    "values": lambda function, x: checkpoint(determinism_check="values")(function)(x),
+    "nested": nested,
+    "inner twice": inner_twice,
+    "recorded": recorded,
+    "recorded inside": lambda function, x: checkpoint(lambda x: recorded(function, x.sin()).cos(), x),
+}
+PLAIN = {
+    "nested": lambda function, x: function(x.sin()).cos(),
+    "recorded inside": lambda function, x: function(x.sin()).cos(),
+    "inner twice": lambda function, x: function(function(x.sin())),
+}
+
+
+def steps(form, function, *, backwards=1, width=3):
+    torch.manual_seed(0)
+    found = []
+    for step in range(6):
+        x = torch.randn(width + step // 2, 8, requires_grad=True)
+        y = form(function, x)
+        for last in range(backwards)[::-1]:
+            y.sum().backward(retain_graph=last > 0)
+        found += [y.detach(), x.grad]
+    return found
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("backwards", [1, 2])
+def test_each_step_is_the_plain_one(source, program, form, backwards):
+    plain = PLAIN.get(form, lambda function, x: function(x))
+    expected = steps(plain, program(source()), backwards=backwards)
+    found = steps(FORMS[form], program(source()), backwards=backwards)
+    assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+def test_gradients_of_gradients(source):
+    def found(form):
+        function, results = with_gelu(source()), []
+        for _ in range(4):
+            x = torch.linspace(-1, 1, 8).view(1, 8).requires_grad_()
+            (gradient,) = torch.autograd.grad(form(function, x).sum(), x, create_graph=True)
+            gradient.square().sum().backward()
+            results.append(x.grad)
+        return results
+
+    assert list(map(torch.equal, found(checkpoint), found(lambda function, x: function(x)))) == [True] * 4
+
+
+def test_backward_inside(source):
+    def found(form):
+        gelu, results = torch.jit.script(source().gelu), []
+
+        def function(x):
+            h = x.cos()
+            (inner,) = torch.autograd.grad(gelu(h).sum(), h)
+            return gelu(h) * inner.clone()  # which TorchScript makes in place at first, and not later
+
+        for _ in range(4):
+            x = torch.linspace(-1, 1, 8).view(1, 8).requires_grad_()
+            form(function, x).sum().backward()
+            results.append(x.grad)
+        return results
+
+    assert list(map(torch.equal, found(checkpoint), found(lambda function, x: function(x)))) == [True] * 4
+
+
+def test_tensors_are_kept_in_first_calls_alone(source):
+    """Of a call by a known plan nothing is left after forward, and after a step nothing of any call."""
+    gelu, seen = torch.jit.script(source().gelu), []
+
+    def function(x):
+        h = x.cos()
+        seen.append(weakref.ref(h.untyped_storage()))
+        return gelu(h).sin()
+
+    kept = []
+    for _ in range(4):
+        seen.clear()
+        y = checkpoint(function, torch.ones(2, 8, requires_grad=True))
+        kept.append(seen[0]() is not None)
+        y.sum().backward()
+        del y
+        assert [reference() for reference in seen] == [None] * len(seen)
+    assert kept == [True, False, False, False]
+
+
+def test_an_error_in_a_call(source):
+    """A call that fails leaves the hooks as they were; the function may go on."""
+    gate = torch.jit.script(source().gate)
+
+    def function(x):
+        with contextlib.suppress(RuntimeError):
+            gate(x.cos(), x.new_ones(3, 5), [4])
+        return gate(x.cos(), x, [4]).sin()
+
+    for _ in range(3):
+        x = torch.ones(2, 8, requires_grad=True)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        checkpoint(function, x).sum().backward()
+        assert torch._C._autograd._top_saved_tensors_default_hooks(False) is hooks
+        expected = x.detach().clone().requires_grad_()
+        function(expected).sum().backward()
+        assert torch.equal(x.grad, expected.grad)
+
+
+def test_another_plan_in_the_rerun_is_an_error(source, monkeypatch):
+    function = with_gelu(source())
+    for _ in range(3):
+        checkpoint(function, torch.ones(2, 8, requires_grad=True)).sum().backward()
+    y = checkpoint(name="block")(function)(torch.ones(2, 8, requires_grad=True))
+    monkeypatch.setattr("ckpt_hooks._function.scripted.latest_plan", object)
+    with pytest.raises(DeterminismError, match=r"region 'block': TorchScript has carried out 'gelu' by another plan"):
+        y.sum().backward()
+
+
+def test_a_write_to_a_kept_tensor_is_an_error(source):
+    gelu, outer = torch.jit.script(source().gelu), []
+
+    def function(x):
+        outer.append(x.cos())
+        return gelu(outer[-1])
+
+    y = checkpoint(function, torch.ones(2, 8, requires_grad=True))
+    with torch.no_grad():
+        outer[0].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_a_copy_has_run_nothing(source):
+    def found(form):
+        torch.manual_seed(3)
+        block = torch.jit.script(source().Block())
+        for _ in range(3):
+            form(block, torch.ones(3, 8, requires_grad=True)).sum().backward()
+        x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        form(copy.deepcopy(block), x).sum().backward()
+        return x.grad
+
+    assert torch.equal(found(checkpoint), found(lambda function, x: function(x)))
+
+
+def test_the_users_hooks_inside_get_what_a_call_saves(source):
+    def found(form):
+        gelu, packed = torch.jit.script(source().gelu), []
+
+        def pack(tensor):
+            if not is_recomputing():
+                packed.append(tensor.shape)
+            return tensor
+
+        def function(x):
+            h = x.cos()
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                return gelu(h) * h
+
+        results = [packed]
+        for _ in range(3):
+            x = torch.linspace(-1, 1, 8).view(1, 8).requires_grad_()
+            form(function, x).sum().backward()
+            results.append(x.grad.tolist())
+        return results
+
+    expected = found(lambda function, x: function(x))
+    assert expected[0]
+    assert found(checkpoint) == expected
