@@ -696,6 +696,12 @@ def _scripted():
 
 
 @provokes
+def other_random_numbers():
+    table = functools.lru_cache(torch.randn)
+    checkpoint(lambda x: torch.dropout((x * table(2)).sin(), 0.5, True).exp(), leaf(2)).sum().backward()
+
+
+@provokes
 def another_plan_of_torchscript():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

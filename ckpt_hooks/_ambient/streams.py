@@ -66,6 +66,10 @@ class Stream:
             self._seen = look, state
         return state
 
+    def look(self) -> tuple[int, int] | None:
+        """Returns seed and offset, if these are the whole state."""
+        return None if self._look is None else self._look()
+
     def is_readable(self) -> bool:
         """Whether the state can be read now: not while a CUDA graph is being captured on the generator's device."""
         return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_hooks._ambient import Ends
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.scopes import MISSING
@@ -51,6 +52,7 @@ class Collector:
     Attributes:
         doubt: The number of last wanted values not to be trusted, and a function returning the error for these; or None.
         early_stop: Whether the rerun ends when every value is there.
+        ends: Where the random streams stood when forward had ended; None if they are not to be compared.
         frame: The frame of the values.
         function: The function of the rerun.
         last: The number of the last tensor wanted.
@@ -68,6 +70,7 @@ class Collector:
         "_detach",
         "doubt",
         "early_stop",
+        "ends",
         "frame",
         "function",
         "last",
@@ -94,6 +97,7 @@ class Collector:
         self.frame = frame
         self.function = function
         self.early_stop = early_stop
+        self.ends: Ends | None = None
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
         self.leftovers: Leftovers | None = None
@@ -197,6 +201,8 @@ class Collector:
 
     def _stop(self) -> None:
         """Ends the rerun, unless the function has read leftovers in objects: then the rest may change these objects."""
+        if self.ends is not None and self.frame.goes_on(self):
+            return
         self.stopped = True
         if self.leftovers is None or self.leftovers.first is None:
             raise StopRecompute

@@ -17,7 +17,7 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 from .handles import FIRST, HandleFrame
 from .state.closure_scan import scan_closure
 
-__all__ = ["blame", "grad_fn_of", "late_write_error", "mutation_error", "name_of", "node_of", "uninitialized"]
+__all__ = ["blame", "draws_error", "grad_fn_of", "late_write_error", "mutation_error", "name_of", "node_of", "uninitialized"]
 
 
 def mutation_error(
@@ -75,6 +75,24 @@ def late_write_error(name: str, tensor: torch.Tensor, expected: int, region: tup
         tensor=name,
         expected=expected,
         found=tensor._version,
+    )
+
+
+def draws_error(region: tuple[str, ...]) -> DeterminismError:
+    """Returns the error for a rerun which drew other random numbers than forward did.
+
+    Args:
+        region: Names of the regions, outermost first.
+    """
+    return DeterminismError(
+        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward: the generators do not stand "
+        "where forward left them, and what was drawn in between (dropout masks, say) is not what forward had. Usual causes: a "
+        "random table which forward made and keeps (functools.lru_cache, a global dict); another thread that draws. Make the "
+        "table before the region.",
+        region=region,
+        index=-1,
+        expected="the random numbers of forward",
+        found="others",
     )
 
 

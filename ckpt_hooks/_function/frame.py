@@ -121,6 +121,7 @@ class FunctionFrame(RerunFrame):
         self.scripted = None
         self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
+        self._ends = None
         self._keeps_all = False
         self.current: Current | None = None
         self.explain = None
@@ -238,6 +239,8 @@ class FunctionFrame(RerunFrame):
             self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
+            elif error is None:
+                self._ends = _ambient.read_ends(self._ambient)
             written = None if self._state is None else self._state.close(failed=error is not None)
             if self._finish is not None:
                 self._finish()

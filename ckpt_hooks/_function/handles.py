@@ -123,6 +123,14 @@ class HandleFrame(Frame):
             wanted, or modified in the course of the recompute; the latter has to be asked for alone.
         """
 
+    def goes_on(self, collector: Any) -> bool:
+        """Whether a rerun with all values goes on to its end.
+
+        Args:
+            collector: The collector of the rerun.
+        """
+        return False
+
     def made(self) -> Made | None:
         """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
         return None if self.current is None else Made(self.current)
