@@ -16,6 +16,7 @@ import torch
 
 from ckpt_hooks._tensors.copies import alias_with_history
 from ckpt_hooks._torch import counted_detach, storage_of
+from ckpt_hooks._torch.forward_mode import has_tangent
 
 __all__ = ["Origins", "has_history"]
 
@@ -23,11 +24,12 @@ __all__ = ["Origins", "has_history"]
 def has_history(tensor: torch.Tensor) -> bool:
     """Whether a tensor that requires grad is the output of an operator, and has stand-ins.
 
-    To ask a view of a modified tensor may change its place in the graph: such a view is held as it is.
+    To ask a view of a modified tensor may change its place in the graph: such a view is held as it is. So is a tensor with a
+    tangent, which no alias has.
     """
     if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
-    return not tensor.is_leaf
+    return not (tensor.is_leaf or has_tangent(tensor))
 
 
 class Origins:

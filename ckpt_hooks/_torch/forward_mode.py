@@ -1,0 +1,21 @@
+"""Forward-mode differentiation: tangents of tensors, in the level that is in force.
+
+2.11 to 2.15: the number of the level. Goes with a public way to ask whether there is a level.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+__all__ = ["has_tangent", "is_in_dual_level"]
+
+
+def is_in_dual_level() -> bool:
+    """Whether tensors may have tangents."""
+    return forward_ad._current_level >= 0
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
