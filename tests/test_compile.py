@@ -24,6 +24,7 @@ from ckpt_hooks import (
     is_recomputing,
     policies,
 )
+from ckpt_hooks._checkpoint.curried import _classes
 from ckpt_hooks._core.observers import observe
 from tests.measure import Frames
 
@@ -150,6 +151,8 @@ FORMS = {
     "curried with a policy": lambda x: curried_with_a_policy(function)(x, w),
     "curried inside with a policy": lambda x: checkpoint(policy=policies.dots_saveable)(function)(x, w),
     "curried module": lambda x: curried_with_a_policy(block)(x),
+    "curried module inside": lambda x: checkpoint(name="inside")(block)(x),
+    "curried module inside with a policy": lambda x: checkpoint(policy=policies.dots_saveable)(block)(x),
     "module made in __init__": lambda x: wrapped(x),
     "decorated": lambda x: decorated(x, w),
     "decorated with a policy": lambda x: decorated_with_a_policy(x, w),
@@ -195,6 +198,8 @@ def breaks():
 def _reset():
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
+    # As in a new process: classes made by an eager call hid that Dynamo cannot trace their making.
+    _classes.clear()
     yield
     torch._dynamo.reset()
     assert torch._functorch.config.joint_custom_pass is None
@@ -211,10 +216,31 @@ def test_in_one_graph_as_eager(form, fullgraph, backend):
         pytest.skip("before 2.13 Dynamo does not trace how the forward is bound")
     if backend == "inductor" and not fullgraph:
         pytest.skip("takes minutes, and there are no graph breaks")
-    expected = gradients(FORMS[form])
     found = gradients(torch.compile(FORMS[form], backend=backend, fullgraph=fullgraph))
-    torch.testing.assert_close(found, expected)
     assert breaks() == 0
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch.testing.assert_close(found, gradients(FORMS[form]))
+
+
+FIRST = """
+import sys
+import torch
+from tests import test_compile
+
+form = test_compile.FORMS[sys.argv[1]]
+found = test_compile.gradients(torch.compile(form, backend="aot_eager", fullgraph=sys.argv[2] == "True"))
+assert test_compile.breaks() == 0
+assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+torch.testing.assert_close(found, test_compile.gradients(form))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(BEFORE_2_13, reason="before 2.13 Dynamo does not trace how options and policies are made")
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("form", ["curried module inside with a policy", "list inside", "region with names"])
+def test_the_first_thing_that_a_process_does(form, fullgraph):
+    subprocess.run([sys.executable, "-c", FIRST, form, str(fullgraph)], check=True)
 
 
 # What is saved

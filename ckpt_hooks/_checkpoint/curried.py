@@ -163,9 +163,11 @@ class Curried:
         check_alone(function, others, named, "checkpoint(...)")
         check_runs(function)
         module: Any = function
-        if isinstance(module, Module) and not isinstance(module, torch.jit.ScriptModule):  # of which no class is made
-            return checkpointed_module(module, self)
-        return CheckpointedFunction(function, self)
+        # Dynamo cannot trace the making of a class, and no class is made of that of a scripted module.
+        is_function = not isinstance(module, Module) or isinstance(module, torch.jit.ScriptModule)
+        if is_function or torch.compiler.is_dynamo_compiling():
+            return CheckpointedFunction(function, self)
+        return checkpointed_module(module, self)
 
     @skipped
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,14 +8,9 @@ from __future__ import annotations
 import torch
 from torch.autograd import forward_ad
 
-__all__ = ["has_tangent", "is_in_dual_level"]
-
-
-def is_in_dual_level() -> bool:
-    """Whether tensors may have tangents."""
-    return forward_ad._current_level >= 0
+__all__ = ["has_tangent"]
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a tangent."""
-    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
