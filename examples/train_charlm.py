@@ -389,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     short = ",".join([*(mode for mode in MODES if ":" not in mode), "region:POLICY"])
     add("--mode", type=mode_list, default="none,torch,checkpoint", help=f"one or more of {short}; the policies are below")
-    add_model_options(parser, steps=30, layers=8, width=128, context=128, batch=8)
+    add_model_options(parser, steps=6, layers=8, width=128, context=128, batch=8)
     add("--device", type=device, default=accelerator, help="where to train")
     add("--policy", choices=POLICIES, default="save_compute_and_communication", help="what the selective modes keep")
     add("--json", action="store_true", help="print one JSON object in place of the table")

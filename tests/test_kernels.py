@@ -863,6 +863,7 @@ def test_a_launch_to_compile_writes_nothing_and_one_in_an_operator_is_the_operat
     y.sum().backward()
 
 
+@pytest.mark.compile  # since the plain command does without Triton; see conftest.py
 def test_real_triton():
     pytest.importorskip("triton")
     from triton.runtime.jit import JITFunction as Real
