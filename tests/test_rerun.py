@@ -216,3 +216,26 @@ def test_importing_and_a_first_step_leave_dynamo_alone():
         "assert 'torch._dynamo' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_rerun_in_the_middle_of_forward_does_not_run_ahead(early_stop):
+    """A backward inside asks for tensors before forward has come to the write below."""
+
+    def found(form):
+        x = torch.linspace(-1, 1, 8, requires_grad=True)
+        h, log = x * 1.2, []
+
+        def function():
+            y = h * 0.25
+            (inner,) = torch.autograd.grad(torch.nn.functional.celu(y).sum(), y, create_graph=True)
+            h.view(2, 4)[0].mul_(-0.7)
+            log.append(inner.detach())
+            return h * inner
+
+        result = form(function)
+        return [result.detach(), h.detach(), *log]
+
+    expected = found(lambda function: function())
+    results = found(lambda function: checkpoint(early_stop=early_stop)(function)())
+    assert list(map(torch.equal, results, expected)) == [True] * 3

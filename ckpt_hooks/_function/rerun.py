@@ -85,7 +85,9 @@ class RerunFrame(CallingFrame):
         watch.explain(error, error.index if selection is None else None)
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        collector = Collector(self, self._function, early_stop=self._options.early_stop, selective=self._contexts is not None)
+        # A rerun in the middle of forward must not do what forward has not done yet.
+        early_stop = self._options.early_stop or not self.complete
+        collector = Collector(self, self._function, early_stop=early_stop, selective=self._contexts is not None)
         mark = mark_thread()
         outer, self.collector = self.collector, collector
         try:

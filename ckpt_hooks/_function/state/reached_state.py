@@ -119,6 +119,8 @@ class Rewound:
             if self._contents is not None:
                 self._contents.restore()
         finally:
+            if self._state._contents is not None:
+                self._state._contents.freed = ()
             self._attributes.restore()
 
 
