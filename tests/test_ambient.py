@@ -83,7 +83,7 @@ def test_a_recompute_that_draws_more_than_forward_disturbs_nothing():
     x = leaf(3)
     y = checkpoint(calls, x).sum()
     state = torch.get_rng_state()
-    with pytest.raises(DeterminismError, match="the recompute has drawn other random numbers than forward"):
+    with pytest.raises(DeterminismError, match="the recompute has drawn other random numbers"):
         y.backward()
     assert torch.equal(state, torch.get_rng_state())
 

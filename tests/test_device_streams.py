@@ -39,8 +39,10 @@ def calls(get, set, look):
 def test_streams_that_do_not_move_are_not_read_and_not_set(install, count, regions):  # noqa: F811
     devices = install("fake_one", FakeDevices(count))
     forward, backward = counts_of(devices, plain, regions)
-    assert forward == calls(0, 0, 2 * regions * count)
-    assert backward == calls(0, 0, 3 * regions * count)
+    # Once a region, and once as it opens and with each of two saved tensors.
+    assert forward == calls(0, 0, (1 + 3) * regions * count)
+    # Before and after the rerun, and likewise.
+    assert backward == calls(0, 0, (2 + 3) * regions * count)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -110,13 +112,13 @@ def test_a_device_that_draws_in_the_recompute_alone_is_put_back(install):  # noq
 
     def function(x):
         runs.append(1)
-        if len(runs) == 2:
+        if len(runs) >= 2:
             generator.draw()
         return plain(x)
 
     y = checkpoint(function, leaf(3))
     before = generator.get_state()
-    with pytest.raises(DeterminismError, match="the recompute has drawn other random numbers than forward"):
+    with pytest.raises(DeterminismError, match="the recompute has drawn other random numbers"):
         y.sum().backward()
     assert torch.equal(generator.get_state(), before)
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import random
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ckpt_hooks import DeterminismError, checkpoint
+from ckpt_hooks import DeterminismError, checkpoint, is_recomputing
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
 
-MESSAGE = "the recompute has drawn other random numbers than forward: the generators do not stand"
+MESSAGE = "the recompute has drawn other random numbers than forward had drawn by then"
 
 
 def masked(x):
@@ -112,14 +113,67 @@ def test_a_table_alone_is_right():
     assert list(map(torch.equal, steps(make(), checkpoint), expected)) == [True] * 3
 
 
-@pytest.mark.parametrize("backwards", [1, 2])
-def test_with_a_region_inside_after_a_whole_rerun_alone(backwards):
-    """A rerun that ends early, before the draws of the region inside, is compared with nothing."""
+def unrelated_table_last():
     function = by_lru_cache()
-    y = checkpoint(early_stop=False)(lambda x: checkpoint(function, x.cos()))(leaf(3, 4))
+    table = functools.lru_cache(lambda size: torch.randn(size))
+    torch.manual_seed(7)
+    function(torch.ones(1, 4))  # has its own table already
+    return lambda x: function(x) * table(4)
+
+
+def noise_for_a_log():
+    def function(x):
+        y = masked(x)
+        if not is_recomputing():
+            torch.randint(5, (1,))
+        return y * 2
+
+    return function
+
+
+def seeded_by_a_counter_last():
+    count = itertools.count()
+
+    def function(x):
+        y = masked(x)
+        torch.manual_seed(next(count))
+        return y
+
+    return function
+
+
+@pytest.mark.parametrize("make", [unrelated_table_last, noise_for_a_log, seeded_by_a_counter_last])
+def test_other_draws_after_the_last_use_are_no_error(make):
+    expected, found = steps(make(), lambda function, x: function(x)), steps(make(), checkpoint)
+    assert list(map(torch.equal, found, expected)) == [True] * 3
+
+
+def test_a_fork_around_forward_alone_is_no_error():
+    def contexts():
+        return torch.random.fork_rng(devices=[]), contextlib.nullcontext()
+
+    function = checkpoint(context_fn=contexts)(masked)
+    x = torch.linspace(-1, 1, 12).requires_grad_()
+    torch.manual_seed(1)
+    y = function(x)
+    y.sum().backward()
+    torch.manual_seed(1)
+    assert torch.equal(y, masked(x))
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("form", ["after", "before", "around"])
+def test_with_a_region_inside(form, backwards):
+    function = by_lru_cache()
+    bodies = {
+        "after": lambda x: checkpoint(torch.sin, function(x).cos()).exp(),
+        "before": lambda x: function(checkpoint(torch.sin, x.cos())).exp(),
+        "around": lambda x: checkpoint(function, x.cos()).exp(),
+    }
+    y = checkpoint(bodies[form], leaf(3, 4))
     with pytest.raises(DeterminismError, match=MESSAGE):
         y.sum().backward()
-    y = checkpoint(lambda x: checkpoint(masked, function(x)) + torch.randn(4), leaf(3, 4))
+    y = checkpoint(bodies[form], leaf(3, 4))  # the table is there
     for last in range(backwards)[::-1]:
         y.sum().backward(retain_graph=last > 0)
 

@@ -20,13 +20,13 @@ from ckpt_hooks._torch import GLOBAL_DEVICE, global_device_mode, is_any_autocast
 
 from . import autocast, flags, function_modes, rng, streams
 from .draws import ReplayDraws
-from .engine_image import HEAD, TAIL, Image, are_same, take_image
+from .engine_image import HEAD, TAIL, Image, take_image
 from .flags import read_fast
 from .rng import read_cpu, write_cpu
 from .streams import TORCH_NAMES
 from .tracking import TRACKED
 
-__all__ = ["Ambient", "Ends", "Undo", "capture", "enter", "is_astray", "leave", "read_ends", "replay_draws"]
+__all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
 
 _NO_MODES: function_modes.Snapshot = ()
 
@@ -100,10 +100,9 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
         autocast.capture() if is_any_autocast_enabled() else None,
         function_modes.capture() if num_function_modes() else _NO_MODES,
     )
-    if image is not None and image == take_image():  # unchanged since before the read of the state
+    if ambient.is_simple and image is not None and image == take_image():  # unchanged since before the read of the state
         ambient.image = image
-        if ambient.is_simple:
-            _latest = ambient
+        _latest = ambient
     return ambient
 
 
@@ -214,53 +213,6 @@ def leave(undo: Undo) -> None:
 
 
 _LEAVE: list[Callable[[Any], None]] = [function_modes.leave, autocast.leave, flags.leave, rng.leave]
-
-
-#: Where the default streams stand at the end of a forward: the image of the CPU's generator, and what devices' look like.
-Ends = tuple["Image", rng.States]
-
-
-def read_ends(ambient: Ambient) -> Ends | None:
-    """Returns where random streams stand at the end of a forward, which tells whether a recompute draws as forward did.
-
-    A table that forward makes once from random numbers, and keeps where a recompute finds it (``functools.lru_cache``, a global
-    dict), shifts all later draws of a recompute: other dropout masks, of the same shapes. No device is made to wait.
-
-    Args:
-        ambient: The state when forward began.
-
-    Returns:
-        The ends; None if random streams are no part of the state, or cannot be read.
-    """
-    image = ambient.image
-    if image is None or ambient.streams[0] is None:
-        return None
-    if image != (HEAD.raw, TAIL.raw):
-        image = HEAD.raw, TAIL.raw
-    if len(TORCH_NAMES) == streams.names_without_devices:
-        return image, ()
-    return image, rng.look_at_devices()
-
-
-def is_astray(ambient: Ambient, ends: Ends) -> bool:
-    """Whether a recompute has drawn, and a stream does not stand where forward left it.
-
-    A recompute without draws is right whatever forward has drawn: it found the numbers elsewhere.
-
-    Args:
-        ambient: The state when forward began, and when the recompute began.
-        ends: Where the streams stood when forward had ended.
-    """
-    end, devices = ends
-    if end != (HEAD.raw, TAIL.raw):
-        now, begin = (HEAD.raw, TAIL.raw), ambient.image
-        if not (are_same(now, end) or begin is None or are_same(now, begin)):
-            return True
-    if not devices:
-        return False
-    begins, looks = dict(ambient.streams[1]), dict(rng.look_at_devices())
-    moved = [stream for stream, look in devices if stream in begins and looks.get(stream, look) != look]
-    return not all(stream.holds(begins[stream]) for stream in moved)
 
 
 def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayDraws:

@@ -25,7 +25,7 @@ import torch
 
 from ckpt_hooks._torch import address_of_generator
 
-__all__ = ["HEAD", "TAIL", "Image", "are_same", "take_image"]
+__all__ = ["HEAD", "TAIL", "Image", "take_image"]
 
 _WORDS = 624
 _ARRAY_BYTES = 4 * _WORDS
@@ -50,17 +50,6 @@ def _find(generator: torch.Generator) -> int | None:
     return offset - _BEFORE
 
 
-def are_same(one: Image, other: Image) -> bool:
-    """Whether two images are of the same state: padding and used left-over numbers may differ."""
-    return one == other or _without_padding(one) == _without_padding(other)
-
-
-def _without_padding(image: Image) -> tuple[bytes, ...]:
-    """Returns seed, count of words left, position and words, and a left-over number of either dtype if there is one."""
-    head, tail = image
-    return head[4:16], head[20:], tail[4:8] if tail[8] else b"", tail[12:20] if tail[20] else b""
-
-
 class _Bytes:
     """Stands for bytes which cannot be read."""
 
@@ -81,7 +70,6 @@ def _find_views() -> list[Any] | None:
             return None
         head, tail = _views(address_of_generator(generator) + offset)
         images = [(head.raw, tail.raw)]
-        plain = {_without_padding(images[0])}
         # A number of 32 bits; a normal number, which leaves another over; the left-over number, which moves nothing else; the
         # same in double precision; and another seed for an otherwise equal state.
         for draw in (
@@ -95,10 +83,6 @@ def _find_views() -> list[Any] | None:
         ):
             draw()
             images.append((head.raw, tail.raw))
-            generator.set_state(generator.get_state())  # which leaves other bytes in the padding
-            plain |= {_without_padding(images[-1]), _without_padding((head.raw, tail.raw))}
-        if len(plain) != len(images):
-            return None
         return _views(address_of_generator(torch.default_generator) + offset) if len(set(images)) == len(images) else None
     except (AttributeError, OSError, RuntimeError, TypeError, struct.error):
         return None

@@ -33,7 +33,6 @@ __all__ = [
     "enter_devices",
     "leave",
     "leave_streams",
-    "look_at_devices",
     "read_devices",
 ]
 
@@ -74,12 +73,6 @@ def read_devices() -> States:
     if moved:
         known = _latest_devices = tuple(found)
     return known
-
-
-def look_at_devices() -> States:
-    """Returns seed and offset of each initialised device's default stream, of those whose state that is."""
-    streams = device_streams(needed=False) if find_devices() else []
-    return tuple([(stream, look) for stream in streams if (look := stream.look()) is not None])
 
 
 def enter_devices(captured: States) -> States | None:

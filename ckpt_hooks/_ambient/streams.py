@@ -66,9 +66,9 @@ class Stream:
             self._seen = look, state
         return state
 
-    def look(self) -> tuple[int, int] | None:
-        """Returns seed and offset, if these are the whole state."""
-        return None if self._look is None else self._look()
+    def has_offset(self) -> bool:
+        """Whether the state is a seed and an offset."""
+        return self._look is not None
 
     def is_readable(self) -> bool:
         """Whether the state can be read now: not while a CUDA graph is being captured on the generator's device."""

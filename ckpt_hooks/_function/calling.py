@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient import Ends, is_astray
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
 from ckpt_hooks._core.hooks import HandBack
@@ -21,7 +20,7 @@ from ckpt_hooks.errors import MutationError
 from .arguments import Restored
 from .collector import Collector
 from .contexts import ContextPair, Selects, reusable
-from .explain import draws_error, late_write_error, mutation_error, name_of
+from .explain import late_write_error, mutation_error, name_of
 from .failures import ExplainingFrame
 from .scripted import ScriptedCalls
 from .state.noted_values import ATOMS, containers_in, contents_of, fill
@@ -43,7 +42,6 @@ class CallingFrame(ExplainingFrame):
         "_context",
         "_contexts",
         "_draws",
-        "_ends",
         "_function",
         "_selection",
         "_state",
@@ -55,7 +53,6 @@ class CallingFrame(ExplainingFrame):
     _context: Context | None
     _contexts: ContextPair | None
     _draws: RecordDraws | None
-    _ends: Ends | None
     _function: Callable[..., Any]
     _selection: Selects | None
     _state: ReachedState | None
@@ -144,8 +141,6 @@ class CallingFrame(ExplainingFrame):
                     self._function(*call[0], **call[1])
                 else:
                     self._call_in_context(call)
-                if not collector.stopped:
-                    self._check_draws(collector)
             finally:
                 pop_saved_tensors_hooks()
         finally:
@@ -176,22 +171,6 @@ class CallingFrame(ExplainingFrame):
         else:
             with reusable(self._contexts[1]):
                 self._function(*args, **kwargs)
-
-    def goes_on(self, collector: Collector) -> bool:
-        """Whether a rerun with all values goes on to its end, to find out whether it draws as forward did.
-
-        It does where it has drawn, and forward drew more, or otherwise. A rerun with regions inside, or for a part of the
-        handles, ends before forward's last draws.
-        """
-        ends = collector.ends
-        if ends is None or not is_astray(self._ambient, ends):
-            return False
-        is_whole = collector.wanted is None and collector.doubt is None and not (self._marks or collector.marks)
-        return is_whole and all(not isinstance(fact, tuple) for fact in self.facts[collector.last + 1 :])
-
-    def _check_draws(self, collector: Collector) -> None:
-        if collector.ends is not None and is_astray(self._ambient, collector.ends):
-            raise draws_error(self._region())
 
     def _late_write(self, tensor: torch.Tensor, version: int) -> MutationError:
         return late_write_error(name_of(tensor, self._function), tensor, version, self._region())

@@ -17,6 +17,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from itertools import chain, count, repeat
 from operator import mul
@@ -24,14 +25,16 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._ambient import Ends
+from ckpt_hooks._ambient.positions import Position, read_position
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
+from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch import detach_past_modes, sequence_number, storage_of
-from ckpt_hooks.errors import MutationError
+from ckpt_hooks.errors import CheckpointError
 
+from .explain import draws_error
 from .handles import HandleFrame
 from .state.leftovers import Leftovers
 
@@ -52,7 +55,6 @@ class Collector:
     Attributes:
         doubt: The number of last wanted values not to be trusted, and a function returning the error for these; or None.
         early_stop: Whether the rerun ends when every value is there.
-        ends: Where the random streams stood when forward had ended; None if they are not to be compared.
         frame: The frame of the values.
         function: The function of the rerun.
         last: The number of the last tensor wanted.
@@ -63,6 +65,7 @@ class Collector:
         stopped: Whether the rerun was told to stop, since every value is there.
         versions: The version of each tensor when saved, where a hook notes versions; see :meth:`noting_versions`.
         wanted: The handles to fill; None for all living handles.
+        watches_draws: Whether draws are compared with those of forward.
         without_grad: The numbers of tensors that require no grad.
     """
 
@@ -70,7 +73,6 @@ class Collector:
         "_detach",
         "doubt",
         "early_stop",
-        "ends",
         "frame",
         "function",
         "last",
@@ -81,6 +83,7 @@ class Collector:
         "values",
         "versions",
         "wanted",
+        "watches_draws",
         "without_grad",
     )
 
@@ -97,20 +100,27 @@ class Collector:
         self.frame = frame
         self.function = function
         self.early_stop = early_stop
-        self.ends: Ends | None = None
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
         self.leftovers: Leftovers | None = None
         self.wanted: Collection[int] | None = None
+        self.watches_draws = False
         self.without_grad: list[int] = []
         self.last = -1
         self.num_scripted = 0
         self.stopped = False
-        self.doubt: tuple[int, Callable[[], MutationError]] | None = None  # how many wanted values are not to be trusted
+        self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
-    def distrust(self, error: Callable[[], MutationError]) -> None:
-        """Ends a rerun which is about to read a value changed since forward: all later values are wrong.
+    def _compare_draws(self, position: Position) -> None:
+        """Distrusts the present value, and later ones, if the rerun has drawn other random numbers than forward had by then."""
+        positions = self.frame.positions or ()
+        expected = next((one for index, one in reversed(positions) if index <= len(self.values)), position)
+        if expected != position:
+            self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
+
+    def distrust(self, error: Callable[[], CheckpointError]) -> None:
+        """Ends a rerun which has another value than forward, or is about to read one: all later values are wrong.
 
         Args:
             error: Returns the error to raise when one of these values is unpacked.
@@ -152,9 +162,15 @@ class Collector:
         append, append_without_grad = values.append, self.without_grad.append
         plain, detach = torch.Tensor, self._detach
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
+        read = read_position(watched=self.watches_draws and self.frame.positions is not None)
+        position = read()
 
         def fill(tensor: torch.Tensor) -> int | torch.Tensor:
-            nonlocal unfinished
+            nonlocal position, unfinished
+            now = read()
+            if now != position:
+                position = now
+                self._compare_draws(now)
             step = next_asked()
             if step:
                 if tensor.requires_grad:
@@ -201,8 +217,6 @@ class Collector:
 
     def _stop(self) -> None:
         """Ends the rerun, unless the function has read leftovers in objects: then the rest may change these objects."""
-        if self.ends is not None and self.frame.goes_on(self):
-            return
         self.stopped = True
         if self.leftovers is None or self.leftovers.first is None:
             raise StopRecompute

@@ -85,10 +85,9 @@ def draws_error(region: tuple[str, ...]) -> DeterminismError:
         region: Names of the regions, outermost first.
     """
     return DeterminismError(
-        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward: the generators do not stand "
-        "where forward left them, and what was drawn in between (dropout masks, say) is not what forward had. Usual causes: a "
-        "random table which forward made and keeps (functools.lru_cache, a global dict); another thread that draws. Make the "
-        "table before the region.",
+        f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward had drawn by then, so a "
+        "dropout mask, say, is another one. Usual causes: a random table which forward made and keeps (functools.lru_cache, a "
+        "global dict); another thread that draws. Make the table before the region.",
         region=region,
         index=-1,
         expected="the random numbers of forward",

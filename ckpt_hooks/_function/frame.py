@@ -121,7 +121,6 @@ class FunctionFrame(RerunFrame):
         self.scripted = None
         self._state: ReachedState | None = None
         self._draws: RecordDraws | None = None
-        self._ends = None
         self._keeps_all = False
         self.current: Current | None = None
         self.explain = None
@@ -162,6 +161,8 @@ class FunctionFrame(RerunFrame):
             self._context = copy_context() or None
             concurrent = is_concurrent(self.thread)
             left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()
+            if options.preserve_rng_state:
+                self.positions = []
             if self._selection is not None:
                 hooks = top_saved_tensors_hooks(False)
                 self._selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
@@ -239,8 +240,6 @@ class FunctionFrame(RerunFrame):
             self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
-            elif error is None:
-                self._ends = _ambient.read_ends(self._ambient)
             written = None if self._state is None else self._state.close(failed=error is not None)
             if self._finish is not None:
                 self._finish()

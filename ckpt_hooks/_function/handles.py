@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Made
+from ckpt_hooks._ambient.positions import Position
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
@@ -65,11 +66,13 @@ class HandleFrame(Frame):
         numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
             number without a handle.
         facts: Metadata of each packed tensor, compared on recompute. Kept tensors have the metadata of :data:`MISSING`.
+        positions: How far random streams had moved: index and position of each packed tensor before which they had, after the
+            position at the beginning of forward. None where a rerun draws anew.
         fingerprints: Fingerprints of the values of each packed tensor; empty if values are not compared.
         without_grad: The numbers of packed tensors that require no grad.
     """
 
-    __slots__ = ("facts", "fingerprints", "numbers", "without_grad")
+    __slots__ = ("facts", "fingerprints", "numbers", "positions", "without_grad")
 
     kind = "function"
     passes: dict[int, Pass]
@@ -80,6 +83,7 @@ class HandleFrame(Frame):
         Frame.__init__(self, name, parent, observers, module)
         self.numbers: list[int] = []
         self.facts: list[Any] = []
+        self.positions: list[tuple[int, Position]] | None = None
         self.fingerprints: Sequence[Any] = ()
         self.without_grad: list[int] = []
 
@@ -122,14 +126,6 @@ class HandleFrame(Frame):
             An entry for each handle, up to the last one wanted: the detached tensor, or :data:`MISSING` for a tensor not
             wanted, or modified in the course of the recompute; the latter has to be asked for alone.
         """
-
-    def goes_on(self, collector: Any) -> bool:
-        """Whether a rerun with all values goes on to its end.
-
-        Args:
-            collector: The collector of the rerun.
-        """
-        return False
 
     def made(self) -> Made | None:
         """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""

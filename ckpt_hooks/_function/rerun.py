@@ -105,7 +105,7 @@ class RerunFrame(CallingFrame):
     def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:
         # One recompute at a time may borrow the default generators, and only if no other thread draws from them.
         borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
-        collector.ends = self._ends if borrows else None
+        collector.watches_draws = borrows
         # As if no frame were active but this one, which is the parent of the frames inside (Rule 3).
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
