@@ -182,7 +182,7 @@ def checkpoint(
           of modules above 64 KiB, which are a :class:`ckpt_hooks.MutationError`.
         - Several threads which train one module with buffers need ``preserve_buffers=False``.
         - TorchScript saves other tensors in the first calls of a function than in later ones. All that it saves in these calls,
-          and in any call under a policy, is kept.
+          and in any call under a policy, is kept. In a recorded region inside of this one such a call may be an error.
         - A backward inside a region on two devices may be an error after a minute, where the other device's thread waits for
           the region. A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.
 

@@ -1,13 +1,16 @@
 """Calls of TorchScript in a function frame.
 
-TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, by which a plan
-with derivatives of its own is made. A rerun is a later call. So what a call saves is dropped only if the call was carried out
-by the plan of the call before it, which the rerun will meet again; else everything is kept, and the rerun leaves the call's
-tensors out (https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs).
+TorchScript saves other tensors in the first calls of a function than in later ones: the first call takes notes, and later ones
+have derivatives of their own. A plan made so has guards (which arguments require grad, say). Where one fails, it begins anew
+(https://github.com/pytorch/pytorch/blob/main/torch/csrc/jit/OVERVIEW.md#profiling-programs). A rerun is a later call.
+
+So what a call saves is dropped only if two earlier calls met the same guards, as far as arguments and modules tell, and the
+latter saved the like. Else everything is kept, as plain autograd does, and the rerun leaves the tensors of the call out.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +24,7 @@ from ckpt_hooks._core.saved import Kept
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks._torch.scripting import divert_scripted, is_profiled, latest_plan
+from ckpt_hooks._torch.scripting import divert_scripted, flags_of, latest_plan
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
@@ -29,8 +32,59 @@ from .packing import unpack
 
 __all__ = ["ScriptedCalls", "watch_scripted"]
 
-#: The plan of the latest call of each function, and whether it takes notes for another.
-_plans: weakref.WeakKeyDictionary[Any, tuple[Any, bool]] = weakref.WeakKeyDictionary()
+#: What tells by which plan a call is carried out, as far as the caller can know.
+_Key = tuple[Any, ...]
+#: Shape, dtype, and whether grad is required, of each tensor saved in a call.
+_Facts = list[tuple[Any, ...]]
+
+#: For each function, by keys, the number of calls so far, and what the latest has saved.
+_calls: weakref.WeakKeyDictionary[Any, dict[_Key, tuple[int, _Facts]]] = weakref.WeakKeyDictionary()
+
+#: How many calls have to precede one whose tensors are dropped: one takes notes, and one has the derivatives of the plan.
+_BEFORE = 2
+#: How many keys are remembered of a function whose sizes change all the time.
+_MOST = 64
+
+
+class _Count(threading.local):
+    """How many calls this thread has made."""
+
+    number = 0
+
+
+_count = _Count()
+
+
+def _key_of(function: Any, args: Any, kwargs: Any) -> _Key:
+    tensors, others = [], []
+    todo = [*args, *kwargs.values()]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.Tensor):
+            # Sizes matter to plans that fuse operators.
+            sizes = value.shape if value.device.type != "cpu" else value.dim()
+            tensors.append((value.requires_grad, value.dtype, value.device, sizes))
+        elif isinstance(value, (list, tuple)):
+            todo += [len(value), *value]
+        elif isinstance(value, dict):
+            todo += [*value.keys(), *value.values()]
+        else:
+            others.append(value if isinstance(value, (bool, float, int, str)) else type(value))
+    return tuple(tensors), tuple(others), tuple(flags_of(function))
+
+
+def _note(function: Any, key: _Key, facts: _Facts) -> bool:
+    """Notes a call; returns whether a later one is carried out by the same plan."""
+    calls = _calls.setdefault(function, {})
+    number, before = calls.pop(key, (0, []))
+    if len(calls) >= _MOST:
+        calls.clear()
+    calls[key] = number + 1, facts
+    return number >= _BEFORE and before == facts
+
+
+def _facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.requires_grad
 
 
 class _Saved:
@@ -67,11 +121,6 @@ def _unpack(saved: _Saved) -> torch.Tensor:
 UNPACKS.append(_unpack)
 
 
-def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Packs a tensor for backward inside of a rerun; an output that is held by its own node would never go."""
-    return tensor if tensor.is_leaf else tensor.detach()
-
-
 def _itself(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
@@ -103,12 +152,15 @@ class ScriptedCalls:
             kwargs: Its keyword arguments.
         """
         saved: list[_Saved] = []
+        facts: _Facts = []
+        key, number = _key_of(function, args, kwargs), _count.number
         place = len(self._plans)
         self._plans.append(None)
 
         def pack(tensor: torch.Tensor) -> _Saved:
             one = _Saved(tensor)
             saved.append(one)
+            facts.append(_facts_of(tensor))
             return one
 
         push_saved_tensors_hooks(pack, _unpack)
@@ -116,7 +168,8 @@ class ScriptedCalls:
         try:
             result = call(function, *args, **kwargs)
             plan = latest_plan()
-            is_repeated = not self._is_selective and _is_repeated(function, plan)
+            # In a call from within, by a function that is left to Python, something else may be carried out for the first time.
+            is_repeated = _note(function, key, facts) and number == _count.number and not self._is_selective
             if is_repeated and all(one.tensor is not None and one.tensor._version == one.version for one in saved):
                 pop_saved_tensors_hooks()
                 try:
@@ -150,15 +203,24 @@ class ScriptedCalls:
         collector.num_scripted += 1
         plan = self._plans[place] if place < len(self._plans) else None
         if plan is None:
-            push_saved_tensors_hooks(_alias, _itself)
+            facts: _Facts = []
+            key = _key_of(function, args, kwargs)
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                facts.append(_facts_of(tensor))
+                # For backward inside of the rerun. An output that is held by its own node would never go.
+                return tensor if tensor.is_leaf else tensor.detach()
+
+            push_saved_tensors_hooks(pack, _itself)
             paused = pause_modes() if self._is_selective else None
             try:
-                return call(function, *args, **kwargs)
+                result = call(function, *args, **kwargs)
+                _note(function, key, facts)
+                return result
             finally:
                 pop_saved_tensors_hooks()
                 if paused:
                     resume_modes(paused)
-                _is_repeated(function, latest_plan())
         try:
             return call(function, *args, **kwargs)
         finally:
@@ -175,16 +237,8 @@ class ScriptedCalls:
                 )
 
 
-def _is_repeated(function: Any, plan: Any) -> bool:
-    """Notes the plan of a call; returns whether it was the plan of the call before, and takes no notes."""
-    before, takes_notes = _plans.get(function, (None, True))
-    if before is not plan:
-        takes_notes = is_profiled(plan)
-        _plans[function] = plan, takes_notes
-    return before is plan and not takes_notes
-
-
 def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
+    _count.number += 1
     frame: Any = stack.innermost
     if frame is None or frame.kind != "function" or not torch.is_grad_enabled():
         return call(function, *args, **kwargs)
