@@ -284,6 +284,22 @@ def test_undone_twice_and_enabled_again(kind):
     assert attributes(model) == before
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("kind", [Model, TorchCaller])
+def test_enabled_anew_while_switched_off(kind, order):
+    """The second call undoes the first."""
+    model = kind()
+    before = attributes(model)
+    handles = [enable_in_transformers(model)]
+    model.gradient_checkpointing_disable()
+    handles.append(enable_in_transformers(model, recorded=True))
+    assert [len(handle.regions) for handle in handles] == [0, 5]
+    assert repr(handles[0]).endswith("undone>")
+    for number in order:
+        handles[number].undo()
+    assert attributes(model) == before
+
+
 def test_what_fails_leaves_the_model_as_it_was():
     class Failing(Model):
         def _set_gradient_checkpointing(self, enable=True, gradient_checkpointing_func=None):

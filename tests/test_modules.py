@@ -8,6 +8,7 @@ import inspect
 import io
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
@@ -619,6 +620,21 @@ def test_the_models_own_checkpointing_is_warned_of_once(flag, selected, when):
             with pytest.warns(UserWarning, match=message):
                 model(x)
     model(x).sum().backward()
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_as_it_was():
+    class Flagged(nn.Linear):
+        grad_checkpointing = True
+
+        def forward(self, x):
+            return torch.utils.checkpoint.checkpoint(super().forward, x, use_reentrant=False)
+
+    model = nn.Sequential(Flagged(4, 4), Flagged(4, 4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="Both recompute"):
+            apply_checkpointing(model, Flagged)
+    assert ["forward" in vars(module) for module in model] == [False, False]
 
 
 @pytest.mark.filterwarnings("error")

@@ -158,7 +158,7 @@ class Curried:
     debug: bool
 
     def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
-        """Returns a function, or a module, whose calls are regions."""
+        """Returns a function, or a module, whose calls are regions; in a function that Dynamo traces always a function."""
         check_callable(function, "checkpoint(...)")
         check_alone(function, others, named, "checkpoint(...)")
         check_runs(function)

@@ -48,7 +48,7 @@ def enable_in_transformers(
     on. The options are those given here; of the switch's own, ``every_n_layers`` holds where it is not 1.
 
     Args:
-        model: A Transformers model, or a model of PEFT around one.
+        model: A Transformers model, or a model of PEFT around one: the outermost, whose switch trainers call.
         policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
         every_n_layers: Makes each n-th layer a region, beginning with the first, as Transformers counts them.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
@@ -94,6 +94,10 @@ def enable_in_transformers(
     if switch_of(owner) is None:
         return _enable_by_patch(owner, flagged, every_n_layers, recorded, options)
     check_support(owner, flagged)
+    for module in owner.modules():  # regions that were switched off since
+        earlier = vars(module).get(SWITCH)
+        if type(earlier) is Switch and (before := earlier.handle()) is not None:
+            before.undo()
 
     handle = EnabledCheckpointing(owner, flagged)
     try:
@@ -143,6 +147,7 @@ class EnabledCheckpointing:
         self._switches = [Switch(module, name, n, taken) for name, module in models]
         self._switches[0]()
         for switch in self._switches:
+            switch.handle = weakref.ref(self)
             switch.put()
 
     def require_grads(self, owner: Any) -> None:
@@ -161,7 +166,7 @@ class EnabledCheckpointing:
         return (*on, *(self._switches[0].entries_on() if self._switches else ()))
 
     def _is_region(self, module: Module) -> bool:
-        return self.patch is not None or (self._is_ours(module) and calls_function(module))
+        return self._is_ours(module) and (self.patch is not None or calls_function(module))
 
     def _is_ours(self, module: Module) -> bool:
         return self.patch is not None or self._switches[0].taken.has(vars(module).get(FUNCTION))

@@ -89,10 +89,11 @@ class Switch:
     Copies and pickles belong to the copied model.
 
     Attributes:
+        handle: Returns the handle of the regions; None in copies, or where nobody holds it.
         taken: The engines of the model.
     """
 
-    __slots__ = ("_before", "_n", "_name", "_owner", "taken")
+    __slots__ = ("_before", "_n", "_name", "_owner", "handle", "taken")
 
     def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
         """Notes what to switch on.
@@ -105,6 +106,7 @@ class Switch:
         """
         self._owner, self._name, self._n, self.taken = weakref.ref(owner), name, n, taken
         self._before: Any = None
+        self.handle: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Switch, (self._owner(), self._name, self._n, self.taken)

@@ -196,11 +196,11 @@ def apply_checkpointing(
         for name, (module, own_policy) in selected.items()
     ]
     switches = own_switches(model, selected)
+    for switch in switches.values():
+        switch.look(runs=False)
     for forward, (name, (module, _)) in zip(forwards, selected.items(), strict=True):
         forward.put(module)
         forward.own_switch = switches.get(name)
-    for switch in switches.values():
-        switch.look(runs=False)
     form = "checkpoint_region" if recorded else "checkpoint"
     regions = [AppliedRegion(name, type(module).__name__, form, own) for name, (module, own) in selected.items()]
     return AppliedCheckpointing(regions, forwards)

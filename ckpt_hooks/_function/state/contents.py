@@ -233,8 +233,9 @@ class Contents:
             for entry in read:
                 if entry.module in written and entry.uses is not outside:
                     entry.expect_writes()
-            self.uncopied += [(entry.tensor, entry.before, entry.uses) for entry in read if entry.use is Use.READ]
-            self._copied = [entry for entry in self._copied if not entry.is_read()]
+                else:
+                    self._copied.remove(entry)
+                    self.uncopied.append((entry.tensor, entry.before, entry.uses))
         if self._names:
             self._names = [name for name in self._names if name.settle()]
             self.parameters = frozenset(name.identity() for name in self._names)
