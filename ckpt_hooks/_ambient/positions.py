@@ -4,56 +4,63 @@ A table which forward makes once from random numbers, and keeps where a recomput
 dict), shifts all later draws of a recompute: other dropout masks, of the same shapes. So the position is noted with each saved
 tensor before which it has moved. A recompute which has drawn as well must stand where forward stood.
 
-Of the CPU's generator a position is the next word's number, the first word, and whether a normal number is left over; of
-devices' generators, the offset. To read it makes no device wait.
+Of the CPU's generator a position is the number of the next word with the first word, eight bytes; of devices' generators, the
+offset. To read it makes no device wait. (A draw that only uses up a normal number left over by another moves no position.)
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from . import streams
-from .engine_image import HEAD, TAIL
+from .engine_image import HEAD
 from .streams import TORCH_NAMES, device_streams, find_devices
 
-__all__ = ["Position", "read_position"]
+__all__ = ["Position", "Where", "where_streams_are"]
 
 #: See above; equal positions of one run and another are equal states, if both runs began in one state.
 Position = Any
 
 
-def _views() -> tuple[Any, Any]:
-    """Returns the views of number and first word, and of the flag; see :mod:`.engine_image` for how they were found."""
-    if not isinstance(HEAD, ctypes.Array) or not isinstance(TAIL, ctypes.Array):
-        return ctypes.c_uint64(), ctypes.c_uint8()  # there is no image
-    return ctypes.c_uint64.from_buffer(HEAD, 20), ctypes.c_uint8.from_buffer(TAIL, 20)
+class Where(Protocol):
+    """Two numbers: the first moves with nearly every draw, and both are the position.
+
+    Of all that Python has, an item of a memoryview is read soonest, and a small number sooner than a large one.
+    """
+
+    def __getitem__(self, index: int, /) -> Position: ...
 
 
-_word, _left_over = _views()
+_NOWHERE: Where = (0, 0)
+#: See :mod:`.engine_image` for how the bytes were found.
+_CPU: Where = (
+    memoryview((ctypes.c_char * 8).from_buffer(HEAD, 20)).cast("B").cast("I") if isinstance(HEAD, ctypes.Array) else _NOWHERE
+)
 
 
-def _of_cpu() -> Position:
-    return _word.value * 2 + _left_over.value
+class _WithDevices:
+    """The position where devices are in use."""
+
+    __slots__ = ("_offsets",)
+
+    def __init__(self, offsets: list[Any]) -> None:
+        self._offsets = offsets
+
+    def __getitem__(self, index: int, /) -> Position:
+        return (_CPU[0], *[offset() for offset in self._offsets]) if index == 0 else _CPU[1]
 
 
-def _nowhere() -> Position:
-    return 0
-
-
-def read_position(*, watched: bool = True) -> Callable[[], Position]:
-    """Returns the function which reads the position, for as long as the same devices are in use.
+def where_streams_are(*, watched: bool = True) -> Where:
+    """Returns what tells the position, for as long as the same devices are in use.
 
     Args:
         watched: Whether draws matter; if not, the position never moves.
     """
     if not watched:
-        return _nowhere
+        return _NOWHERE
     if len(TORCH_NAMES) == streams.names_without_devices:
-        return _of_cpu
+        return _CPU
     moving = [stream for stream in (device_streams(needed=False) if find_devices() else ()) if stream.has_offset()]
-    if not moving:
-        return _of_cpu
     offsets = [stream.generator.get_offset for stream in moving if stream.generator is not None]
-    return lambda: (_of_cpu(), *[offset() for offset in offsets])
+    return _WithDevices(offsets) if offsets else _CPU

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._ambient.positions import Position, read_position
+from ckpt_hooks._ambient.positions import Position, where_streams_are
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.paths import format_path
@@ -114,8 +114,10 @@ class Collector:
 
     def _compare_draws(self, position: Position) -> None:
         """Distrusts the present value, and later ones, if the rerun has drawn other random numbers than forward had by then."""
-        positions = self.frame.positions or ()
-        expected = next((one for index, one in reversed(positions) if index <= len(self.values)), position)
+        positions, index = self.frame.positions or {}, len(self.values)
+        if positions.get(index) == position:
+            return
+        expected = positions[max(one for one in positions if one <= index)]
         if expected != position:
             self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
@@ -162,15 +164,19 @@ class Collector:
         append, append_without_grad = values.append, self.without_grad.append
         plain, detach = torch.Tensor, self._detach
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
-        read = read_position(watched=self.watches_draws and self.frame.positions is not None)
-        position = read()
+        positions = self.frame.positions if self.watches_draws else None
+        here = where = where_streams_are(watched=positions is not None)
+        # Where forward drew nothing so far, one look at the last value tells as much as one at each.
+        begin = (here[0], here[1]) if stop != -1 and positions is not None and len(positions) == 1 else None
+        if begin is not None:
+            where = where_streams_are(watched=False)
+        position = where[0]
 
         def fill(tensor: torch.Tensor) -> int | torch.Tensor:
             nonlocal position, unfinished
-            now = read()
-            if now != position:
-                position = now
-                self._compare_draws(now)
+            if position != where[0]:
+                position = where[0]
+                self._compare_draws((position, where[1]))
             step = next_asked()
             if step:
                 if tensor.requires_grad:
@@ -185,8 +191,11 @@ class Collector:
                     elif type(tensor) is not plain:
                         tensor = detach(tensor)
                 append(tensor)
-                if step == stop and unfinished != sequence_number():
-                    self._stop()
+                if step == stop:
+                    if begin is not None and begin != (here[0], here[1]):
+                        raise draws_error(format_path(self.frame.path))
+                    if unfinished != sequence_number():
+                        self._stop()
                 return step
             if step is None:
                 return self._past_last(tensor, unfinished)

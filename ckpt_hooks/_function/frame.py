@@ -162,7 +162,7 @@ class FunctionFrame(RerunFrame):
             concurrent = is_concurrent(self.thread)
             left_out = () if options.check.fingerprint is None or self._state is None else self._state.storages()
             if options.preserve_rng_state:
-                self.positions = []
+                self.positions = {}
             if self._selection is not None:
                 hooks = top_saved_tensors_hooks(False)
                 self._selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)

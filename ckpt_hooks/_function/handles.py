@@ -66,8 +66,8 @@ class HandleFrame(Frame):
         numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
             number without a handle.
         facts: Metadata of each packed tensor, compared on recompute. Kept tensors have the metadata of :data:`MISSING`.
-        positions: How far random streams had moved: index and position of each packed tensor before which they had, after the
-            position at the beginning of forward. None where a rerun draws anew.
+        positions: How far random streams had moved, by the indices of packed tensors before which they had; at index -1 where
+            they began. None where a rerun draws anew.
         fingerprints: Fingerprints of the values of each packed tensor; empty if values are not compared.
         without_grad: The numbers of packed tensors that require no grad.
     """
@@ -83,7 +83,7 @@ class HandleFrame(Frame):
         Frame.__init__(self, name, parent, observers, module)
         self.numbers: list[int] = []
         self.facts: list[Any] = []
-        self.positions: list[tuple[int, Position]] | None = None
+        self.positions: dict[int, Position] | None = None
         self.fingerprints: Sequence[Any] = ()
         self.without_grad: list[int] = []
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.positions import read_position
+from ckpt_hooks._ambient.positions import where_streams_are
 from ckpt_hooks._core.frame import mutated_leaf
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.saved import Kept
@@ -157,19 +157,18 @@ def open_frame(
     next_number, append, note = count(FIRST).__next__, frame.numbers.append, frame.facts.append
     path, without_grad = frame.path, frame.without_grad
     latest = missing = facts(MISSING)
-    read, positions = read_position(watched=frame.positions is not None), frame.positions
-    position = read()
+    where, positions = where_streams_are(watched=frame.positions is not None), frame.positions
+    position = where[0]
     if positions is not None:
-        positions.append((-1, position))
+        positions[-1] = position, where[1]
 
     def pack(tensor: torch.Tensor) -> Handle | Kept:
         nonlocal latest, position
         number = next_number()
         append(number)
-        now = read()
-        if now != position and positions is not None:
-            position = now
-            positions.append((number - FIRST, now))  # not the number itself, whose holders count
+        if position != where[0] and positions is not None:
+            position = where[0]
+            positions[number - FIRST] = position, where[1]
         if tensor.is_leaf:  # or has no graph
             if tensor.requires_grad:
                 note(missing)
