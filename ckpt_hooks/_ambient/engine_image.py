@@ -25,12 +25,14 @@ import torch
 
 from ckpt_hooks._torch import address_of_generator
 
-__all__ = ["HEAD", "TAIL", "Image", "take_image"]
+__all__ = ["HEAD", "NEXT", "TAIL", "Image", "take_image"]
 
 _WORDS = 624
 _ARRAY_BYTES = 4 * _WORDS
 #: Seed and position, before the words; left-over normal numbers of either dtype, behind them.
 _BEFORE, _BEHIND = 24, 40
+#: Where the number of the next word is in the first of the views, right before the words.
+NEXT = _BEFORE - 4
 #: The bytes of an image: offset from the seed, and size.
 _LOOKED_AT = ((0, _BEFORE + 4 * 8), (_BEFORE + _ARRAY_BYTES, _BEHIND))
 #: The number of bytes of the object in which the words have to begin.

@@ -14,7 +14,7 @@ import ctypes
 from typing import Any, Protocol
 
 from . import streams
-from .engine_image import HEAD
+from .engine_image import HEAD, NEXT
 from .streams import TORCH_NAMES, device_streams, find_devices
 
 __all__ = ["Position", "Where", "where_streams_are"]
@@ -35,7 +35,7 @@ class Where(Protocol):
 _NOWHERE: Where = (0, 0)
 #: See :mod:`.engine_image` for how the bytes were found.
 _CPU: Where = (
-    memoryview((ctypes.c_char * 8).from_buffer(HEAD, 20)).cast("B").cast("I") if isinstance(HEAD, ctypes.Array) else _NOWHERE
+    memoryview((ctypes.c_char * 8).from_buffer(HEAD, NEXT)).cast("B").cast("I") if isinstance(HEAD, ctypes.Array) else _NOWHERE
 )
 
 

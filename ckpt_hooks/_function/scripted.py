@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def _facts_of(tensor: torch.Tensor) -> tuple[Any, ...]:
 class _Saved:
     """A tensor saved in a call: kept, or dropped when the call has ended by a known plan."""
 
-    __slots__ = ("kept", "packed", "tensor", "unpack", "version")
+    __slots__ = ("packed", "tensor", "unpack", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor: torch.Tensor | None = tensor
@@ -141,6 +142,18 @@ class ScriptedCalls:
         self._path, self._is_selective = path, is_selective
         self._plans: list[Any] = []
 
+    @contextmanager
+    def _aside(self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+        """Hides a call from the frame's hooks, and from the policy."""
+        push_saved_tensors_hooks(pack, unpack)
+        paused = pause_modes() if self._is_selective else None
+        try:
+            yield
+        finally:
+            pop_saved_tensors_hooks()
+            if paused:
+                resume_modes(paused)
+
     def run(self, hooks: Any, call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call in forward.
 
@@ -163,26 +176,18 @@ class ScriptedCalls:
             facts.append(_facts_of(tensor))
             return one
 
-        push_saved_tensors_hooks(pack, _unpack)
-        paused = pause_modes() if self._is_selective else None
         try:
-            result = call(function, *args, **kwargs)
+            with self._aside(pack, _unpack):
+                result = call(function, *args, **kwargs)
             plan = latest_plan()
             # In a call from within, by a function that is left to Python, something else may be carried out for the first time.
             is_repeated = _note(function, key, facts) and number == _count.number and not self._is_selective
             if is_repeated and all(one.tensor is not None and one.tensor._version == one.version for one in saved):
-                pop_saved_tensors_hooks()
-                try:
-                    for one in saved:
-                        one.drop(hooks)
-                finally:
-                    push_saved_tensors_hooks(pack, _unpack)
+                for one in saved:
+                    one.drop(hooks)
                 self._plans[place] = plan
             return result
         finally:
-            pop_saved_tensors_hooks()
-            if paused:
-                resume_modes(paused)
             for one in saved:
                 one.keep(self._path)
 
@@ -211,16 +216,10 @@ class ScriptedCalls:
                 # For backward inside of the rerun. An output that is held by its own node would never go.
                 return tensor if tensor.is_leaf else tensor.detach()
 
-            push_saved_tensors_hooks(pack, _itself)
-            paused = pause_modes() if self._is_selective else None
-            try:
+            with self._aside(pack, _itself):
                 result = call(function, *args, **kwargs)
-                _note(function, key, facts)
-                return result
-            finally:
-                pop_saved_tensors_hooks()
-                if paused:
-                    resume_modes(paused)
+            _note(function, key, facts)
+            return result
         try:
             return call(function, *args, **kwargs)
         finally:

@@ -1,4 +1,4 @@
-"""What a Transformers model has of its own checkpointing switch, and what takes the switch's place.
+"""The checkpointing switch of a Transformers model, and the object which stands in its place while regions are in force.
 
 Transformers is not imported: a model is known by its methods. Private names of Transformers used here:
 
@@ -60,7 +60,7 @@ class Engine:
 
 
 class Taken:
-    """The engines that take the place of torch's in one model, one for each name. Copied and pickled with the model.
+    """The engines of the regions of one model, by the names of modules. Copied and pickled with the model.
 
     Attributes:
         options: The options of regions.
@@ -129,7 +129,7 @@ class Switch:
         owner = self._owner()
         if owner is None:
             return
-        self._remove_from(self._entries(owner))
+        _make_plain(_layers_of(_callers(owner.modules())))
         if vars(owner).get(SWITCH) is self:
             del vars(owner)[SWITCH]
             if self._before is not None:
@@ -159,10 +159,11 @@ class Switch:
             switch(owner, enable=False, gradient_checkpointing_func=engine)
         for name, module in flagged.items():
             setattr(module, FUNCTION, taken.engine(self._path(name) or type(owner).__name__))
-        entries = self._entries(owner)
-        for module in _callers(flagged.values()):
+        callers = _callers(flagged.values())
+        for module in callers:
             setattr(module, FLAG, False)
-        self._remove_from(entries)
+        entries = _layers_of(callers)
+        _make_plain(entries)
         if enable and entries:
             select = every(n, of=lambda name, module: module in entries)
             apply_checkpointing(owner, select, recorded=taken.recorded, **taken.options)
@@ -173,20 +174,10 @@ class Switch:
     def entries_on(self) -> Iterator[str]:
         """Yields the names of regions among the layers of modules that call torch's checkpoint themselves."""
         owner = self._owner()
-        entries = set() if owner is None else self._entries(owner)
+        entries = set() if owner is None else _layers_of(_callers(owner.modules()))
         for name, module in owner.named_modules() if owner is not None and entries else ():
             if module in entries and region_forward_of(module) is not None:
                 yield self._path(name)
-
-    def _entries(self, owner: Module) -> set[Module]:
-        """Returns the layers of modules which call torch's checkpoint themselves."""
-        return {entry for module in _callers(owner.modules()) for entry in _listed_in(module)}
-
-    def _remove_from(self, entries: Iterable[Module]) -> None:
-        for entry in entries:
-            forward = region_forward_of(entry)
-            if forward is not None:
-                forward.remove()
 
 
 def _callers(modules: Iterable[Module]) -> list[Module]:
@@ -196,6 +187,17 @@ def _callers(modules: Iterable[Module]) -> list[Module]:
 
 def _listed_in(module: Module) -> list[Module]:
     return [entry for child in module.children() if isinstance(child, ModuleList) for entry in child]
+
+
+def _layers_of(callers: Iterable[Module]) -> set[Module]:
+    return {entry for module in callers for entry in _listed_in(module)}
+
+
+def _make_plain(entries: Iterable[Module]) -> None:
+    for entry in entries:
+        forward = region_forward_of(entry)
+        if forward is not None:
+            forward.remove()
 
 
 #: Options of torch's checkpoint that change nothing for regions of this package.

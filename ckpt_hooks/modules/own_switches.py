@@ -38,8 +38,14 @@ def calls_torch(module: Module) -> bool:
     return "checkpoint" in _names_in(type(module)) and not calls_function(module)
 
 
+#: The names in each class: trainers switch around the pass of a reference model, in each step.
+_names: weakref.WeakKeyDictionary[type, set[str]] = weakref.WeakKeyDictionary()
+
+
 def _names_in(kind: type) -> set[str]:
     """Returns the globals and attributes named in the methods of a class, and in functions which decorate them."""
+    if kind in _names:
+        return _names[kind]
     methods: dict[str, Any] = {}
     for base in kind.__mro__:
         if base is not Module and not {SWITCH, "save_pretrained"} <= vars(base).keys():  # PreTrainedModel has the switch
@@ -50,6 +56,7 @@ def _names_in(kind: type) -> set[str]:
             if inspect.isfunction(method):
                 found.update(method.__code__.co_names)
             method = getattr(method, "__wrapped__", None) if callable(method) else None
+    _names[kind] = found
     return found
 
 
@@ -101,15 +108,11 @@ def own_switches(model: Module, regions: Iterable[str]) -> dict[str, OwnSwitch]:
         model: The model.
         regions: The names of modules which are regions.
     """
-    calls: dict[type, bool] = {}
-    flagged: dict[str, Module] = {}
-    for name, module in model.named_modules():
-        kind = type(module)
-        if any(hasattr(module, flag) for flag in _FLAGS):
-            if kind not in calls:
-                calls[kind] = not _FUNCTIONS.isdisjoint(_names_in(kind))
-            if calls[kind]:
-                flagged[name] = module
+    flagged = {
+        name: module
+        for name, module in model.named_modules()
+        if any(hasattr(module, flag) for flag in _FLAGS) and not _FUNCTIONS.isdisjoint(_names_in(type(module)))
+    }
     told: list[str] = []
     found = {}
     for region in regions if flagged else ():
