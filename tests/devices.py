@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from ckpt_hooks._ambient import streams
+from tests.measure import as_library
 
 
+@as_library
 class PhiloxGenerator:
     """A generator whose state is a seed and an offset.
 
@@ -69,6 +71,7 @@ class OnDevice(torch.Tensor):
         return OnDevice(args[0].device)
 
 
+@as_library
 class FakeDevices:
     """A device module as backends register them.
 

@@ -22,12 +22,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.transfers import Transfers
+from tests.measure import as_library
 
 _copy = torch.Tensor.copy_
 _numbers = itertools.count(1)
 _one_at_a_time = threading.RLock()
 
 
+@as_library
 class FakeEvent:
     """A place in the work of a stream."""
 
@@ -39,6 +41,7 @@ class FakeEvent:
         self.stream.run(self.position)
 
 
+@as_library
 class FakeStream(torch.Stream):
     """A stream that computes, and is never behind, or one that copies, and does its work when it is waited for."""
 
@@ -84,6 +87,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
 
 
+@as_library
 class FakeTransfers(Transfers):
     """Transfers of a device whose tensors are on the host.
 

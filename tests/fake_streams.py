@@ -16,8 +16,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks._torch import storage_of
+from tests.measure import as_library
 
 
+@as_library
 class FakeStream:
     """A stream of a device."""
 
@@ -38,6 +40,7 @@ class FakeStream:
         return self, self.clocks[self]
 
 
+@as_library
 class FakeAccelerator(types.SimpleNamespace):
     """A device module with streams and current devices, of each thread.
 
@@ -96,6 +99,7 @@ class FakeAccelerator(types.SimpleNamespace):
             self.here.index, self.here.streams = index, streams
 
 
+@as_library
 class Order(TorchDispatchMode):
     """Notes operators that read tensors too early, and the stream that each operator runs on.
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from typing import Any
+from collections import Counter, UserDict
+from collections.abc import Iterable, Iterator
+from queue import SimpleQueue
+from typing import Any, TypeVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks._core.events import Observer
+
+T = TypeVar("T")
 
 
 class CountOps(TorchDispatchMode):
@@ -29,15 +33,94 @@ class CountOps(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class Log(SimpleQueue[Any]):
+    """A list of what happened, in reruns too: its entries are where no region finds them, in an object of C.
+
+    A plain list that a region's function reaches is after a rerun what it was before.
+    """
+
+    append = SimpleQueue.put
+
+    def __new__(cls, entries: Iterable[Any] = ()) -> Log:
+        return super().__new__(cls)
+
+    def __init__(self, entries: Iterable[Any] = ()) -> None:
+        self.extend(entries)
+
+    def extend(self, values: Iterable[Any]) -> None:
+        for value in values:
+            self.append(value)
+
+    def clear(self) -> None:
+        for _ in range(self.qsize()):
+            self.get()
+
+    def pop(self, index: int = -1) -> Any:
+        entries = list(self)
+        popped = entries.pop(index)
+        self.clear()
+        self.extend(entries)
+        return popped
+
+    def __iter__(self) -> Iterator[Any]:
+        entries = [self.get() for _ in range(self.qsize())]
+        self.extend(entries)
+        return iter(entries)
+
+    def __len__(self) -> int:
+        return self.qsize()
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self)[index]
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        entries = list(self)
+        entries[index] = value
+        self.clear()
+        self.extend(entries)
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == list(other) if isinstance(other, (list, Log)) else NotImplemented
+
+    def __iadd__(self, values: Iterable[Any]) -> Log:
+        self.extend(values)
+        return self
+
+    def __repr__(self) -> str:
+        return repr(list(self))
+
+    __hash__ = object.__hash__
+
+
+def as_library(kind: type[T]) -> type[T]:
+    """Has a class pass for one of a library, whose objects no region puts back: a stand-in for a device, say."""
+    kind.__module__ = "torch.stand_ins"
+    return kind
+
+
+@as_library
+class Table(UserDict[Any, Any]):
+    """A dict that no region puts back."""
+
+
 class Calls:
-    """Wraps a function and counts its calls."""
+    """Wraps a function and counts its calls, in reruns too."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
-        self.count = 0
+        self._calls = Log()
+
+    @property
+    def count(self) -> int:
+        return len(self._calls)
+
+    @count.setter
+    def count(self, value: int) -> None:
+        self._calls.clear()
+        self._calls.extend(range(value))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.count += 1
+        self._calls.append(1)
         return self.function(*args, **kwargs)
 
 

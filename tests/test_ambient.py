@@ -13,7 +13,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint
 from ckpt_hooks._ambient import autocast, function_modes, rng, streams, untracked
-from tests.measure import Calls, CountOps, leaf
+from tests.measure import Calls, CountOps, Log, as_library, leaf
 
 
 def dropout(x):
@@ -63,7 +63,7 @@ def test_nested_regions_draw_what_they_drew(impl):
 
 
 def test_preserve_rng_state_false_draws_anew_and_disturbs_nothing():
-    masks = []
+    masks = Log()
 
     def function(x):
         mask = torch.rand_like(x)
@@ -141,6 +141,7 @@ def test_states_are_compared_without_a_word_to_dispatch_modes(mode):
     assert not getattr(active, "counts", None)
 
 
+@as_library
 class FakeDevice(types.SimpleNamespace):
     """A device module as backends register them: one generator a device, uninitialised at first."""
 
@@ -191,7 +192,7 @@ def test_every_device_of_every_type_is_captured_whatever_the_arguments(install, 
     """Two accelerator types with several devices each, none of them among the arguments."""
     one = install("fake_one", FakeDevice(devices, generators=generators))
     two = install("fake_two", FakeDevice(devices, generators=generators))
-    masks = []
+    masks = Log()
 
     def function(x):
         mask = torch.stack([module.draw(i) for module in (one, two) for i in range(devices)]).sum(0)
@@ -252,7 +253,7 @@ def test_autocast_around_backward_alone_is_not(impl):
 
 def test_autocast_of_several_device_types_at_once():
     """Settings of every type are seen by the rerun, and afterwards they are what they were."""
-    seen = []
+    seen = Log()
 
     def function(x):
         seen.append(autocast.capture())
@@ -364,7 +365,7 @@ def test_function_modes_around_backward_alone_are_not():
 
 
 def test_the_default_device_set_around_backward_alone_is_not_seen():
-    seen, x = [], leaf(3)
+    seen, x = Log(), leaf(3)
 
     def function(x):
         seen.append(torch.get_default_device())

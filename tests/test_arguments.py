@@ -21,6 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, MutationError, checkpoint
 from ckpt_hooks._function.arguments import Arguments
+from tests.measure import Log
 
 
 class Point(collections.namedtuple("Point", ["x", "y"])):
@@ -417,7 +418,7 @@ def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) 
     kind = dataclasses.make_dataclass("Both", fields, bases=(base,), namespace=namespace, eq=False, init=False)
     value = kind(() if base is set else "2")
     value.name = "n"
-    seen = []
+    seen = Log()
 
     def function(x: torch.Tensor, value: Any) -> torch.Tensor:
         seen.append(value)
@@ -473,7 +474,7 @@ def test_a_list_that_reads_otherwise_than_it_holds() -> None:
 )
 def test_other_values_are_handed_on_as_they_are(value: Any) -> None:
     """Anything that is no tensor and no container is the same object in forward and in the rerun, at any depth."""
-    seen: list[Any] = []
+    seen: list[Any] = Log()
 
     def fn(x: torch.Tensor, direct: Any, items: list[Any], *, record: dict[str, Any]) -> torch.Tensor:
         seen.extend([direct, items[0], record["value"]])
@@ -492,7 +493,7 @@ def test_custom_objects_are_not_looked_into(impl: Callable[..., Any]) -> None:
             self.tensors = [leaf()]
 
     holder = Holder()
-    seen: list[Any] = []
+    seen: list[Any] = Log()
 
     def fn(holder: Holder) -> torch.Tensor:
         seen.append(holder)
@@ -505,7 +506,7 @@ def test_custom_objects_are_not_looked_into(impl: Callable[..., Any]) -> None:
 
 def test_arguments_of_the_function_keep_their_gradients_and_history(impl: Callable[..., Any]) -> None:
     """A rerun sees tensors that need gradients where forward did, and others where it did not."""
-    needing: list[tuple[bool, bool]] = []
+    needing: list[tuple[bool, bool]] = Log()
 
     def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         needing.append((x.requires_grad, y.requires_grad))
@@ -520,7 +521,7 @@ def test_arguments_of_the_function_keep_their_gradients_and_history(impl: Callab
 
 def twice(make: Callable[[], Any]) -> list[bool]:
     """Whether a function that is given one thing in five places sees one thing, in forward and recompute."""
-    same: list[bool] = []
+    same: list[bool] = Log()
 
     def fn(x: torch.Tensor, a: Any, items: list[Any], *, c: Any, record: dict[str, Any]) -> torch.Tensor:
         same.append(a is items[0] is items[1] is c is record["d"])
@@ -559,7 +560,7 @@ def test_one_thing_in_several_places_is_one_thing_in_the_rerun(make: Callable[[]
         with save_on_cpu():
             same = twice(make)
     else:
-        same = []
+        same = Log()
 
         def outer(x: torch.Tensor) -> torch.Tensor:
             thing = make()
@@ -596,7 +597,7 @@ def test_different_tensors_stay_different() -> None:
     """Equal values, or one storage, do not make two tensors one."""
     x = leaf(4)
     view = x.view(4)
-    same: list[bool] = []
+    same: list[bool] = Log()
 
     def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
         same.append(a is b or b is c or a is c)
@@ -656,7 +657,7 @@ def test_what_the_caller_does_to_containers_is_not_seen(change: Callable[..., An
 def test_forward_gets_the_callers_own_containers() -> None:
     """Capturing is for the rerun: forward sees, and may change, what the caller gave."""
     cache: list[torch.Tensor] = []
-    seen: list[Any] = []
+    seen: list[Any] = Log()
 
     def fn(x: torch.Tensor, cache: list[torch.Tensor]) -> torch.Tensor:
         seen.append(cache)
@@ -729,7 +730,7 @@ def test_iterators_are_refused_by_name(arguments: tuple[Any, ...], keywords: dic
 
 def test_partial_is_called_as_it_is() -> None:
     """Positional and keyword arguments of partials, nested and overridden ones too, arrive as they do in a call."""
-    seen: list[Any] = []
+    seen: list[Any] = Log()
 
     def fn(*args: Any, **kwargs: Any) -> torch.Tensor:
         seen.append(([float(arg.detach().sum()) for arg in args], {key: kwargs[key] for key in sorted(kwargs)}))
@@ -791,7 +792,7 @@ def test_iterators_in_partials_are_refused() -> None:
 def test_parameters_and_modules_as_arguments(impl: Callable[..., Any]) -> None:
     """Both come back as the same objects, and their gradients are those of eager."""
     linear, weight, x = nn.Linear(3, 3), nn.Parameter(torch.rand(3)), leaf(2, 3)
-    seen: list[Any] = []
+    seen: list[Any] = Log()
 
     def fn(module: nn.Module, x: torch.Tensor, *, weight: nn.Parameter) -> torch.Tensor:
         seen.append((module is linear, weight is not None and isinstance(weight, nn.Parameter)))
@@ -1027,7 +1028,7 @@ def test_a_tensor_that_occurs_often_comes_back_as_one(nested: bool) -> None:
 
 def test_a_leaf_comes_back_as_itself_through_any_hooks() -> None:
     """A function that asks whether an argument is its own weight gets the same answer in a rerun."""
-    weight, seen = leaf(), []
+    weight, seen = leaf(), Log()
 
     def inner(w: torch.Tensor) -> torch.Tensor:
         seen.append(w is weight)
@@ -1197,7 +1198,7 @@ def test_a_copy_of_somebodys_hooks_that_a_rerun_wrote_to_is_no_argument_any_more
 
 def test_an_ordered_dict_comes_back_in_its_order() -> None:
     """Its order is kept apart from its entries."""
-    seen: list[list[str]] = []
+    seen: list[list[str]] = Log()
 
     def function(values: dict[str, torch.Tensor]) -> torch.Tensor:
         seen.append(list(values))

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 import ckpt_hooks
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled, set_checkpoint_early_stop
-from tests.measure import Calls
+from tests.measure import Calls, Log, as_library
 
 # The reserved keywords of a direct call, with their defaults, as torch 2.14 has them.
 RESERVED = {
@@ -62,6 +62,7 @@ def curry(request: pytest.FixtureRequest) -> Callable[..., Any]:
     return CURRIED[request.param]
 
 
+@as_library
 class Counted:
     """A function that knows how often it began, and how often it came to its end."""
 
@@ -95,6 +96,7 @@ class Noted:
         return self.swallow
 
 
+@as_library
 class Switch:
     """A function that does one thing first and another thing whenever it is called again."""
 
@@ -126,7 +128,7 @@ def module_level(x: torch.Tensor) -> torch.Tensor:
 
 
 def in_a_thread(function: Callable[[], Any]) -> Any:
-    answers: list[Any] = []
+    answers: list[Any] = Log()
     thread = threading.Thread(target=lambda: answers.append(function()))
     thread.start()
     thread.join()
@@ -164,7 +166,7 @@ def test_checkpoint_sequential_has_torchs_parameters() -> None:
 @pytest.mark.parametrize("keyword", ["name", "policy", "memory_budget", "group", "preserve_buffers"])
 def test_other_keywords_reach_the_function(impl: Callable[..., Any], keyword: str) -> None:
     """A keyword that is not reserved is the function's, in forward and in the recompute."""
-    seen: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = Log()
 
     def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         seen.append(kwargs)
@@ -177,7 +179,7 @@ def test_other_keywords_reach_the_function(impl: Callable[..., Any], keyword: st
 @pytest.mark.parametrize("keyword", ["fn", "args", "kwargs", "self", "contexts", "explain", "options", "check_metadata"])
 def test_names_that_the_engine_uses_inside_reach_the_function_too(keyword: str) -> None:
     """No parameter name of a layer below gets in the way, in a direct call or a curried one."""
-    seen: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = Log()
 
     def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         seen.append(kwargs)
@@ -190,7 +192,7 @@ def test_names_that_the_engine_uses_inside_reach_the_function_too(keyword: str) 
 
 def test_reserved_keywords_do_not_reach_the_function(impl: Callable[..., Any]) -> None:
     """What ``checkpoint`` takes for itself, the function does not see."""
-    seen: list[dict[str, Any]] = []
+    seen: list[dict[str, Any]] = Log()
 
     def fn(x: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         seen.append(kwargs)
@@ -392,11 +394,11 @@ def test_decorator_on_a_method_of_a_plain_class(curry: Callable[..., Any]) -> No
     class Scaler:
         def __init__(self, factor: float) -> None:
             self.factor = factor
-            self.calls = 0
+            self.calls = Log()
 
         @curry(use_reentrant=False)
         def scaled(self, x: torch.Tensor, *, shift: float = 0.0) -> torch.Tensor:
-            self.calls += 1
+            self.calls.append(1)
             return (x * self.factor + shift).sin().cos()
 
     one, two = Scaler(2.0), Scaler(3.0)
@@ -404,7 +406,7 @@ def test_decorator_on_a_method_of_a_plain_class(curry: Callable[..., Any]) -> No
     y = one.scaled(x, shift=1.0) + two.scaled(x)
     y.sum().backward()
     assert torch.equal(y, (x * 2.0 + 1.0).sin().cos() + (x * 3.0).sin().cos())
-    assert (one.calls, two.calls) == (2, 2)
+    assert (len(one.calls), len(two.calls)) == (2, 2)
     assert Scaler.scaled.__name__ == "scaled"
 
 
@@ -600,7 +602,7 @@ def test_sequential_preserves_rng_state(api: Any) -> None:
 def test_sequential_passes_preserve_rng_state_on() -> None:
     """Without it a recompute draws new numbers."""
     x = leaf(64)
-    mask: list[torch.Tensor] = []
+    mask = Log()
 
     def step(v: torch.Tensor) -> torch.Tensor:
         mask.append(torch.rand(()))
@@ -652,7 +654,7 @@ def test_sequential_names_its_segments() -> None:
 
 def test_context_fn_wraps_forward_and_recompute(impl: Callable[..., Any]) -> None:
     """The first context is entered around forward alone, the second around the recompute alone."""
-    events: list[str] = []
+    events: list[str] = Log()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         events.append("fn")
@@ -1043,7 +1045,7 @@ def test_suppression_is_an_error_in_debug_mode_too() -> None:
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_forward_hooks_run_with_each_run_of_the_module(impl: Callable[..., Any], early_stop: bool) -> None:
     """Pre-hooks run in forward and recompute, as do post-hooks unless the recompute stops before."""
-    ran: list[str] = []
+    ran: list[str] = Log()
     module = nn.Tanh()
     module.register_forward_pre_hook(lambda *_: ran.append("pre"))
     module.register_forward_hook(lambda *_: ran.append("post"))
@@ -1203,7 +1205,7 @@ def test_dicts_go_in_and_come_out(impl: Callable[..., Any]) -> None:
 
 def test_none_goes_in_and_comes_out(impl: Callable[..., Any]) -> None:
     """None may be an argument, an output and one of several outputs."""
-    seen: list[Any] = []
+    seen: list[Any] = Log()
 
     def fn(x: torch.Tensor, mask: None, *, bias: None) -> tuple[torch.Tensor, None]:
         seen.append((mask, bias))
@@ -1322,7 +1324,7 @@ def test_gradients_enabled_inside_a_plain_call(impl: Callable[..., Any]) -> None
 
 def test_gradients_disabled_inside_a_region(impl: Callable[..., Any]) -> None:
     """A function that switches gradients off saves nothing there, and that part is rerun without them too."""
-    modes: list[bool] = []
+    modes: list[bool] = Log()
 
     def fn(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():

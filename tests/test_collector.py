@@ -7,7 +7,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointError, DeterminismError, checkpoint
-from tests.measure import Calls, CountOps, leaf
+from tests.measure import Calls, CountOps, Log, leaf
 
 
 @pytest.mark.parametrize("inplace", [False, True])
@@ -98,7 +98,7 @@ def test_rule_5_what_comes_after_the_last_saved_tensor_does_not_run_again(size):
 @pytest.mark.parametrize("swallowed", [Exception, BaseException])
 def test_rule_8_user_code_cannot_swallow_the_stop(swallowed):
     """A fallback around the last operators of a region is not taken for good: values are those of the path forward took."""
-    fallbacks = []
+    fallbacks = Log()
 
     def function(x):
         try:
@@ -129,7 +129,7 @@ def test_rule_8_a_function_that_fails_after_swallowing_the_stop():
 
 def test_rule_8_the_stop_comes_again():
     """Each tensor saved after the stop meets it once more."""
-    stops = []
+    stops = Log()
 
     def function(x):
         y = x.sin()
@@ -147,7 +147,7 @@ def test_rule_8_the_stop_comes_again():
     stops.clear()
 
     def several(x):
-        y, results = x.sin(), []
+        y, results = x.sin(), Log()
         for _ in range(4):
             try:
                 results.append(y.exp())
@@ -230,7 +230,7 @@ def test_check_none_does_not_look_at_tensors():
 
 def test_a_failed_recompute_leaves_the_frame_as_it_was():
     """After an error in a rerun, backward again brings everything back anew."""
-    fail = [False]
+    fail = Log([False])
 
     def function(x):
         y = x.sin().exp()

@@ -13,7 +13,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import current, streams
 from tests.fake_streams import FakeAccelerator, Order
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 DEVICE = []
 
@@ -30,7 +30,7 @@ scaled_by_device.register_autograd(lambda ctx, grad: grad * 2)
 @pytest.fixture
 def install(monkeypatch):
     """Puts a device in the place of the CPU."""
-    used = []
+    used = Log()
 
     def put(*args, **kwargs):
         device = FakeAccelerator(*args, **kwargs)
@@ -55,7 +55,7 @@ def install(monkeypatch):
 
 def test_a_rerun_has_the_current_device_of_forward(install):
     device = install(3)
-    seen = []
+    seen = Log()
 
     def function(x):
         seen.append(device.current_device())
@@ -75,7 +75,7 @@ def test_a_rerun_has_the_current_device_of_forward(install):
 @pytest.mark.parametrize("ends", ["well", "badly"])
 def test_it_is_set_back_on_a_thread_of_its_own(install, ends):
     device = install(2)
-    found = []
+    found = Log()
 
     def function(x):
         if found:

@@ -8,7 +8,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, _ambient, checkpoint
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 COUNTS = [0, 1, 8]
 
@@ -108,7 +108,7 @@ def test_a_recompute_draws_what_forward_drew_on_each_device(install, has_offset,
 
 def test_a_device_that_draws_in_the_recompute_alone_is_put_back(install):  # noqa: F811
     devices = install("fake_one", FakeDevices(2))
-    generator, runs = devices.default_generators[1], []
+    generator, runs = devices.default_generators[1], Log()
 
     def function(x):
         runs.append(1)
@@ -149,12 +149,12 @@ def test_an_interrupt_while_a_device_is_set_leaves_no_device_set(install):  # no
 def test_switches_for_devices_are_looked_at_on_the_fast_way(install, monkeypatch):  # noqa: F811
     """In forward and before a recompute; where one has moved, the fast way is not taken."""
     install("fake_one", FakeDevices(1))
-    setting, wrote = [1], []
+    setting, wrote = [1], Log()
     monkeypatch.setattr(_ambient.flags, "are_devices_in_use", lambda: True)
     flag = (lambda: setting[0], lambda value: (wrote.append(value), setting.__setitem__(0, value)))
     monkeypatch.setattr(_ambient.flags, "DEVICE_FLAGS", [flag])
     monkeypatch.setattr(_ambient.flags, "_read_device_flags", lambda: [setting[0]])
-    seen = []
+    seen = Log()
 
     def function(x):
         seen.append(setting[0])

@@ -11,7 +11,7 @@ from torch._ops import HigherOrderOperator
 from torch.autograd import grad
 
 from ckpt_hooks import MutationError, checkpoint, checkpoint_region
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def watched(function, x):
 
 
 def in_a_thread(function, x):
-    results = []
+    results = Log()
     thread = threading.Thread(target=lambda: results.append(grad(checkpoint(function, x).sum(), x)[0]))
     thread.start()
     thread.join()
@@ -98,7 +98,7 @@ def test_operators_of_operators(way, twice):
 @pytest.mark.parametrize("way", WAYS)
 def test_writes_to_lists_are_counted(way):
     """As they are without a mode, under which torch does not count them; in forward, and in a rerun if there is one."""
-    versions = []
+    versions = Log()
 
     def function(x):
         h = x * 1

@@ -16,7 +16,7 @@ from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient.draws import RecordDraws, ReplayDraws, num_draw_modes
 from ckpt_hooks._core import threads
 from ckpt_hooks._core.threads import RECENT
-from tests.measure import CountOps
+from tests.measure import CountOps, Log
 
 RANDOM = {
     "rand": lambda x: torch.rand(3, 4),
@@ -82,7 +82,7 @@ def test_explicit_generators_are_left_to_themselves():
 
 def in_a_thread(function):
     """Runs a function on a thread of its own; returns what it returns."""
-    results = []
+    results = Log()
     thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
     thread.join()
@@ -91,7 +91,7 @@ def in_a_thread(function):
 
 def draws_are_noted():
     """Whether a region that this thread runs now would note its draws one by one."""
-    found = []
+    found = Log()
     checkpoint(lambda x: found.append(num_draw_modes()) or x.sin(), leaf(2))
     return found == [1]
 
@@ -187,7 +187,7 @@ def test_a_thread_counts_as_long_as_it_is_in_a_region(worker, region):
 
 
 def test_a_thread_that_runs_backward_for_another_one_does_not_count(worker):
-    found = []
+    found = Log()
 
     def function(x):
         return checkpoint(lambda x: found.append(num_draw_modes()) or x.sin().exp(), x).exp()

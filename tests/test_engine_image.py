@@ -8,6 +8,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import _ambient, checkpoint
 from ckpt_hooks._ambient.engine_image import take_image
+from tests.measure import Log
 
 DRAWS = {
     "one uniform": lambda: torch.rand(1),
@@ -103,7 +104,7 @@ def test_what_is_not_simple_goes_the_long_way():
 
 
 def test_a_draw_inside_of_a_recompute_that_found_everything_in_place_leaves_no_trace():
-    x, drawn = leaf(3), []
+    x, drawn = leaf(3), Log()
 
     def function(x):
         drawn.append(torch.rand(1).item())

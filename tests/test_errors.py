@@ -17,6 +17,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks.errors
 from ckpt_hooks import CheckpointError, DeterminismError, GraphExecGroup, InternalError, MutationError, OverlapError, checkpoint
+from tests.measure import as_library
 
 
 class CustomError(DeterminismError):
@@ -44,6 +45,7 @@ def error(request: pytest.FixtureRequest) -> CheckpointError:
     return ERRORS[request.param]
 
 
+@as_library
 class Switch:
     """A function that does one thing first and another thing whenever it is called again."""
 

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointError, GraphExecGroup, OverlapError, checkpoint
-from tests.measure import Calls, leaf
+from tests.measure import Calls, Log, leaf
 
 GROUPS = {"ours": GraphExecGroup, "torch": torch.utils.checkpoint.GraphExecGroup}
 
@@ -103,7 +103,7 @@ def test_nested_regions_in_a_group():
 
 def test_a_failed_recompute_in_a_group_leaves_it_usable():
     """Torch marks the region as recomputed and then returns what is not there."""
-    fail = [True]
+    fail = Log([True])
 
     def function(x):
         y = two_outputs(x)

@@ -15,7 +15,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import SavesItsResult, Token, leaf
+from tests.measure import Log, SavesItsResult, Token, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc", "one_thread")
 
@@ -152,7 +152,7 @@ def test_a_result_that_is_added_to_what_it_was_made_of(wrap):
 @pytest.mark.parametrize("wrap", [name for name in WRAPS if name.startswith("function")])
 def test_a_graph_that_a_rerun_leaves_behind(wrap):
     """What the function keeps of a rerun goes when it lets go of it."""
-    left = []
+    left = Log()
 
     def function(x):
         y = x.exp()

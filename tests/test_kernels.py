@@ -28,7 +28,7 @@ from ckpt_hooks._recorded import function_calls
 from ckpt_hooks._torch.functions import AT_WORK, IS_BOUND_EARLY
 from tests import kernels as k
 from tests import test_functions as programs
-from tests.measure import allocated
+from tests.measure import Log, allocated
 from tests.regions import assert_as_eager, plain
 
 aten = torch.ops.aten
@@ -456,7 +456,7 @@ def test_whether_a_write_counts_is_not_left_to_chance():
         reasons.append(sorted({kept.reason for kept in region.kept() if ".apply" in kept.reason}))
         return h.sum()
 
-    reasons = []
+    reasons = Log()
     for size in range(40):
         x, w, v = tensors(4, 4, count=3)
         y = checkpoint(function, x, w, v)

@@ -20,11 +20,11 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import buffers
-from ckpt_hooks._function.state.closure_scan import facts_of
-from ckpt_hooks._function.state.objects import tag_of
+from ckpt_hooks._function.state.parts import parts_of
+from ckpt_hooks._function.state.walk import facts_of
 from ckpt_hooks._tensors.held import HeldByHooks
 from ckpt_hooks._tensors.walk import instances_in
-from tests.measure import Frames, leaf
+from tests.measure import Frames, Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -99,7 +99,7 @@ def test_an_exception_in_forward_frees_the_frame(frames, where):
 
 def test_an_exception_in_recompute_keeps_nothing(frames):
     x = leaf(3)
-    fail, made = [False], []
+    fail, made = Log([False]), Log()
 
     def function(x):
         y = x.sin()
@@ -121,7 +121,7 @@ def test_an_exception_in_recompute_keeps_nothing(frames):
 
 def test_the_stop_leaves_no_cycle_behind(frames):
     """What a function had in its locals when it was stopped is free as soon as the rerun is over."""
-    made = []
+    made = Log()
 
     def function(x):
         local = x.sin()
@@ -325,7 +325,7 @@ def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
 @pytest.mark.parametrize("options", [{}, {"determinism_check": "values"}, {"debug": True}, {"early_stop": False}])
 def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, observed):
     watching = Frames()
-    left = []
+    left = Log()
 
     def function(x, scale):
         y = x.sin() * scale.sum()
@@ -341,7 +341,7 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
     del y, unclaimed
     assert len(left) == 2
     assert watching.alive() == [False] * observed
-    del left[0]  # of forward
+    left.pop(0)  # of forward
     assert gone() is None
     with pytest.raises(CheckpointError, match=r"region '.*function': backward goes through a tensor that a recompute"):
         grad(left[0].sum(), x)
@@ -349,7 +349,7 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
 
 @pytest.mark.usefixtures("no_gc")
 def test_what_a_rerun_leaves_behind_keeps_its_own_memory_alone():
-    left = []
+    left = Log()
 
     def function(x):
         h = x.sin().exp()
@@ -365,7 +365,7 @@ def test_what_a_rerun_leaves_behind_keeps_its_own_memory_alone():
         checkpoint(function, x).sum().backward()
     x.grad = None
     assert len(left) == 6
-    del left[::2]  # of forward
+    left[:] = left[1::2]  # without those of forward
     assert alive() == before
 
 
@@ -412,7 +412,7 @@ def test_collectors_in_context_variables_get_what_forward_made(form, early_stop)
 
 @pytest.mark.parametrize("failure", ["raises", "differs"])
 def test_a_recompute_that_fails_keeps_nothing_by_what_it_leaves_behind(frames, failure):
-    left, fail = [], [False]
+    left, fail = Log(), Log([False])
 
     def function(x, scale):
         y = x.sin() * scale.sum()
@@ -431,7 +431,7 @@ def test_a_recompute_that_fails_keeps_nothing_by_what_it_leaves_behind(frames, f
         y.backward()
     del y, scale
     assert len(left) == (2 if failure == "raises" else 3)  # after a difference it runs once more, to find choices
-    del left[0]  # of forward
+    left.pop(0)  # of forward
     assert frames.alive() == [False]
     assert gone() is None
 
@@ -646,11 +646,11 @@ def test_what_a_region_returns_written_to_its_argument_is_no_cycle(made, write, 
 
 def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
     kind, code = type("Made", (), {}), compile("lambda x: x", "made", "eval")
-    tag_of(kind)
+    parts_of(kind)
     facts_of(eval(code, {}))
     gone = weakref.ref(kind), weakref.ref(code.co_consts[0])
     for _ in range(10_001):
-        tag_of(type("Made", (), {}))
+        parts_of(type("Made", (), {}))
     del kind, code
     gc.collect()
     assert [one() for one in gone] == [None, None]

@@ -44,7 +44,7 @@ from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
 from tests import fake_transformers
 from tests.fake_device import fake_device
-from tests.measure import leaf
+from tests.measure import Log, as_library, leaf
 from tests.messages import messages, occurs, texts
 
 aten = torch.ops.aten
@@ -79,7 +79,7 @@ def backward(y):
 
 def changing(*bodies, **options):
     """Calls a region that does one thing in forward and the next in each recompute, and runs backward."""
-    todo = list(bodies)
+    todo = Log(bodies)
 
     def block(x):
         return (todo.pop(0) if len(todo) > 1 else todo[0])(x)
@@ -172,42 +172,13 @@ def an_argument_that_requires_grad_now():
 
 @provokes
 def a_region_inside_that_is_given_more():
-    cache = types.SimpleNamespace(kept=[])
+    cache = types.SimpleNamespace(kept=Log())
 
     def function(x, cache):
         cache.kept.append(x.exp())
         return checkpoint(lambda kept, h: sum(kept, h).sin(), list(cache.kept), x.sin()).cos()
 
     backward(checkpoint(function, leaf(3), cache))
-
-
-@provokes
-def a_failure_that_a_cache_explains():
-    def function(x, cache):
-        cache.kept.append(x)
-        return (x.sin() * {1: 2.0}[len(cache.kept)]).exp()
-
-    backward(checkpoint(function, leaf(3), types.SimpleNamespace(kept=[])))
-
-
-@provokes
-def a_state_that_each_call_replaces():
-    def function(x, state):
-        h = (x * state.h + x).sin() * x
-        state.h = h.detach()
-        return h
-
-    backward(checkpoint(function, leaf(3), types.SimpleNamespace(h=torch.ones(3, dtype=torch.float64))))
-
-
-@provokes
-def many_objects_that_changed():
-    def function(x, *caches):
-        for cache in caches:
-            cache.kept.append(1)
-        return x.sin().exp() if len(cache.kept) == 1 else x.sin()
-
-    backward(checkpoint(function, leaf(3), *(types.SimpleNamespace(kept=[]) for _ in range(9))))
 
 
 @provokes
@@ -260,7 +231,7 @@ def random_numbers_that_are_not_tracked():
 @provokes
 def a_compiled_function_that_is_compiled_anew():
     torch._dynamo.reset()
-    scale = [1.0]
+    scale = Log([1.0])
     compiled = torch.compile(lambda x: x.sin().cos() * x.exp() if scale[0] == 1.0 else x.sin(), backend="aot_eager")
     y = checkpoint(lambda x: compiled(x.exp()), leaf(3))
     scale[0] = 2.0
@@ -368,6 +339,7 @@ def a_parameter_that_was_exchanged():
     backward(y)
 
 
+@as_library
 class Holder:
     """Holds a tensor where nothing looks."""
 
@@ -539,7 +511,7 @@ block, x = nn.Linear(3, 3), torch.rand(2, 3)
 
 @provokes
 def a_result_of_a_recompute_in_backward():
-    left = []
+    left = Log()
 
     def function(x):
         y = x.sin().exp()
@@ -920,7 +892,7 @@ def test_a_leaf_that_explains_the_difference_is_named():
 @pytest.mark.parametrize("bodies", ["fewer", "another shape"])
 def test_a_leaf_that_explains_nothing_is_not_named(when, bodies):
     """One that required grad in forward as well, and got no gradient; or any, where the recompute saved less."""
-    w, unused, count = torch.rand(3, dtype=torch.float64), nn.Parameter(torch.rand(3)), []
+    w, unused, count = torch.rand(3, dtype=torch.float64), nn.Parameter(torch.rand(3)), Log()
     w.requires_grad_(when == "before forward")
 
     def function(x):

@@ -28,7 +28,7 @@ from ckpt_hooks import (
 )
 from ckpt_hooks._core.observers import observe
 from tests.behaviours.runs import same
-from tests.measure import CountOps, Frames
+from tests.measure import CountOps, Frames, Log, as_library
 from tests.test_threads import in_threads
 
 
@@ -60,6 +60,7 @@ class Net(nn.Module):
         return self.head(x)
 
 
+@as_library
 class Forwards:
     """Counts the runs of a module's forward, in forward and in recomputes."""
 
@@ -245,7 +246,7 @@ def test_a_forward_of_the_instance(base):
     """Other libraries put a function in the instance, too, before and after: each calls the one that it found."""
     model, expected = base
     layer = model.layers[0]
-    ran = []
+    ran = Log()
 
     def other(found, name):
         def forward(*args, **kwargs):

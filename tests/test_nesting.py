@@ -7,7 +7,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, set_checkpoint_early_stop
-from tests.measure import Calls, CountOps, leaf
+from tests.measure import Calls, CountOps, Log, leaf
 
 
 def chain(x):
@@ -188,7 +188,7 @@ def test_rule_6_backward_inside_forward_releasing(impl):
 
 def test_rule_6_backward_inside_forward_leaves_regions_around_alone():
     """Forward still has its arguments at hand, so nobody needs to run the regions around up to here again."""
-    outer_calls, inner_calls = [], []
+    outer_calls, inner_calls = Log(), Log()
 
     def inner(x):
         inner_calls.append(1)
@@ -355,7 +355,7 @@ def test_regions_inside_backward_of_a_region():
 @pytest.mark.parametrize("options", [{}, {"policy": [torch.ops.aten.exp.default]}])
 def test_an_error_of_the_region_around_is_not_one_of_the_region_inside(options):
     """Which asked for its arguments, and whose function has not run."""
-    calls = []
+    calls = Log()
 
     def function(x):
         calls.append(x)

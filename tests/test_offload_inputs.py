@@ -15,7 +15,7 @@ from ckpt_hooks import MutationError, apply_checkpointing, checkpoint, checkpoin
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.policies import dots_saveable
-from tests.measure import CountOps
+from tests.measure import CountOps, Log
 
 
 class Layer(nn.Module):
@@ -79,7 +79,7 @@ def test_rule_12_equal_and_on_the_host(form, transfers):
 def test_the_device_lets_go(form, transfers, no_gc):
     """After forward no input is on the device but those on their way, and after backward no copy is anywhere."""
     layers, x, mask = model(depth=8)
-    seen = []
+    seen = Log()
     for layer in layers:
         layer.register_forward_pre_hook(lambda layer, args: seen.append(weakref.ref(args[0].untyped_storage())))
     loss = run(form, layers, x, mask, offload_inputs=True)

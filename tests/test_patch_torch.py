@@ -28,7 +28,7 @@ from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 aten = torch.ops.aten
 ENGINE = getattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE)
@@ -602,7 +602,7 @@ def test_nested_regions_under_a_patch_for_half_of_the_step_are_right_or_an_error
 
 
 def count_of_runs(**options):
-    runs = []
+    runs = Log()
 
     def function(x):
         y = x.sin().cos()
@@ -691,7 +691,7 @@ def test_hooks_around_a_region_are_respected_as_the_call_says():
 
 
 def test_graph_exec_group_of_torch():
-    runs = []
+    runs = Log()
 
     def function(x):
         runs.append(1)

@@ -149,7 +149,7 @@ def test_a_wait_for_variables_that_another_region_has_lent(install, monkeypatch)
     x = leaf(3)
     function = Region()
     monkeypatch.setattr("tests.test_patience.FUNCTION", [function])
-    monkeypatch.setattr("ckpt_hooks._function.state.variables.INTERVAL", patience.INTERVAL)
+    monkeypatch.setattr("ckpt_hooks._function.state.loans.INTERVAL", patience.INTERVAL)
     outputs = []
     for weight in (2.0, 3.0, 5.0):
         monkeypatch.setattr("tests.test_patience.WEIGHT", torch.tensor(weight))

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._function.state.closure_scan import NOTHING, scan_closure
+from ckpt_hooks._function.state.walk import NOTHING, walk_from
 
 MODULE = nn.Tanh()
 GENERATOR = torch.Generator()
@@ -73,18 +73,18 @@ MODULES = {
 
 @pytest.mark.parametrize("way", MODULES.values(), ids=MODULES)
 def test_modules_are_found(way):
-    assert list(scan_closure(*way).modules) == [module]
+    assert list(walk_from(*way).modules) == [module]
 
 
 def test_generators_and_tensors_are_found():
-    found = scan_closure(closing_over([generator, (tensor, {"m": module})]))
+    found = walk_from(closing_over([generator, (tensor, {"m": module})]))
     assert (found.generators, found.tensors, found.modules) == ([generator], [tensor], [module])
 
 
 def test_globals_that_a_function_names_are_found():
-    found = scan_closure(by_global)
+    found = walk_from(by_global)
     assert (found.modules, found.generators) == ([MODULE], [GENERATOR])
-    assert scan_closure(by_attribute_of_the_same_name) is NOTHING
+    assert walk_from(by_attribute_of_the_same_name) is NOTHING
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_globals_that_a_function_names_are_found():
     [torch.sin, lambda x: x.sin(), closing_over(3), closing_over("a"), closing_over(torch.float32), len],
 )
 def test_most_functions_reach_nothing(function):
-    assert scan_closure(function) is NOTHING
-    assert scan_closure(function) is NOTHING  # what is known of its code says the same
+    assert walk_from(function) is NOTHING
+    assert walk_from(function) is NOTHING  # what is known of its code says the same
 
 
 def test_what_a_closure_holds_is_looked_at_each_time():
     value = 3
     function = lambda x: (x, value)  # noqa: E731
-    assert scan_closure(function) is NOTHING
+    assert walk_from(function) is NOTHING
     value = module
-    assert list(scan_closure(function).modules) == [module]
+    assert list(walk_from(function).modules) == [module]
 
 
 def test_cycles_and_variables_that_are_not_assigned():
@@ -111,10 +111,10 @@ def test_cycles_and_variables_that_are_not_assigned():
     def function(x):
         return loop, later
 
-    assert scan_closure(function) is not None
+    assert walk_from(function) is not None
     later = module
-    assert list(scan_closure(function).modules) == [later]
+    assert list(walk_from(function).modules) == [later]
 
 
 def test_data_is_not_searched():
-    assert scan_closure(closing_over([module] * 2000)).modules == []
+    assert walk_from(closing_over([module] * 2000)).modules == []

@@ -14,13 +14,14 @@ from torch.autograd import grad
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, policies
 from ckpt_hooks._operators.facts import facts_of
 from tests.devices import FakeDevices, OnDevice, install  # noqa: F401 -- a fixture
-from tests.measure import leaf
+from tests.measure import Log, as_library, leaf
 
 #: Masks and devices, where no region looks: what these hold is torch's own, and not part of a module.
 _held: dict[str, Any] = {}
-_seen: list[torch.Tensor] = []
+_seen = Log()
 
 
+@as_library
 class Masks:
     """The buffer of one device: seeded from its generator, then advanced by each layer, as in torch's RNN.cpp."""
 
@@ -121,6 +122,7 @@ def test_a_layer_that_drops_out_sets_the_state_of_its_device_once_a_forward(inst
 # The operators that do the dropping
 
 
+@as_library
 class FakeRnn:
     """Kernels for ``aten::_cudnn_rnn`` and its backward on the CPU, which advance the buffer that they are given."""
 

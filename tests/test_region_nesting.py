@@ -15,7 +15,7 @@ from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Log, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
 
 
@@ -178,7 +178,7 @@ def test_three_levels_of_frames_of_both_kinds(kinds, writes):
 
 def test_a_region_in_a_function_frame_costs_its_rerun_and_its_replay():
     """The rerun of the function makes a region anew, which nobody asks; the handles are those of forward."""
-    x, calls = leaf(3), []
+    x, calls = leaf(3), Log()
 
     def function(x):
         calls.append(1)
@@ -198,7 +198,7 @@ def test_a_region_in_a_function_frame_costs_its_rerun_and_its_replay():
 
 def test_a_function_frame_in_a_region_is_rerun_by_its_own():
     """Its input is brought back by the region; the function runs once more."""
-    x, calls = leaf(3), []
+    x, calls = leaf(3), Log()
 
     def function(x):
         calls.append(1)

@@ -18,7 +18,7 @@ from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.frame import FunctionFrame
-from tests.measure import Calls, leaf
+from tests.measure import Calls, Log, leaf
 
 
 def test_a_frame_around_a_forward_in_module_hooks():
@@ -26,7 +26,7 @@ def test_a_frame_around_a_forward_in_module_hooks():
     module = torch.nn.Sequential(torch.nn.Linear(3, 3, dtype=torch.float64), torch.nn.Tanh(), torch.nn.Tanh())
     forward = Calls(module.forward)
     module.forward = forward
-    frames = []
+    frames = Log()
 
     def before(module, args, kwargs):
         frame = FunctionFrame(module.forward, args, kwargs)
@@ -50,7 +50,7 @@ def test_a_frame_around_a_forward_in_module_hooks():
 
 def test_regions_are_named_by_their_path():
     """A path has the names of the regions around, in forward and in a rerun."""
-    paths = []
+    paths = Log()
 
     class Module(torch.nn.Module):
         def forward(self, x):
@@ -72,7 +72,7 @@ def test_regions_are_named_by_their_path():
 
 
 def test_is_recomputing():
-    seen = []
+    seen = Log()
     x = leaf(3)
     y = checkpoint(lambda x: seen.append(is_recomputing()) or x.sin().cos(), x)
     y.sum().backward()
@@ -224,7 +224,7 @@ def test_a_rerun_in_the_middle_of_forward_does_not_run_ahead(early_stop):
 
     def found(form):
         x = torch.linspace(-1, 1, 8, requires_grad=True)
-        h, log = x * 1.2, []
+        h, log = x * 1.2, Log()
 
         def function():
             y = h * 0.25

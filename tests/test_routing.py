@@ -20,7 +20,7 @@ from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, checkpoin
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks.policies import dots_saveable, routing_saveable, save_from_both_policies, save_ops
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Log, as_library, leaf
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -195,7 +195,7 @@ def test_the_error_survives_pickling(ties):
 
 def changing(before, after, policy=None):
     """Runs a region whose recompute does something else, and returns the error."""
-    todo = [before, after]
+    todo = Log([before, after])
     y = region("function", policy, lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(4, 4))
     with pytest.raises(DeterminismError) as caught:
         y.sum().backward()
@@ -339,6 +339,7 @@ def test_no_choice_runs_again(kind, program):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@as_library
 class Choices(CountOps):
     """Lists the operators that run again although the policy keeps their results."""
 
@@ -427,7 +428,7 @@ def test_with_several_processes_the_look_ends_at_the_first_choice(ties, monkeypa
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     module, x = made()
-    calls = []
+    calls = Log()
     module.experts[0].register_forward_hook(lambda *_: calls.append(1))
     y = checkpoint(module, x)
     ties.last = True

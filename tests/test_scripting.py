@@ -12,6 +12,7 @@ import torch
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing, policies
 from tests.behaviours.runs import same
+from tests.measure import Log
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
@@ -68,7 +69,7 @@ class Block(nn.Module):
 @pytest.fixture
 def source(tmp_path):
     """Returns a function which makes the functions of the source anew, as in a process that has run none of them."""
-    made = []
+    made = Log()
 
     def make():
         path = tmp_path / f"scripted_{len(made)}.py"
@@ -128,7 +129,8 @@ def through_python(source):
 def frozen_layers(source):
     """One function for several layers, of which others are trained in each step."""
     function = torch.jit.script(source.scaled)
-    weights = [torch.linspace(0.1, 1, 8) for _ in range(3)]
+    weights = Log()  # out of sight, as if they were changed between the steps
+    weights.extend(torch.linspace(0.1, 1, 8) for _ in range(3))
 
     def run(x):
         if not is_recomputing():
@@ -239,7 +241,7 @@ def test_each_step_is_the_plain_one(source, program, form, backwards):
 
 def test_gradients_of_gradients(source):
     def found(form):
-        function, results = with_gelu(source()), []
+        function, results = with_gelu(source()), Log()
         for _ in range(4):
             x = torch.linspace(-1, 1, 8).view(1, 8).requires_grad_()
             (gradient,) = torch.autograd.grad(form(function, x).sum(), x, create_graph=True)
@@ -252,7 +254,7 @@ def test_gradients_of_gradients(source):
 
 def test_backward_inside(source):
     def found(form):
-        gelu, results = torch.jit.script(source().gelu), []
+        gelu, results = torch.jit.script(source().gelu), Log()
 
         def function(x):
             h = x.cos()
@@ -346,7 +348,7 @@ def test_a_copy_has_run_nothing(source):
 
 def test_the_users_hooks_inside_get_what_a_call_saves(source):
     def found(form):
-        gelu, packed = torch.jit.script(source().gelu), []
+        gelu, packed = torch.jit.script(source().gelu), Log()
 
         def pack(tensor):
             if not is_recomputing():

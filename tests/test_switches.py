@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import flags, streams, switches
 from tests.behaviours.test_ambient import SETTINGS, written
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 #: Restored: seen in a recompute as in forward, and left as found. Tests here and in tests/behaviours/test_ambient.py show each.
 RESTORED = {
@@ -320,7 +320,7 @@ def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
     monkeypatch.setattr(streams, "names_without_devices", -1)
     read = getattr(torch._C, setter.replace("_set_", "_get_"))
     setting = read, getattr(torch._C, setter), other()
-    x, seen = leaf(3, 3), []
+    x, seen = leaf(3, 3), Log()
 
     def function(x):
         seen.append(read())
@@ -352,7 +352,7 @@ def test_switches_for_devices_cost_nothing_without_one(monkeypatch):
 def test_precisions_of_one_backend_that_only_the_newer_way_can_say():
     """The older getter raises, in forward, before the recompute and after it."""
     conv, rnn = torch.backends.cudnn.conv, torch.backends.cudnn.rnn
-    before, seen = (conv.fp32_precision, rnn.fp32_precision), []
+    before, seen = (conv.fp32_precision, rnn.fp32_precision), Log()
 
     def function(x):
         seen.append((conv.fp32_precision, rnn.fp32_precision))

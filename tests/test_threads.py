@@ -11,15 +11,15 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
-from ckpt_hooks._function.state import variables
-from tests.measure import Calls, leaf
+from ckpt_hooks._function.state import loans
+from tests.measure import Calls, Log, Table, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 
 def in_threads(*targets):
     """Runs functions at once, each in a thread, and raises what any of them raised."""
-    errors = []
+    errors = Log()
 
     def run(target):
         try:
@@ -128,7 +128,7 @@ def test_threads_have_stacks_of_their_own():
 
 def test_is_recomputing_is_of_this_thread():
     """A thread is not recomputing because another one is."""
-    seen = {}
+    seen = Table()
 
     def function(x):
         seen.setdefault(is_recomputing(), []).append(1)
@@ -235,7 +235,7 @@ def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_throug
     def function(x):
         if is_recomputing() and scale == 2.0:
             in_rerun.set()
-            while not variables._waiting:
+            while not loans._waiting:
                 assert not through.wait(0.001)
         return (x * scale).sin()
 

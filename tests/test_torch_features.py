@@ -13,7 +13,7 @@ from torch.autograd import grad
 import ckpt_hooks._torch
 from ckpt_hooks import CheckpointError, checkpoint, checkpoint_region
 from ckpt_hooks._core import scopes
-from tests.measure import Calls, Token, leaf
+from tests.measure import Calls, Log, Token, leaf
 
 # Callbacks at the end of a backward
 
@@ -72,7 +72,7 @@ def test_callbacks_are_there_in_a_backward_only(way):
 def test_values_go_when_a_backward_ends(way, monkeypatch):
     """One that was brought back and not asked for is dropped, in either way."""
     monkeypatch.setattr(scopes, "queue_callback", way)
-    made = []
+    made = Log()
 
     def function(x):
         h = x.sin()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from contextvars import Context, copy_context
 from typing import Any
 
@@ -23,10 +23,11 @@ from .contexts import ContextPair, Selects, reusable
 from .explain import late_write_error, mutation_error, name_of
 from .failures import ExplainingFrame
 from .scripted import ScriptedCalls
-from .state.noted_values import ATOMS, containers_in, contents_of, fill
+from .state.loans import Loan, Names, lend, take_back
+from .state.notes import Lent
 from .state.parameters import WatchReads
 from .state.reached_state import ReachedState, Rewound
-from .state.variables import Loan, lend, take_back
+from .state.walk import Walk
 
 __all__ = ["CallingFrame"]
 
@@ -43,9 +44,9 @@ class CallingFrame(ExplainingFrame):
         "_contexts",
         "_draws",
         "_function",
+        "_names",
         "_selection",
         "_state",
-        "_variables",
         "scripted",
     )
 
@@ -55,8 +56,8 @@ class CallingFrame(ExplainingFrame):
     _draws: RecordDraws | None
     _function: Callable[..., Any]
     _selection: Selects | None
+    _names: Names | None
     _state: ReachedState | None
-    _variables: Any  # their notes, for :func:`lend`
     scripted: ScriptedCalls | None
 
     @property
@@ -100,9 +101,11 @@ class CallingFrame(ExplainingFrame):
 
     def _call_rewound(self, state: ReachedState, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
         """Calls the function with the reached state as forward found it."""
-        rewound = Rewound(state, self._mutated)
+        rewound = Rewound(state, self._mutated, call[2])
+        if self._names is not None:  # for a list that an attribute shares with a variable to be found
+            rewound.lent.meet([value for value, _ in self._names.roots])
         try:
-            self._call_under(collector, wanted, call, rewound.put_back())
+            self._call_under(collector, wanted, call, rewound.put_back(), rewound.lent.changed)
         finally:
             try:
                 rewound.restore()
@@ -116,26 +119,21 @@ class CallingFrame(ExplainingFrame):
         wanted: Collection[int] | None,
         call: Restored,
         exchanged: frozenset[int | None] = frozenset(),
+        written: Sequence[tuple[torch.Tensor, int]] = (),
     ) -> None:
         changed = self._state.changed() if self._state is not None and self.complete else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
-        lent = None if self._variables is None else lend(self._variables, call[2])
+        lent = None if self._names is None else lend(self._names, call[2])
         try:
-            if type(lent) is Loan and self.complete:
-                changed += lent.changed()
+            if self.complete:
+                changed += (*written, *(lent.lent.changed if type(lent) is Loan else ()))
             hook = collector.hook(wanted, exchanged)
-            leftovers = collector.leftovers
-            if changed or leftovers is not None or (self._selection is None and num_dispatch_modes()):
+            if changed or (self._selection is None and num_dispatch_modes()):
                 hook = collector.noting_versions(hook)
-            if leftovers is not None:
-                hook = leftovers.noting(hook, collector.values, collector.last)
             push_saved_tensors_hooks(hook, HandBack(collector.values, self.path))
             try:
-                if changed or leftovers is not None:
-                    with (
-                        WatchReads(changed, collector, self._mutated) if changed else nullcontext(),
-                        leftovers or nullcontext(),
-                    ):
+                if changed:
+                    with WatchReads(changed, collector, self._mutated):
                         self._call_in_context(call)
                 elif not in_context:
                     self._function(*call[0], **call[1])
@@ -156,14 +154,16 @@ class CallingFrame(ExplainingFrame):
             Context().run(self._call, *call[:2])
             return
         # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
-        found = [one for value in self._context.values() if type(value) not in ATOMS for one in containers_in(value)]
-        collected = [(container, contents) for container in found if (contents := contents_of(container)) is not None]
+        walk, lent = Walk(), Lent({})
+        for value in self._context.values():
+            walk.look(value)
+        for value, noted in walk.roots:
+            noted.holds(value, lent)
         try:
             # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
             self._context.copy().run(self._call, *call[:2])
         finally:
-            for container, contents in collected:
-                fill(container, contents)
+            lent.restore(None)
 
     def _call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._contexts is None:

@@ -36,7 +36,6 @@ from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error
 from .handles import HandleFrame
-from .state.leftovers import Leftovers
 
 __all__ = ["Collector", "StopRecompute"]
 
@@ -58,7 +57,6 @@ class Collector:
         frame: The frame of the values.
         function: The function of the rerun.
         last: The number of the last tensor wanted.
-        leftovers: Follows tensors left in objects by forward, if any.
         marks: Marks of the regions inside, in this rerun.
         num_scripted: How many calls of TorchScript the rerun has made.
         values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
@@ -76,7 +74,6 @@ class Collector:
         "frame",
         "function",
         "last",
-        "leftovers",
         "marks",
         "num_scripted",
         "stopped",
@@ -102,7 +99,6 @@ class Collector:
         self.early_stop = early_stop
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
-        self.leftovers: Leftovers | None = None
         self.wanted: Collection[int] | None = None
         self.watches_draws = False
         self.without_grad: list[int] = []
@@ -225,10 +221,8 @@ class Collector:
         return note
 
     def _stop(self) -> None:
-        """Ends the rerun, unless the function has read leftovers in objects: then the rest may change these objects."""
         self.stopped = True
-        if self.leftovers is None or self.leftovers.first is None:
-            raise StopRecompute
+        raise StopRecompute
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
@@ -242,6 +236,4 @@ class Collector:
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
-        if self.leftovers is not None:
-            self.leftovers.let_go()
         del self.frame, self.function, self.doubt

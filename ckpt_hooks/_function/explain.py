@@ -15,7 +15,7 @@ from ckpt_hooks._torch import current_node, is_freed, storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .handles import FIRST, HandleFrame
-from .state.closure_scan import scan_closure
+from .state.walk import walk_from
 
 __all__ = ["blame", "draws_error", "grad_fn_of", "late_write_error", "mutation_error", "name_of", "node_of", "uninitialized"]
 
@@ -121,7 +121,7 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
             value = function.__globals__.get(name)
             if isinstance(value, torch.Tensor):
                 yield f"the global {name!r}", value
-    for module in scan_closure(function).modules:
+    for module in walk_from(function).modules:
         kind = type(module).__name__
         for name, value in module.named_parameters(remove_duplicate=False):
             yield f"the parameter {name!r} of {kind}", value
@@ -272,7 +272,7 @@ def _is_compiled(frame: HandleFrame, function: Any) -> bool:
             with contextlib.suppress(ValueError):  # empty
                 named.append(cell.cell_contents)
     return any(hasattr(one, "_torchdynamo_orig_callable") for one in named) or any(
-        module._compiled_call_impl is not None for module in scan_closure(function).modules
+        module._compiled_call_impl is not None for module in walk_from(function).modules
     )
 
 

@@ -45,11 +45,10 @@ from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
 from .rerun import RerunFrame
 from .scripted import watch_scripted
-from .state.closure_scan import NOTHING, scan_closure
+from .state.loans import Names, names_of
 from .state.module_plan import ModulePlan, idle_plan
-from .state.reached_objects import notes_of
 from .state.reached_state import ReachedState, state_of, state_of_idle
-from .state.variables import contents_of, variables_in, variables_of
+from .state.walk import NOTHING, entry_of, walk_from
 from .suspects import compared
 
 __all__ = ["FunctionFrame"]
@@ -114,7 +113,7 @@ class FunctionFrame(RerunFrame):
                 pop_saved_tensors_hooks()
         else:
             self._arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
-        self._marks, self.collector, self._objects = NO_MARKS, None, None
+        self._marks, self.collector = NO_MARKS, None
         self._options = options
         self._contexts = contexts
         self._selection = None if contexts is None else selection_of(contexts[0])
@@ -139,13 +138,14 @@ class FunctionFrame(RerunFrame):
             if plan is not None:
                 self._state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
                 recurrent = plan.recurrent
-                self._variables = variables_in(plan) if plan.functions else None
-                self._objects = notes_of(function, objects)
+                self._names = None
             else:
-                reached = scan_closure(function, objects)
-                if reached is not NOTHING:
-                    self._objects = notes_of(function, objects)
-                    self._state = state_of(reached, preserve_buffers=options.preserve_buffers)
+                walk = walk_from(function, objects)
+                if walk is NOTHING:
+                    entry = entry_of(function)
+                    self._names = None if entry is None else Names((entry,), ())
+                else:
+                    self._state = state_of(walk, preserve_buffers=options.preserve_buffers)
                     if self._state is None:
                         if self._contexts is not None:
                             raise uninitialized(self._region())
@@ -153,7 +153,7 @@ class FunctionFrame(RerunFrame):
                         return self
                     generators = self._state.generators
                     recurrent = [layer for plan in self._state.plans for layer in plan.recurrent]
-                self._variables = variables_of(function, reached, () if self._state is None else self._state.plans)
+                    self._names = names_of(walk)
             self._ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
             self.current = capture_current()
             if recurrent and options.preserve_rng_state:
@@ -201,7 +201,7 @@ class FunctionFrame(RerunFrame):
         seen: set[int] = set()
         parts = (
             ("argument", self._arguments),
-            ("state that the function reaches", (self._state, contents_of(self._variables))),
+            ("state that the function reaches", (self._state, None if self._names is None else self._names.contents())),
             ("random state", (self._ambient, self._draws)),
             ("kept by the policy", self._selection),
             ("recomputed", [opened.values for opened in self.passes.values()]),
@@ -240,6 +240,8 @@ class FunctionFrame(RerunFrame):
             self._arguments.close()
             if self._draws is not None:
                 self._draws.__exit__(None, None, None)
+            if self._names is not None:
+                self._names.settle()
             written = None if self._state is None else self._state.close(failed=error is not None)
             if self._finish is not None:
                 self._finish()

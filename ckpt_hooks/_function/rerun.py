@@ -35,7 +35,6 @@ from .handles import HandleFrame, Pass
 from .options import RegionOptions
 from .rerouted import RoutingWatch
 from .split import open_split_pass
-from .state.leftovers import leftovers_of
 from .suspects import Compared
 
 __all__ = ["RerunFrame"]
@@ -91,7 +90,6 @@ class RerunFrame(CallingFrame):
         mark = mark_thread()
         outer, self.collector = self.collector, collector
         try:
-            collector.leftovers = None if self._objects is None else leftovers_of(self._objects)
             if self._options.check.fingerprint is None:
                 return self._recompute(collector, wanted)
             return self._compared.recompute(lambda: self._recompute(collector, wanted), self._region())
@@ -173,6 +171,4 @@ class RerunFrame(CallingFrame):
             raise
         if self._selection is not None:
             self._selection.check(collector.last, self._explain)
-        if collector.leftovers is not None:
-            self._explain_leftovers(collector)
         return values

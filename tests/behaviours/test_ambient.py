@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Log, leaf
 from tests.test_threads import in_threads
 
 # Settings that can be read and written
@@ -136,7 +136,7 @@ def assert_seen(run, around, *settings):
         seen.append(read())
         return x.sin().exp()
 
-    seen: list[Any] = []
+    seen: list[Any] = Log()
     with written(*settings) if around == "forward" else contextlib.nullcontext():
         y = run(function, leaf(3)).sum()
         expected = read()
@@ -177,7 +177,7 @@ def test_precisions_of_many_kinds_of_operators(run, kind, around):
         seen.append(read())
         return x.sin().exp()
 
-    seen: list[Any] = []
+    seen: list[Any] = Log()
     first = read()
     with written(PRECISIONS[kind]) if around == "forward" else contextlib.nullcontext():
         y = run(function, leaf(3)).sum()

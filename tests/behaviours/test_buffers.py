@@ -12,6 +12,7 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, Run, assert_as_eager, gradients
+from tests.measure import Log
 
 #: More forwards than it takes to know a module.
 STEPS = 5
@@ -314,7 +315,7 @@ def test_a_rerun_that_writes_where_forward_did_not_is_an_error():
                 self.scale.add_(1)
             return super().forward(x)
 
-    seen, module = [False], Counts()
+    seen, module = Log([False]), Counts()
     steps(Run("ours"), module, STEPS)
     x = data()
     y = ckpt_hooks.checkpoint(module, x)

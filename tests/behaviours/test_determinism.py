@@ -6,7 +6,6 @@ import contextlib
 import random
 import re
 import threading
-import types
 
 import pytest
 import torch
@@ -28,9 +27,10 @@ from tests.behaviours.runs import (
     runs,
     same,
 )
-from tests.measure import leaf
+from tests.measure import Log, Table, as_library, leaf
 
 
+@as_library
 class Switch:
     """A function that does one thing at first and, once ``then`` was called, another thing."""
 
@@ -115,7 +115,7 @@ def test_the_regions_path_is_said(run):
 
 # Other values
 
-_scales = {"now": 1.0}
+_scales = Table(now=1.0)
 
 
 def by_global(run):
@@ -125,12 +125,19 @@ def by_global(run):
     return y, lambda: _scales.update(now=2.0)
 
 
+@as_library
+class Settings:
+    """An object that no region puts back."""
+
+    doubled = True
+
+
 class ScaledByFlag(nn.Module):
     """Does something else when an object that it has says so."""
 
     def __init__(self):
         super().__init__()
-        self.config = types.SimpleNamespace(doubled=True)
+        self.config = Settings()
 
     def forward(self, x):
         return (x * (2.0 if self.config.doubled else 1.0)).sin().exp()
@@ -407,7 +414,7 @@ def test_memory_that_such_operators_fill_is_compared(node, make, saves_result, a
 def test_what_such_an_operator_fills_is_compared():
     """Its inputs and results, and of one that may fill all, what it fills."""
     lstm = nn.LSTM(4, 6, bidirectional=True)
-    factor = [1.0]
+    factor = Log([1.0])
 
     def function(x):
         return lstm(x * factor[0])[0].sin()
@@ -531,7 +538,7 @@ def failing_once(backward):
     """Returns a program whose function fails when it is rerun for the first time."""
 
     def program(run):
-        calls = []
+        calls = Log()
 
         def function(x):
             calls.append(1)

@@ -14,7 +14,7 @@ from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.behaviours.runs import same
-from tests.measure import Frames, leaf
+from tests.measure import Frames, Log, leaf
 
 MUST_RECOMPUTE, PREFER_RECOMPUTE = CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -314,7 +314,7 @@ def test_backward_in_the_middle_of_forward(kind):
 @pytest.mark.parametrize("kind", [selective, selective_by_list])
 def test_effects_happen_once_although_a_rerun_fails(kind):
     """What was kept is there for the next one."""
-    fails = [False, True, False]
+    fails = Log([False, True, False])
 
     def function(x):
         h = effect("send")(x.sin()).exp()

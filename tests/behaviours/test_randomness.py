@@ -22,7 +22,7 @@ import ckpt_hooks
 from ckpt_hooks._ambient import streams
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, plain, runs, same
 from tests.devices import OnDevice
-from tests.measure import leaf
+from tests.measure import Log, Table, leaf
 from tests.test_threads import in_threads
 
 # The default generator
@@ -69,7 +69,7 @@ def test_nothing_random_in_the_region(run):
 
 @runs("region", "nested")
 def test_preserve_rng_state_false_draws_anew(run):
-    masks = []
+    masks = Log()
 
     def function(x):
         masks.append(torch.rand_like(x))
@@ -319,7 +319,7 @@ def test_explicit_generator_of_a_region_that_is_recomputed_in_the_recompute_of_a
 
 
 #: Holds how to draw from a source where no library looks for one.
-_held: dict[str, Any] = {}
+_held = Table()
 
 
 def draws(x):
@@ -381,7 +381,7 @@ def test_track_rng(run, source):
 @pytest.mark.parametrize("source", list(SOURCES))
 def test_track_rng_until_removed(source):
     tracked, draw = SOURCES[source]()
-    drawn = []
+    drawn = Log()
     _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
     registration = ckpt_hooks.track_rng(tracked)
     try:
@@ -397,7 +397,7 @@ def test_track_rng_until_removed(source):
 @runs()
 def test_other_sources_are_left_alone_unless_asked(run, source):
     _, draw = SOURCES[source]()
-    drawn = []
+    drawn = Log()
     _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
     run(draws, leaf(3)).sum().backward()
     assert drawn[0] != drawn[1]

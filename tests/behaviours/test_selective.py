@@ -18,7 +18,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy
 from tests.behaviours.runs import SILENT, UNNOTICED, Run, assert_as_eager, gradients, runs
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Log, leaf
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -664,7 +664,7 @@ def test_debug_mode_shows_the_operators_of_both_runs():
 @runs("region", torch_fails=REFUSES)
 def test_a_recompute_that_fails_and_is_tried_again(run):
     """A failed recompute leaves the region as it was."""
-    fails = []
+    fails = Log()
 
     def function(x, w):
         h = (x @ w).sin()

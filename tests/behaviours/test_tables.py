@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, is_recomputing, policies
 from tests.behaviours.runs import Run, assert_as_eager, gradients, plain
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Log, leaf
 
 aten = torch.ops.aten
 pytestmark = [
@@ -452,7 +452,7 @@ def test_an_error_names_what_returned_other_values():
 
 
 def test_the_function_runs_twice_in_the_first_recompute_only():
-    calls = []
+    calls = Log()
     build = functools.lru_cache(lambda: torch.arange(3.0).sin())
 
     def function(x):
@@ -466,7 +466,7 @@ def test_the_function_runs_twice_in_the_first_recompute_only():
 
 def test_an_exception_of_the_function_is_its_own():
     """It is not called again for one that it raises though the operators are those of forward."""
-    calls = []
+    calls = Log()
 
     def function(x):
         calls.append(1)

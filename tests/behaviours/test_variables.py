@@ -12,7 +12,7 @@ from torch import nn
 
 import ckpt_hooks
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 # Loops
 
@@ -612,7 +612,7 @@ def test_variables_are_as_they_were_when_a_rerun_fails():
     assert torch.equal(g, x.grad)
     assert (fail, scale) == (True, 5.0)
 
-    fails = [False]
+    fails = Log([False])
 
     def fail_later(y):
         nonlocal scale
@@ -634,13 +634,13 @@ def test_variables_are_as_they_were_when_a_rerun_fails():
 
 def test_a_rerun_sees_each_variable_as_forward_did():
     """And nobody else does, before or after."""
-    x, number, seen = leaf(3), 0, []
+    x, number, seen = leaf(3), 0, Log()
 
     def function(y):
         seen.append(number)
         return y.sin().exp()
 
-    ys = []
+    ys = Log()
     for number in range(3):  # noqa: B007 -- the function reads it
         ys.append(ckpt_hooks.checkpoint(function, x))
     number = "later"
@@ -807,7 +807,7 @@ def test_a_global_that_the_function_binds_and_never_reads(run):
 @pytest.mark.usefixtures("no_gc")
 def test_backwards_of_several_threads_that_share_a_variable():
     """Each finds its own content, from the beginning of its rerun to the end."""
-    x, number, seen = leaf(3), 0, []
+    x, number, seen = leaf(3), 0, Log()
     both = threading.Barrier(2)
 
     def function(y):
@@ -818,7 +818,7 @@ def test_backwards_of_several_threads_that_share_a_variable():
         seen.append((before, number))
         return y.sin().exp()
 
-    ys = []
+    ys = Log()
     for number in range(2):  # noqa: B007 -- the function reads it
         ys.append(ckpt_hooks.checkpoint(function, x).sum())
     number = 2
@@ -834,7 +834,7 @@ def test_backwards_of_several_threads_that_share_a_variable():
 
 @pytest.mark.usefixtures("no_gc")
 def test_threads_whose_variable_is_as_it_was_do_not_wait_for_each_other():
-    x, number, met = leaf(3), 1, []
+    x, number, met = leaf(3), 1, Log()
     both = threading.Barrier(2)
 
     def function(y):

@@ -13,7 +13,7 @@ from torch import nn
 from ckpt_hooks import DeterminismError, checkpoint, is_recomputing, set_checkpoint_debug_enabled
 from ckpt_hooks._operators.operator_log import OperatorLog
 from ckpt_hooks.policies import nothing_saveable, save_ops
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -21,7 +21,7 @@ aten = torch.ops.aten
 
 POLICIES = {"no policy": None, "recompute all": nothing_saveable, "keep exp": save_ops(aten.exp.default)}
 
-SCALE = [1.0]
+SCALE = Log([1.0])
 
 # Held where no region looks, so that a recompute finds its mode of today.
 OUT_OF_REACH = {"dropout": [nn.Dropout(0.5)]}
@@ -105,7 +105,8 @@ def head_of(message):
 
 @pytest.fixture(autouse=True)
 def scale():
-    SCALE[:] = [1.0]
+    SCALE.clear()
+    SCALE.append(1.0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -178,7 +179,7 @@ def test_the_same_operators_at_other_lines_are_no_difference():
 
 def test_another_function_altogether():
     """Then operators are compared, and no lines."""
-    todo = [lambda x: x.sin().cos().exp(), lambda x: x.sin().tan().cos().exp()]
+    todo = Log([lambda x: x.sin().cos().exp(), lambda x: x.sin().tan().cos().exp()])
     message = message_of(lambda x: (todo.pop(0) if len(todo) > 1 else todo[0])(x), leaf(3), None, early_stop=False)
     assert "The recompute ran aten.tan.default, and forward did not." in message
 
@@ -239,7 +240,7 @@ def test_without_debug_there_are_no_logs():
 @pytest.mark.parametrize("policy", POLICIES)
 def test_any_number_of_backwards(policy):
     """Each backward has a log of its own; one with another order is found by its own operators."""
-    x, fails = leaf(3), []
+    x, fails = leaf(3), Log()
 
     def function(x):
         h = x.exp().sin()
@@ -261,7 +262,7 @@ def test_any_number_of_backwards(policy):
 
 
 def test_inside_of_another_region():
-    calls = []
+    calls = Log()
 
     def inner(x):
         calls.append(1)  # by forward, by the recompute of the region around, by its own

@@ -18,7 +18,7 @@ from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import offload_ops, save_ops
 from ckpt_hooks.report import Drift, format_trace, print_trace, trace
 from tests.fake_device import fake_device
-from tests.measure import leaf
+from tests.measure import Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -345,7 +345,7 @@ def test_logging(kind, caplog):
 
 
 def test_logging_of_a_recompute_that_fails(caplog):
-    calls = []
+    calls = Log()
 
     def function(x):
         calls.append(1)

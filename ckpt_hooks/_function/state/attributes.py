@@ -1,16 +1,16 @@
 """Attributes of modules: noted when a forward begins, put back for each rerun, and restored after the rerun.
 
 One rule: in a rerun a module has the attributes found by forward; afterwards it has the attributes from before the rerun. So
-``self.step += 1``, a hidden state bound anew, a growing list, and ``model.eval()`` before backward are right.
+``self.step += 1``, a hidden state bound anew, a growing list, a cache, and ``model.eval()`` before backward are right.
 
-The rule covers ``training``, buffers, and every other entry of ``vars(module)`` which is a number, a string, None, a tensor, or
-a plain container of these (:mod:`.noted_values`). It does not cover parameters, hooks and objects of other classes.
+The rule covers ``training``, buffers, and every other entry of ``vars(module)``, with the content of containers and objects
+(:mod:`.notes`). It does not cover parameters and hooks.
 
-Submodules and parameters added by forward are taken out for the rerun. So the function makes them again, out of the same random
-numbers, and in the end the submodules and parameters of forward are there.
+Submodules, parameters and buffers added by forward are taken out for the rerun. So the function makes them again, out of the
+same random numbers, and in the end those of forward are there. A parameter that was None is None again.
 
 Modules of torch's own frameworks are left alone: DDP and its like note the progress of a step in attributes, which a rerun must
-not undo. The attributes of one rerun are in :mod:`.lent_attributes`.
+not undo.
 """
 
 from __future__ import annotations
@@ -24,26 +24,18 @@ from typing import Any
 
 from torch.nn import Module
 
-from .noted_values import (
-    ABSENT,
-    Complain,
-    ContainerNote,
-    GoneError,
-    PutBack,
-    TensorNote,
-    containers_in,
-    has_note,
-    is_atom,
-    note_of,
-)
+from .notes import ABSENT, ATOMS, Changes, ContentNote, Lent, Root, changes_of, holds, is_atom, noted_in, present
+from .parts import same
+from .tensor_note import GoneError, TensorNote
+from .walk import Walk
 
-__all__ = ["MACHINERY", "PARTS", "AttributeNotes", "ModuleNote", "containers_of", "note_module"]
+__all__ = ["MACHINERY", "AttributeNotes", "AttributesUndo", "ModuleNote", "note_module"]
 
 #: What a module consists of; ``training`` is an attribute like others.
 MACHINERY = frozenset(vars(Module())) - {"training"}
 
 #: Attributes of every module that are dicts of what it consists of.
-PARTS = ("_buffers", "_modules", "_parameters")
+_PARTS = ("_buffers", "_modules", "_parameters")
 
 #: Where torch's own wrappers of modules are defined.
 _FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
@@ -55,34 +47,33 @@ class ModuleNote:
     """The noted attributes of one module.
 
     Attributes:
-        get: Returns the values of numbers and the like, out of ``vars(module)``.
-        has_history: Whether a tensor with a history is among the attributes.
         flat: Weak references to tensors and buffers; empty if not flat.
+        functions: Functions among the attributes, and in containers and objects there.
+        generators: Random generators there.
+        get: Returns the values of numbers and the like, out of ``vars(module)``.
         get_tensors: Returns tensors other than buffers, as ``get`` does; None if there are none.
         is_flat: Whether all attributes and buffers are numbers and the like, or tensors that require no grad.
         is_simple: Whether all attributes are numbers and the like.
         module: Refers to the module weakly.
-        others: Names of objects without a note, and of containers with such objects.
+        modules: The ``id`` of each module among the attributes, and in containers and objects there.
         size: The number of entries of ``vars(module)``.
-        tensors: Notes of tensors among the attributes, and in containers there.
+        tensors: Notes of tensors among the attributes, and in containers and objects there.
         values: The result of ``get``.
     """
 
     __slots__ = (
-        "_get_others",
-        "_kinds",
         "_names",
         "_noted",
-        "_objects",
         "_parts",
         "flat",
+        "functions",
+        "generators",
         "get",
         "get_tensors",
-        "has_history",
         "is_flat",
         "is_simple",
         "module",
-        "others",
+        "modules",
         "size",
         "tensors",
         "values",
@@ -92,62 +83,45 @@ class ModuleNote:
         own = vars(module)
         self.module = weakref.ref(module)
         self.size = len(own)
-        simple: list[str] = []
-        objects: list[str] = []
-        self._noted: dict[str, TensorNote | ContainerNote] = {}
-        for name, value in list(own.items()):
-            if name not in MACHINERY:
-                noted = note_of(value)
-                if noted is ABSENT:
-                    objects.append(name)
-                elif noted is value:
-                    simple.append(name)
-                else:
-                    self._noted[name] = noted
+        walk = Walk(of_module=True)
+        notes = {name: walk.note_attribute(value) for name, value in list(own.items()) if name not in MACHINERY}
+        simple = [name for name, noted in notes.items() if noted is own[name]]
+        self._noted = {name: noted for name, noted in notes.items() if noted is not own[name]}
+        others = list(self._noted)
         if own["_buffers"]:
-            self._noted["_buffers"] = ContainerNote(own["_buffers"], 2)
+            self._noted["_buffers"] = walk.note(own["_buffers"])
         self._names = tuple(simple)
         self.get = _getter(simple)
         self.values = self.get(own)
-        self._objects = objects
-        self._get_others = _getter(objects)
-        self._kinds = tuple(map(type, self._get_others(own)))
-        self.others = [*objects, *(name for name, noted in self._noted.items() if _has_others(noted))]
-        self.has_history = any(noted.has_history for noted in self._noted.values())
-        self.is_simple = not self._noted and not objects
-        buffers = self._noted.get("_buffers")
-        others = [name for name in self._noted if name != "_buffers"]
+        self.is_simple = not self._noted
         self.get_tensors = _getter(others) if others else None
         #: Twice the first of the tensors that are no buffers, as what gets them does.
-        flat: list[Any] = [
-            *(self._noted[name] for name in (*others, *others[:1])),
-            *(buffers.entries if type(buffers) is ContainerNote else ()),
-        ]
-        self.is_flat = not (objects or self.others) and all(map(_is_flat, flat))
+        flat = [self._noted[name] for name in (*others, *others[:1])]
+        if "_buffers" in self._noted:
+            flat += self._noted["_buffers"].parts[0][2].values()
+        self.is_flat = all(type(one) is TensorNote and not one.requires_grad for one in flat)
         self.flat = [one.reference for one in flat] if self.is_flat else []
-        self.tensors = tuple(_tensors_in(self._noted.values()))
-        self._parts = [frozenset(own[name]) for name in PARTS]
+        self.tensors = tuple(one for one in noted_in(list(self._noted.values())) if type(one) is TensorNote)
+        self.functions = list(map(weakref.ref, walk.functions))
+        self.generators = list(map(weakref.ref, walk.generators))
+        self.modules = list(map(id, walk.modules))
+        self._parts = _parts_in(own)
 
-    def holds(self, own: dict[str, Any]) -> bool:
+    def holds(self, own: dict[str, Any], lent: Lent | None = None) -> bool:
         """Whether a module still has the noted attributes.
 
         Args:
             own: ``vars`` of the module.
+            lent: Notes the contents that were read, if given.
         """
         try:
             return (
                 len(own) == self.size
                 and all(map(is_, self.get(own), self.values))
-                and (self.is_simple or self._rest_holds(own))
+                and (self.is_simple or all(holds(noted, own[name], lent) for name, noted in self._noted.items()))
             )
         except KeyError:
             return False
-
-    def _rest_holds(self, own: dict[str, Any]) -> bool:
-        for name, noted in self._noted.items():
-            if not noted.holds(own[name]):
-                return False
-        return tuple(map(type, self._get_others(own))) == self._kinds
 
     def has_tensors(self, expected: tuple[Any, ...]) -> bool:
         """Whether the module has these tensors, in the order of ``flat``; raises ``AttributeError`` if the module is gone."""
@@ -159,13 +133,15 @@ class ModuleNote:
 
     def has_parts_of(self, own: dict[str, Any]) -> bool:
         """Whether a module still has the submodules, parameters and buffers, by name."""
-        return all(own[name].keys() == names for name, names in zip(PARTS, self._parts, strict=True))
+        return _parts_in(own) == self._parts
 
     def with_values(self, own: dict[str, Any]) -> ModuleNote | None:
         """Returns a note which differs in numbers and the like alone; None if more has changed."""
         try:
             values = self.get(own)
-            if len(own) != self.size or not self._rest_holds(own) or not all(map(is_atom, values)):
+            if len(own) != self.size or not all(map(is_atom, values)):
+                return None
+            if not (self.is_simple or all(holds(noted, own[name]) for name, noted in self._noted.items())):
                 return None
         except KeyError:
             return None
@@ -182,36 +158,33 @@ class ModuleNote:
     def _flags(self) -> list[Any]:
         return list(_flags_in((*self.values, *self._noted.values())))
 
-    def objects_in(self, own: dict[str, Any]) -> Any:
-        """Returns the objects to hold for :meth:`restore`, of which the note has weak references or nothing."""
-        if self.is_simple:
-            return None
-        return self._get_others(own), [own[name] for name in self._noted], [note.reference() for note in self.tensors]
+    def roots(self) -> list[Root]:
+        """Returns the containers and objects which the attributes are still bound to, with their notes."""
+        own: dict[str, Any] = getattr(self.module(), "__dict__", {})
+        noted = [(own.get(name), one) for name, one in self._noted.items() if type(one) is ContentNote and name != "_buffers"]
+        return [(value, one) for value, one in noted if one.is_of(value)]
 
-    def restore(self, own: dict[str, Any], objects: Any, complain: Complain, *, with_buffers: bool) -> None:
-        """Undoes the changes of a rerun to a module which had the noted attributes before.
+    def take_parts_out(self, own: dict[str, Any], *, with_buffers: bool) -> bool:
+        """Takes out submodules, parameters and buffers added since; returns whether there were any."""
+        found = False
+        for name_of_parts, noted in list(self._parts.items())[not with_buffers :]:
+            parts = own[name_of_parts]
+            if not parts.keys() <= noted.keys():
+                for name in [name for name in parts if name not in noted and name not in self._noted]:
+                    found = True
+                    del parts[name]
+            if True in noted.values() and name_of_parts != "_buffers":
+                for name, is_none in noted.items():
+                    if is_none and parts.get(name) is not None:
+                        found, parts[name] = True, None
+        return found
 
-        Args:
-            own: ``vars`` of the module.
-            objects: The result of :meth:`objects_in` before the rerun.
-            complain: As for :meth:`put_back`.
-            with_buffers: Whether buffers are among the attributes.
-        """
-        others = () if objects is None else objects[0]
-        if self.holds(own) and all(map(is_, self._get_others(own), others)):
-            return
-        self.put_back(own, complain, with_buffers=with_buffers)
-        own.update(zip(self._objects, others, strict=False))
-        known = {*MACHINERY, *self._noted, *self._names, *self._objects}
-        for name in [name for name in own if name not in known]:
-            del own[name]
-
-    def put_back(self, own: dict[str, Any], complain: Complain, *, with_buffers: bool) -> bool:
-        """Binds the noted attributes of a module, and fills its containers with the noted entries.
+    def put_back(self, own: dict[str, Any], lent: Lent, *, with_buffers: bool) -> bool:
+        """Binds the noted attributes of a module, and gives containers and objects the noted content.
 
         Args:
             own: ``vars`` of the module.
-            complain: Returns an error for a tensor with a history, written to since.
+            lent: Notes the contents from before.
             with_buffers: Whether buffers are among the attributes.
 
         Returns:
@@ -223,49 +196,40 @@ class ModuleNote:
             if now is not value:
                 guards = guards or (name != "training" and (value is None or type(value) is bool))
                 own[name] = value
-        back = PutBack(complain, {id(one): one for one in (own["_buffers"], *containers_of(own))})
+        lent.meet([own["_buffers"], *own.values()])
         for name, noted in self._noted.items():
             if name in own["_parameters"] or (name == "_buffers" and not with_buffers):
                 continue  # the former where a framework gathers parameters: a tensor is one or the other
             with contextlib.suppress(GoneError):
-                own[name] = noted.present(back)
-        for name_of_parts, names in zip(PARTS[1:], self._parts[1:], strict=True):
-            parts = own[name_of_parts]
-            for name in [name for name in parts if name not in names and name not in self._noted]:
-                guards = True
-                del parts[name]
-        known = {*MACHINERY, *self._noted, *self._names, *self.others, *self._parts[1], *self._parts[2]}
-        for name in [name for name, value in own.items() if name not in known and has_note(value)]:
+                own[name] = present(noted, lent)
+        guards = self.take_parts_out(own, with_buffers=with_buffers) or guards
+        known = {*MACHINERY, *self._noted, *self._names, *itertools.chain(*self._parts.values())}
+        for name in [name for name in own if name not in known]:
             guards = True
             del own[name]
         return guards
 
 
+def _parts_in(own: dict[str, Any]) -> dict[str, dict[str, bool]]:
+    """Returns the names of buffers, submodules and parameters, and which of them are None."""
+    return {name: {key: one is None for key, one in own[name].items()} for name in _PARTS}
+
+
 def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
     """Yields the flags and the like among values and notes; of a number, which may count steps, whether it is zero."""
     for noted in notes:
-        if type(noted) is ContainerNote:
-            yield from _flags_in(noted.entries)
-        elif type(noted) in (int, float):
+        kind = type(noted)
+        if kind is ContentNote:
+            if noted.kind.__module__ in ("builtins", "collections"):  # not an object of a user's, such as a cache
+                for _, _, content, _ in noted.parts:
+                    yield from _flags_in(content.values() if type(content) is dict else content)
+        elif kind in (int, float):
             yield (noted == 0,)
-        elif is_atom(noted):
+        elif kind in ATOMS:
             yield noted
-
-
-def _tensors_in(notes: Iterable[Any]) -> Iterator[TensorNote]:
-    for noted in notes:
-        if type(noted) is TensorNote:
-            yield noted
-        elif type(noted) is ContainerNote:
-            yield from _tensors_in(noted.entries)
 
 
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
-
-
-def _is_flat(noted: Any) -> bool:
-    """Whether a note is of a tensor that requires no grad."""
-    return type(noted) is TensorNote and not noted.requires_grad
 
 
 def _no_values(own: dict[str, Any]) -> tuple[Any, ...]:
@@ -275,17 +239,6 @@ def _no_values(own: dict[str, Any]) -> tuple[Any, ...]:
 def _getter(names: Sequence[str]) -> Callable[[dict[str, Any]], tuple[Any, ...]]:
     """Returns a function which gets the values of names, the first twice: ``itemgetter`` returns no tuple for a single name."""
     return itemgetter(*names, names[0]) if names else _no_values
-
-
-def containers_of(own: dict[str, Any]) -> Iterator[Any]:
-    """Yields the containers among the attributes of a module, and the containers inside."""
-    for name, value in list(own.items()):
-        if name not in MACHINERY:
-            yield from containers_in(value)
-
-
-def _has_others(noted: Any) -> bool:
-    return type(noted) is ContainerNote and (bool(noted.others) or not noted.is_whole or any(map(_has_others, noted.entries)))
 
 
 def note_module(module: Module) -> ModuleNote | None:
@@ -315,10 +268,13 @@ class AttributeNotes:
         self._are_flat = all(note.is_flat for note in notes)
         self._flat = [note for note in notes if note.flat] if self._are_flat else []
 
-    def simply_hold(self) -> bool:
-        """Whether attributes can be compared by identity, and are as noted: a third of a microsecond for each module."""
+    def simply_hold(self) -> Any:
+        """Returns the tensors if all attributes can be compared by identity and are as noted; else None.
+
+        This takes a third of a microsecond for each module.
+        """
         if not self._are_flat:
-            return False
+            return None
         found: list[Any] = []
         size, extend = 0, found.extend
         try:
@@ -327,16 +283,90 @@ class AttributeNotes:
                 size += len(own)
                 extend(get(own))
             if size != self._size or not all(map(is_, found, self._values)):
-                return False
+                return None
             expected = [tuple([reference() for reference in note.flat]) for note in self._flat]
-            return all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
+            if all(map(ModuleNote.has_tensors, self._flat, expected)) and not any(
                 map(_requires_grad, itertools.chain.from_iterable(expected))
-            )
+            ):
+                return expected
         except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
-            return False
+            pass
+        return None
+
+    def changes(self) -> Changes | None:
+        """Returns the changes in containers and objects since they were noted; None if there are none of these."""
+        roots = [] if self._are_flat else [root for note in self.notes for root in note.roots()]
+        return changes_of(roots) if roots else None
 
     def hold(self) -> bool:
         """Whether all modules have the noted attributes."""
         if self._are_flat:
-            return self.simply_hold()
+            return self.simply_hold() is not None
         return all((module := note.module()) is not None and note.holds(module.__dict__) for note in self.notes)
+
+
+class AttributesUndo:
+    """Attributes of modules lent to one rerun.
+
+    Attributes:
+        lent: The contents of containers and objects that are lent.
+        may_initialise: Whether the function may initialise something once more, since a flag or the like was put back.
+    """
+
+    __slots__ = ("_before", "_notes", "_same", "_tensors", "_with_buffers", "lent", "may_initialise")
+
+    def __init__(self, lent: Lent, *, with_buffers: bool) -> None:
+        """Prepares for a rerun.
+
+        Args:
+            lent: Gets the contents that are lent.
+            with_buffers: Whether buffers are among the attributes.
+        """
+        self.lent, self._with_buffers = lent, with_buffers
+        self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._same: list[tuple[ModuleNote, dict[str, Any]]] = []
+        self._notes: AttributeNotes | None = None
+        self._tensors: Any = None  # held, for a rerun may drop the last other reference
+        self.may_initialise = False
+
+    def put_back(self, notes: AttributeNotes, *, has_new_parts: bool) -> None:
+        """Binds the noted attributes of modules.
+
+        Args:
+            notes: The notes of the modules.
+            has_new_parts: Whether submodules or parameters may have been added since.
+        """
+        if not has_new_parts and (tensors := notes.simply_hold()) is not None:
+            self._notes, self._tensors = notes, tensors
+            return
+        for note in notes.notes:
+            module = note.module()
+            if module is None:
+                continue
+            own = module.__dict__
+            self._before.append((own, own.copy()))
+            if note.holds(own, self.lent) and not (has_new_parts and not note.has_parts_of(own)):
+                self._same.append((note, own))
+                continue
+            self._before += [(own[name], own[name].copy()) for name in _PARTS[not self._with_buffers :]]
+            if note.put_back(own, self.lent, with_buffers=self._with_buffers):
+                self.may_initialise = True
+
+    def restore(self) -> None:
+        """Restores the attributes from before the rerun."""
+        if self._notes is not None:
+            if self._notes.simply_hold() is None:
+                for note in self._notes.notes:
+                    if (module := note.module()) is not None:
+                        note.put_back(module.__dict__, self.lent, with_buffers=self._with_buffers)
+            return
+        for note, own in self._same:
+            note.take_parts_out(own, with_buffers=self._with_buffers)
+        for own, before in reversed(self._before):
+            if same(own, before):
+                continue
+            for name in [name for name in own if name not in before and name not in MACHINERY]:
+                del own[name]
+            for name, value in before.items():
+                if own.get(name, ABSENT) is not value and name not in MACHINERY:
+                    own[name] = value

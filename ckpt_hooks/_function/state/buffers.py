@@ -30,15 +30,14 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks._tensors.copies import copy_of, has_storage, is_dense, same_bits, same_layout
 
 from .attributes import AttributeNotes
-from .noted_values import TensorNote
+from .limits import LOOKS_AT_FROZEN, MOST_OUTSIDE, SMALL
 from .small_buffers import SmallBuffers, SmallCopy, is_small_on_host
+from .tensor_note import TensorNote
 
 __all__ = [
-    "MOST_FROZEN",
-    "MOST_OUTSIDE",
-    "SMALL",
     "WRITES",
     "Buffers",
+    "Complain",
     "Slot",
     "Use",
     "Uses",
@@ -49,19 +48,8 @@ __all__ = [
     "use_after",
 ]
 
-# The limits, all but the last in bytes.
-
-#: Up to this size tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy of
-#: each mask of 64 KiB was five times what the regions of a small GPT hold besides.
-SMALL = 1 << 14
-#: Up to this size tensors which no module owns are copied. A larger one is a batch of data, more often than state.
-MOST_OUTSIDE = 1 << 20
-#: Parameters without gradients are copied up to this size, all of a region together: a few modules keep state in them, and most
-#: are the frozen weights of a large model.
-MOST_FROZEN = 1 << 24
-#: In how many forwards. A name that is bound anew for the first time in a later one is not noticed.
-LOOKS_AT_FROZEN = 4
-
+#: Returns an error for a tensor with a changed content, and its version before.
+Complain = Callable[[torch.Tensor, int], BaseException]
 
 #: A name in a module, as the dict that holds it and the key.
 Slot = tuple[dict[str, Any], str]

@@ -27,8 +27,6 @@ from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, has_storage, 
 from ckpt_hooks._torch import storage_of
 
 from .buffers import (
-    MOST_FROZEN,
-    SMALL,
     WRITES,
     Buffers,
     Slot,
@@ -41,9 +39,11 @@ from .buffers import (
     use_after,
 )
 from .contents_undo import Before, ContentsUndo
+from .limits import MOST_FROZEN, SMALL
 from .module_plan import ModulePlan
-from .noted_values import Complain, GoneError, PutBack, TensorNote
+from .notes import Lent
 from .small_buffers import SmallCopy
+from .tensor_note import GoneError, TensorNote
 
 __all__ = ["Contents"]
 
@@ -131,10 +131,10 @@ class _Name:
             self._buffers.written_names.add(self._key)
         return self.is_known()
 
-    def bind(self, complain: Complain) -> None:
+    def bind(self) -> None:
         """Binds the name to the parameter, or to its stand-in."""
         with contextlib.suppress(GoneError):
-            self.slot[0][self.slot[1]] = self._noted.present(PutBack(complain))
+            self.slot[0][self.slot[1]] = self._noted.present(Lent({}))
 
     def identity(self) -> int:
         """Returns the ``id`` of the parameter."""
@@ -163,12 +163,14 @@ class Contents:
 
     __slots__ = ("_copied", "_empty", "_names", "_settled", "_small", "freed", "parameters", "uncopied")
 
-    def __init__(self, plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor], generators: list[torch.Generator]) -> None:
+    def __init__(
+        self, plans: Sequence[ModulePlan], tensors: Sequence[tuple[torch.Tensor, _Refer]], generators: list[torch.Generator]
+    ) -> None:
         """Copies what forward may write to.
 
         Args:
             plans: The plans of modules: their buffers, tensors among attributes, and tensors in containers and objects.
-            tensors: Other tensors. Tensors that require grad are left out.
+            tensors: Other tensors, and references to them. Tensors that require grad are left out.
             generators: Gets the random generators held by the modules.
         """
         self._settled, self.parameters = False, _NO_PARAMETERS
@@ -188,8 +190,8 @@ class Contents:
                 self._add(note.reference(), note.tensor, uses, module, seen, may_wait=may_wait)
             for tensor in own:
                 self._add(tensor, weakref.ref(tensor), uses, -1, seen, may_wait=may_wait)
-        for tensor in tensors:
-            self._add(tensor, weakref.ref(tensor), outside, -1, seen, may_wait=False)
+        for tensor, refer in tensors:
+            self._add(tensor, refer, outside, -1, seen, may_wait=False)
         if not all(plan.buffers.knows_parameters() and not plan.buffers.written_names for plan in plans):
             self._names = _names_of(plans)
 
@@ -282,7 +284,7 @@ class Contents:
             owner, key = name.slot
             if key in owner and name.is_known():
                 undo.slots.append((name.slot, owner[key]))
-                name.bind(undo.complain)
+                name.bind()
         stale: list[Before] = []
         for entry in self._entries():
             tensor, copy = entry.tensor(), entry.copy

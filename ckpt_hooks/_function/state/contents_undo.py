@@ -10,9 +10,8 @@ import torch
 from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, has_storage, is_plain, same_layout
 from ckpt_hooks._torch import storage_of
 
-from .buffers import Slot, Use, has_changed, is_copied
+from .buffers import Complain, Slot, Use, has_changed, is_copied
 from .module_plan import ModulePlan
-from .noted_values import Complain
 from .small_buffers import SmallBuffers
 
 __all__ = ["Before", "ContentsUndo"]

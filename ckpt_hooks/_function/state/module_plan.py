@@ -21,19 +21,20 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._ambient.recurrent import recurrent_layers
 
 from .attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
 from .buffers import Buffers
-from .closure_scan import Search, has_variables
-from .noted_values import TensorNote
 from .small_buffers import SmallCopy
+from .tensor_note import TensorNote
+from .walk import Walk, has_state
 
 __all__ = ["ModulePlan", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 
-#: Levels of containers and objects that are opened below an attribute.
-_DEPTH = 2
+#: Levels of containers and objects below an attribute in which modules are looked for.
+_LEVELS = 3
 
 _NUMBERS = frozenset({int, float, complex, bool})
 _CALLABLES = (types.FunctionType, types.MethodType, functools.partial)
@@ -64,7 +65,7 @@ class ModulePlan:
     Attributes:
         buffers: Tells which tensors have to be copied.
         epoch: The count of registrations in all modules at the latest look at this module.
-        functions: Functions with closed-over variables or global names, among attributes and in objects there.
+        functions: Functions and other callables with state: hooks, methods, those among attributes and in objects there.
         is_lazy: Whether a module inside makes its parameters in its first forward.
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
@@ -75,9 +76,10 @@ class ModulePlan:
 
     __slots__ = (
         "_children",
+        "_generators",
+        "_latest_hook",
         "_modules",
         "_scripted",
-        "_searched",
         "buffers",
         "epoch",
         "functions",
@@ -106,20 +108,15 @@ class ModulePlan:
         self._look()
 
     def _look(self) -> None:
-        """Finds the places of tensors and generators, and the functions with variables."""
-        searches = [
-            (note.module, name, _search_in(vars(module).get(name)))
-            for note in self.notes.notes
-            if (module := note.module()) is not None
-            for name in note.others
-        ]
-        #: Attributes that are objects, or hold some, with tensors or generators in them.
-        self._searched = [(module, name) for module, name, search in searches if search.tensors or search.generators]
-        functions = [function for *_, search in searches for function in search.functions]
-        self.functions = [weakref.ref(function) for function in functions if has_variables(function)]
-        self.is_lazy = any(
-            isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in self._alive()
-        )
+        """Finds the functions with state, and the random generators."""
+        self._latest_hook = RemovableHandle.next_id
+        notes, modules = self.notes.notes, self._alive()
+        hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+        forwards = dict.fromkeys(type(module).forward for module in modules)
+        functions = [*hooks, *forwards, *(function for note in notes for one in note.functions if (function := one()))]
+        self.functions = [weakref.ref(one) for one in functions if has_state(one)]
+        self._generators = [one for note in notes for one in note.generators]
+        self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
 
     def holds(self) -> bool:
         """Whether the module has the submodules that it had, as far as something was registered anywhere since."""
@@ -143,11 +140,13 @@ class ModulePlan:
             self.epoch == _Epoch.number
             and self.note()
             and self.buffers.knows_parameters()
-            and not (self.buffers.written_names or self._scripted or self.is_lazy or self._searched)
+            and not (self.buffers.written_names or self._scripted or self.is_lazy or self._generators or self.functions)
         )
 
     def note(self) -> bool:
         """Notes the present attributes; returns False if a new plan is needed."""
+        if self._latest_hook != RemovableHandle.next_id:
+            self._look()
         return self.notes.hold() or self._renew_notes(is_new=False)
 
     def _renew_notes(self, *, is_new: bool) -> bool:
@@ -158,7 +157,7 @@ class ModulePlan:
             return False
         now = [_renewed(note, module, is_new=is_new) for note, module in zip(before, modules, strict=True)]
         renewed = [(new, old) for new, old in zip(now, before, strict=True) if new is not old]
-        if any(new.others != old.others for new, old in renewed):
+        if any(new.modules != old.modules for new, old in renewed):
             return False  # and again when it is asked once more
         self.notes = AttributeNotes(now)
         if any(new.differs_in_flags(old) for new, old in renewed):
@@ -185,16 +184,9 @@ class ModulePlan:
             generators: Gets the random generators in objects of the module.
         """
         small, others = self.buffers.begin(self.notes)
-        if not (self._searched or self._scripted):
-            return small, others, ()
-        search = Search()
-        for reference, name in self._searched:
-            module = reference()
-            if module is not None:
-                search.look(vars(module).get(name), _DEPTH + 1)
+        generators += [generator for one in self._generators if (generator := one()) is not None]
         scripted = [module for reference in self._scripted if (module := reference()) is not None]
-        generators += search.generators
-        return small, others, [*search.tensors, *(buffer for module in scripted for buffer in module.buffers(recurse=False))]
+        return small, others, [buffer for module in scripted for buffer in module.buffers(recurse=False)]
 
 
 #: The copy of small tensors on the host, the notes of others with a number a module, and tensors elsewhere.
@@ -250,16 +242,9 @@ def _modules_within(value: Any) -> list[Module]:
         return [value]
     if kind in _NUMBERS or isinstance(value, (str, torch.Tensor)) or kind.__module__.partition(".")[0] == "torch":
         return []
-    search = Search()
-    search.look(value, _DEPTH + 1)
-    return search.modules
-
-
-def _search_in(value: Any) -> Search:
-    search = Search()
-    if not isinstance(value, (torch.Tensor, Module)):
-        search.look(value, _DEPTH + 1)
-    return search
+    walk = Walk()
+    walk.look(value, _LEVELS)
+    return walk.modules
 
 
 def _renewed(note: ModuleNote, module: Module, *, is_new: bool = False) -> ModuleNote:

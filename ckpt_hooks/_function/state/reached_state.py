@@ -10,14 +10,15 @@ from collections.abc import Sequence
 
 import torch
 
-from .attributes import AttributeNotes
-from .closure_scan import Reached
+from .attributes import AttributeNotes, AttributesUndo
+from .buffers import Complain
 from .contents import Contents
 from .contents_undo import ContentsUndo
-from .lent_attributes import AttributesUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
-from .noted_values import Complain
+from .notes import Changes, Lent
 from .parameters import Noted, references_of
+from .tensor_note import StandIns
+from .walk import Walk
 
 __all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
 
@@ -31,12 +32,13 @@ class ReachedState:
         plans: The plans of the modules.
     """
 
-    __slots__ = ("_attributes", "_contents", "_epoch", "_with_buffers", "generators", "parameters", "plans")
+    __slots__ = ("_attributes", "_changes", "_contents", "_epoch", "_with_buffers", "generators", "parameters", "plans")
 
     generators: Sequence[torch.Generator]
     parameters: Noted
     plans: Sequence[ModulePlan]
     _attributes: AttributeNotes
+    _changes: Changes | None
     _contents: Contents | None
     _epoch: int
     _with_buffers: bool
@@ -55,6 +57,7 @@ class ReachedState:
             A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
         """
         contents = self._contents
+        self._changes = self._attributes.changes()
         if contents is not None:
             contents.settle(failed=failed)
             if contents.parameters:  # which a rerun finds as they were
@@ -79,17 +82,19 @@ class ReachedState:
 class Rewound:
     """State put back for one rerun, with the means to undo this."""
 
-    __slots__ = ("_attributes", "_complain", "_contents", "_state")
+    __slots__ = ("_attributes", "_complain", "_contents", "_state", "lent")
 
-    def __init__(self, state: ReachedState, complain: Complain) -> None:
+    def __init__(self, state: ReachedState, complain: Complain, stand_ins: StandIns) -> None:
         """Prepares for a rerun.
 
         Args:
             state: The state found by forward.
             complain: Returns an error for a changed tensor that cannot be put back, and its version in forward.
+            stand_ins: Arguments of the rerun which differ from the tensors of forward.
         """
         self._state, self._complain = state, complain
-        self._attributes = AttributesUndo(complain, with_buffers=state._with_buffers)
+        self.lent = Lent(stand_ins)
+        self._attributes = AttributesUndo(self.lent, with_buffers=state._with_buffers)
         self._contents: ContentsUndo | None = None
 
     def put_back(self) -> frozenset[int | None]:
@@ -122,6 +127,7 @@ class Rewound:
             if self._state._contents is not None:
                 self._state._contents.freed = ()
             self._attributes.restore()
+            self.lent.restore(self._state._changes)
 
 
 _NO_STORAGES: frozenset[int | None] = frozenset()
@@ -133,7 +139,7 @@ def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
-    state._attributes = plan.notes
+    state._attributes, state._changes = plan.notes, None
     state._contents = Contents((plan,), (), []) if preserve_buffers and plan.notes.tensors else None
     state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)
@@ -141,31 +147,33 @@ def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
     return state
 
 
-def state_of(reached: Reached, *, preserve_buffers: bool) -> ReachedState | None:
+def state_of(walk: Walk, *, preserve_buffers: bool) -> ReachedState | None:
     """Returns the state reached by a function; None if a lazy module has not made its parameters yet.
 
     The first forward of a lazy module changes the module for good, and cannot be done twice.
 
     Args:
-        reached: Modules, tensors and generators.
+        walk: The finds of a walk from the function, to which those of the functions of its modules are added.
         preserve_buffers: Whether buffers, and other tensors, are put back.
     """
-    plans = list(map(plan_of, reached.modules))
+    plans = list(map(plan_of, walk.modules))
     if any(plan.is_lazy for plan in plans):
         return None
+    # Modules to which these functions lead are left out: a hook may be a method of the whole model.
+    for function in [function for plan in plans for one in plan.functions if (function := one()) is not None]:
+        walk.look(function)
     state = ReachedState()
     state.plans = plans
-    state._epoch = epoch()
+    state._epoch, state._changes = epoch(), None
     state._attributes = (
         plans[0].notes if len(plans) == 1 else AttributeNotes([note for plan in plans for note in plan.notes.notes])
     )
-    state.parameters = Noted(references_of(plans, reached.tensors))
+    state.parameters = Noted(references_of(plans, walk.tensors))
     state._with_buffers = preserve_buffers
-    generators = list(reached.generators)
-    state._contents = (
-        Contents(plans, reached.tensors, generators) if preserve_buffers and not torch.is_inference_mode_enabled() else None
-    )
-    if state._contents is not None and state._contents.is_empty():
-        state._contents = None
+    generators = list(walk.generators)
+    state._contents = None
+    if preserve_buffers and not torch.is_inference_mode_enabled():
+        contents = Contents(plans, [(tensor, walk.refer_to(tensor)) for tensor in walk.tensors], generators)
+        state._contents = None if contents.is_empty() else contents
     state.generators = generators
     return state

@@ -20,7 +20,7 @@ import torch
 from ckpt_hooks._tensors.copies import fill_all, has_storage, is_plain, same_bits
 from ckpt_hooks._torch import hold_versions, past_all_modes, set_versions, storage_of
 
-from .noted_values import TensorNote
+from .tensor_note import TensorNote
 
 __all__ = ["SmallBuffers", "SmallCopy", "is_small_on_host"]
 

@@ -1,0 +1,388 @@
+"""Notes: what was bound to a name when forward began, for a rerun to find the same there.
+
+Numbers, strings and the like are their own notes. A tensor, a container and an object of a user's class have a note each.
+Other objects are known by identity: their content is their own business.
+
+A note must not keep a graph alive, since the graph may own the frame with the note (Rule 9). Therefore a tensor is noted by a
+weak reference and a detached alias, which shares memory and version counter. A list or dict is noted by its identity and its
+entries: to hold the container itself would hold all its later entries. An object is referred to weakly.
+"""
+
+from __future__ import annotations
+
+import enum
+import types
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from operator import is_
+from typing import Any, cast
+
+import torch
+
+from ckpt_hooks._core.threads import other_threads_run
+
+from .parts import Content, Part, new, parts_of, same
+from .tensor_note import GoneError, StandIns, TensorNote
+
+__all__ = [
+    "ABSENT",
+    "ATOMS",
+    "Again",
+    "Changes",
+    "ContentNote",
+    "Lent",
+    "Root",
+    "Weak",
+    "changes_of",
+    "holds",
+    "is_atom",
+    "noted_in",
+    "present",
+]
+
+#: Stands for the value of an unbound name.
+ABSENT: Any = object()
+
+#: Types of values without a content to change.
+ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice, type, types.ModuleType}
+    | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType}
+    | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
+    | {type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
+)
+
+
+class Weak(weakref.ref[Any]):
+    """Notes an object by its identity."""
+
+    __slots__ = ()
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is its own note: an immutable value with nothing mutable inside."""
+    kind = type(value)
+    if kind in ATOMS or isinstance(value, enum.Enum):
+        return True
+    if kind is types.FunctionType:
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
+    return kind in (tuple, frozenset) and all(map(is_atom, value))
+
+
+class ContentNote:
+    """A noted container or object: its identity, and notes of its content.
+
+    Attributes:
+        has_history: Whether a tensor with a history is inside.
+        kind: The type.
+        parts: For each part: the part; the number of entries that are not looked at; notes of the others; those of these notes
+            that are not the values themselves, with their positions.
+    """
+
+    __slots__ = ("_identity", "_is_mutable", "_maxlen", "_reference", "has_history", "kind", "parts")
+
+    parts: list[tuple[Part, int, Content, list[tuple[int, Any]]]]
+
+    def __init__(self, value: Any) -> None:
+        self.kind = type(value)
+        self._identity = id(value)
+        self._maxlen = value.maxlen if isinstance(value, deque) else None
+        self._is_mutable = parts_of(self.kind)[1]
+        self.has_history = False
+        self.parts = []
+        try:
+            self._reference: Weak | None = Weak(value)
+        except TypeError:  # a list, say
+            self._reference = None
+
+    def is_of(self, value: Any) -> bool:
+        """Whether a value is the noted container or object."""
+        if self._reference is not None:
+            return value is not None and self._reference() is value
+        return id(value) == self._identity and type(value) is self.kind
+
+    def holds(self, value: Any, lent: Lent | None = None) -> bool:
+        """Whether a value is the noted container or object, with the noted content.
+
+        Args:
+            value: The value.
+            lent: Notes the contents that were read, if given.
+        """
+        if not self.is_of(value):
+            return False
+        rows: list[list[Any]] | None = None
+        if lent is not None and id(value) not in lent.before:  # else it was looked at, and filled perhaps
+            rows = []
+            lent.before[id(value)] = value, rows
+        for part, base, noted, inner in self.parts:
+            now = part.read(value, base)
+            if now is None or len(now) != len(noted):
+                return False
+            if rows is not None:
+                rows.append([part, base, now, now])
+            if not _holds_simply(noted, now, inner):
+                return False
+            values = now if type(now) is list else list(now.values())  # type: ignore[union-attr]
+            for at, one in inner:
+                if not holds(one, values[at], lent):
+                    return False
+        return True
+
+    def identities(self) -> Iterator[int]:
+        """Yields the ``id`` of the noted container or object, and of those inside."""
+        return (one._identity for one in noted_in((self,)) if type(one) is ContentNote)
+
+    def compare(self, value: Any, changes: Changes) -> None:
+        """Notes the changes of the object, and of those inside, since it was noted."""
+        for part, base, noted, inner in self.parts:
+            now: Any = part.read(value, base)
+            if now is None:
+                changes[id(value), id(part)] = None
+                continue
+            is_keyed, before = type(noted) is dict, cast("Any", noted)
+            if len(now) == len(noted) and _holds_simply(noted, now, inner):
+                keys, values = (list(now), list(now.values())) if is_keyed else ((), now)
+                changed = [at for at, one in inner if not _is_as(one, values[at], changes)]
+                if changed:
+                    changes[id(value), id(part)] = {keys[at] for at in changed} if is_keyed else None
+            elif is_keyed:
+                missing = {
+                    key for key in {**before, **now} if not _is_as(before.get(key, ABSENT), now.get(key, ABSENT), changes)
+                }
+                changes[id(value), id(part)] = missing  # or of another order
+            else:
+                as_noted = [_is_as(one, two, changes) for one, two in zip(noted, now, strict=False)]
+                is_longer = len(now) > len(noted) and all(as_noted)
+                changes[id(value), id(part)] = list(map(_likeness, now[len(noted) :])) if is_longer else None
+
+    def fill(self, value: Any, lent: Lent, *, is_new: bool = False) -> None:
+        """Gives the object the noted content, in place."""
+        lent.made[self._identity] = value
+        for part, base, noted, _ in self.parts:
+            now = part.read(value, base)
+            if now is None:  # of a long container, whose first entries are unknown
+                continue
+            lent.meet(now)
+            content = lent.contents(noted, now)
+            row = None if is_new else lent.keep(value, part, base, now, content)
+            if not same(now, content):
+                others = part.put(value, base, now, content, keep=lent._others)
+                if row is not None and others:
+                    row[2] = [*row[2], *others]
+
+    def present(self, lent: Lent) -> Any:
+        """Returns the object to bind in a rerun, with its noted content; a new one if the noted one is gone.
+
+        Raises:
+            GoneError: If a noted entry of an immutable container is gone.
+        """
+        if self._identity in lent.made:
+            return lent.made[self._identity]
+        now = lent.met.get(self._identity) if self._reference is None else self._reference()
+        if type(now) is not self.kind:
+            now = None
+        if not self._is_mutable:
+            noted = self.parts[0][2]
+            content: Any = [present(one, lent) for one in noted]
+            before = None if now is None else self.parts[0][0].read(now, 0)
+            if before is None or not same(before, content):
+                kind = self.kind
+                # torch's named results take one sequence; tuples of other kinds may have constructors of their own.
+                if hasattr(kind, "n_sequence_fields"):
+                    now = kind(content)
+                else:
+                    now = frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
+            self.fill(now, lent, is_new=before is None)
+            return now
+        if now is not None:
+            self.fill(now, lent)
+            return now
+        now = new(self.kind, self._maxlen)
+        self.fill(now, lent, is_new=True)
+        return now
+
+
+def _holds_simply(noted: Any, now: Any, inner: list[tuple[int, Any]]) -> bool:
+    """Whether two contents of one length have the same keys, and the same values where these are their own notes."""
+    if type(noted) is dict:
+        if not all(map(is_, noted, now)):
+            return False
+        noted, now = noted.values(), now.values()
+    return sum(map(is_, noted, now)) == len(noted) - len(inner)
+
+
+def _is_as(noted: Any, value: Any, changes: Changes) -> bool:
+    """Whether a value is the noted one; notes changes of the value's content."""
+    if type(noted) is not ContentNote:
+        return holds(noted, value)
+    if not noted.is_of(value):
+        return False
+    noted.compare(value, changes)
+    return True
+
+
+def _likeness(value: Any) -> Any:
+    """Returns what an entry has in common with the one that a rerun makes in its place."""
+    return type(value), getattr(value, "shape", None) if isinstance(value, torch.Tensor) else value if is_atom(value) else None
+
+
+#: Containers and objects by which a function reaches others, and their notes.
+Root = tuple[Any, ContentNote]
+#: Changes by a forward, by the ``id`` of an object and of its part: of names and keys, which; of a list, the likenesses of the
+#: entries added; else None.
+Changes = dict[tuple[int, int], "set[Any] | list[Any] | None"]
+
+
+def changes_of(roots: Sequence[Root]) -> Changes:
+    """Returns the changes since containers and objects were noted."""
+    changes: Changes = {}
+    for value, noted in roots:
+        noted.compare(value, changes)
+    return changes
+
+
+class Again:
+    """Notes a container or object that is noted elsewhere: the second place of it, within itself perhaps."""
+
+    __slots__ = ("note",)
+
+    def __init__(self, note: ContentNote) -> None:
+        self.note = note
+
+
+def holds(noted: Any, value: Any, lent: Lent | None = None) -> bool:
+    """Whether a value is the noted one; see :meth:`ContentNote.holds`."""
+    kind = type(noted)
+    if kind is TensorNote:
+        return bool(noted.holds(value))
+    if kind is ContentNote:
+        return bool(noted.holds(value, lent))
+    if kind is Weak:
+        return value is not None and noted() is value
+    return noted.note.is_of(value) if kind is Again else noted is value
+
+
+def present(noted: Any, lent: Lent) -> Any:
+    """Returns the value to bind in a rerun.
+
+    Raises:
+        GoneError: If it is gone for good.
+    """
+    kind = type(noted)
+    if kind is TensorNote or kind is ContentNote:
+        return noted.present(lent)
+    if kind is Again:
+        return noted.note.present(lent)
+    if kind is not Weak:
+        return noted
+    found = noted()
+    if found is None:
+        raise GoneError
+    return found
+
+
+class Lent:
+    """Contents lent to one rerun, and the contents from before.
+
+    Attributes:
+        before: Containers and objects by ``id``, and of each part: the part; the number of entries that are not looked at;
+            the content before the rerun; the content lent.
+        changed: Tensors with a history which were written to since, with their noted versions.
+        made: The containers and objects of the rerun, by the ``id`` of the noted ones.
+        met: Present containers, by ``id``.
+        stand_ins: Arguments of the rerun which differ from the tensors of forward.
+    """
+
+    __slots__ = ("_others", "before", "changed", "made", "met", "stand_ins")
+
+    def __init__(self, stand_ins: StandIns) -> None:
+        self.before: dict[int, tuple[Any, list[list[Any]]]] = {}
+        self.changed: list[tuple[torch.Tensor, int]] = []
+        self.made: dict[int, Any] = {}
+        self.met: dict[int, Any] = {}
+        self.stand_ins = stand_ins
+        self._others = other_threads_run()
+
+    def meet(self, content: Content) -> None:
+        """Notes present containers, to be found by their ``id``."""
+        for value in content.values() if type(content) is dict else content:
+            if type(value) not in ATOMS:
+                self.met[id(value)] = value
+
+    def contents(self, noted: Content, now: Content) -> Content:
+        """Returns the content to lend for a noted one; of values that are gone the present ones stay."""
+        if type(noted) is not dict:
+            try:
+                return [present(one, self) for one in noted]
+            except GoneError:
+                return now
+        found = {}
+        for key, one in noted.items():
+            try:
+                found[key] = present(one, self)
+            except GoneError:
+                if key in now:
+                    found[key] = now[key]
+        return found
+
+    def keep(self, value: Any, part: Part, base: int, now: Content, content: Content) -> list[Any]:
+        """Notes the content of a part before it is replaced by another; returns the row for it."""
+        rows = self.before.setdefault(id(value), (value, []))[1]
+        row = next((row for row in rows if row[0] is part), None)
+        if row is None:
+            rows.append(row := [part, base, now, content])
+        row[3] = content
+        return row
+
+    def restore(self, changes: Changes | None) -> None:
+        """Restores the contents from before.
+
+        What other threads add stays, except where forward added the like: a log, say, to which a thread appends all the time.
+
+        Args:
+            changes: The changes by forward; None if all changes are those of the rerun.
+        """
+        for value, rows in self.before.values():
+            for part, base, before, lent in rows:
+                now = part.read(value, base)
+                if now is not None and not same(now, before):
+                    others = self._others or other_threads_run()
+                    if changes is not None and others and not same(now, lent):
+                        before = _with_others(before, lent, now, changes.get((id(value), id(part)), ()))
+                    part.put(value, base, now, before, keep=others)
+
+
+def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
+    """Returns the content from before a rerun, with the changes of other threads.
+
+    Args:
+        before: The content from before.
+        lent: The content lent to the rerun.
+        now: The content after the rerun.
+        own: The changes by forward, which the rerun made as well.
+    """
+    if own is None:
+        return before  # type: ignore[no-any-return]
+    if type(before) is dict:
+        # Not other values of keys that were there: a stopped rerun may have left those.
+        return {**before, **{key: one for key, one in now.items() if key not in own and key not in lent and key not in before}}
+    if len(now) < len(lent) or not all(map(is_, lent, now)):
+        return before  # type: ignore[no-any-return]
+    found, expected = list(before), list(own)
+    for one in now[len(lent) :]:
+        likeness = _likeness(one)
+        if likeness in expected:
+            del expected[: expected.index(likeness) + 1]
+        else:
+            found.append(one)
+    return found
+
+
+def noted_in(notes: Sequence[Any]) -> Iterator[Any]:
+    """Yields notes, and the notes of contents inside."""
+    for noted in notes:
+        yield noted
+        if type(noted) is ContentNote:
+            for *_, inner in noted.parts:
+                yield from noted_in([one for _, one in inner])

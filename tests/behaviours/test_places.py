@@ -1,0 +1,669 @@
+"""Containers and objects that a function reads and changes, wherever it reaches them: a rerun finds them as forward did."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import functools
+import threading
+import types
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import checkpoint
+from ckpt_hooks.policies import dots_saveable
+from tests.behaviours.runs import Run, assert_as_eager, plain
+from tests.measure import Log, leaf
+
+# Containers: each is made with a value "h", is read, and is changed.
+
+
+class Plain:
+    """An object with attributes."""
+
+
+class MyList(list):
+    """A list with an attribute."""
+
+
+class MyDict(dict):
+    """A dict with an attribute."""
+
+
+class Namespace(dict):
+    """A dict which is its own ``__dict__``."""
+
+    def __init__(self):
+        super().__init__()
+        self.__dict__ = self
+
+
+class Slots:
+    """An object with slots, of which one may be empty."""
+
+    __slots__ = ("count", "h")
+
+
+class SlotsAndMore(Slots):
+    """An object with slots and attributes."""
+
+
+class Property:
+    """An object with a property, as batches of graphs have."""
+
+    def __init__(self):
+        self._store = {}
+
+    @property
+    def h(self):
+        return self._store["h"]
+
+    @h.setter
+    def h(self, value):
+        self._store["h"] = value
+
+    @property
+    def count(self):
+        return self._store["count"]
+
+    @count.setter
+    def count(self, value):
+        self._store["count"] = value
+
+
+@dataclasses.dataclass
+class Data:
+    """A dataclass."""
+
+    h: object = None
+    count: int = 0
+
+
+@dataclasses.dataclass(slots=True)
+class SlottedData:
+    """A dataclass with slots."""
+
+    h: object = None
+    count: int = 0
+
+
+class Encoding(collections.UserDict):
+    """What Transformers' tokenizers return."""
+
+
+class Attributes:
+    """Reads and binds attributes."""
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def make(self):
+        return self.kind()
+
+    def get(self, held, name):
+        return getattr(held, name)
+
+    def put(self, held, name, value):
+        setattr(held, name, value)
+
+
+class Keys(Attributes):
+    """Reads and binds keys."""
+
+    def get(self, held, name):
+        return held[name]
+
+    def put(self, held, name, value):
+        held[name] = value
+
+
+class Entries(Attributes):
+    """Reads and binds entries: the value, and the count. The list grows by one entry in each call."""
+
+    def make(self):
+        return self.kind([None, None])
+
+    def get(self, held, name):
+        return held[("h", "count").index(name)]
+
+    def put(self, held, name, value):
+        held[("h", "count").index(name)] = value
+        held.append(len(held))
+
+
+class Only(Attributes):
+    """Has both in a set, of which the value is the tensor, and the count is a number."""
+
+    def make(self):
+        return set()
+
+    def get(self, held, name):
+        return next((one for one in held if isinstance(one, torch.Tensor if name == "h" else int)), None)
+
+    def put(self, held, name, value):
+        held.discard(self.get(held, name))
+        held.add(value)
+
+
+class Inside(Attributes):
+    """Has one of these within others."""
+
+    def __init__(self, inner, wrap, unwrap):
+        self.inner, self.wrap, self.unwrap = inner, wrap, unwrap
+
+    def make(self):
+        return self.wrap(self.inner.make())
+
+    def get(self, held, name):
+        return self.inner.get(self.unwrap(held), name)
+
+    def put(self, held, name, value):
+        self.inner.put(self.unwrap(held), name, value)
+
+
+class Rebound(Attributes):
+    """Has a list, and binds a new one each time."""
+
+    def make(self):
+        held = Plain()
+        held.all = [None, None]
+        return held
+
+    def get(self, held, name):
+        return held.all[("h", "count").index(name)]
+
+    def put(self, held, name, value):
+        held.all = [value, held.all[1]] if name == "h" else [held.all[0], value]
+
+
+def in_object(value):
+    held = Plain()
+    held.inner = [value]
+    return held
+
+
+KINDS = {
+    "object": Attributes(Plain),
+    "namespace": Attributes(types.SimpleNamespace),
+    "argparse": Attributes(argparse.Namespace),
+    "slots": Attributes(Slots),
+    "slots and attributes": Attributes(SlotsAndMore),
+    "property": Attributes(Property),
+    "dataclass": Attributes(Data),
+    "dataclass with slots": Attributes(SlottedData),
+    "dict": Keys(dict),
+    "ordered": Keys(collections.OrderedDict),
+    "default": Keys(functools.partial(collections.defaultdict, int)),
+    "dict's subclass": Keys(MyDict),
+    "its own dict": Attributes(Namespace),
+    "UserDict": Keys(Encoding),
+    "ChainMap": Keys(collections.ChainMap),
+    "list": Entries(list),
+    "list's subclass": Entries(MyList),
+    "UserList": Entries(collections.UserList),
+    "deque": Entries(collections.deque),
+    "deque with a length": Entries(functools.partial(collections.deque, maxlen=40)),
+    "set": Only(set),
+    "in an object": Inside(Keys(dict), in_object, lambda held: held.inner[0]),
+    "in a tuple": Inside(Attributes(Plain), lambda value: (1, value), lambda held: held[1]),
+    "in a dict": Inside(Entries(list), lambda value: {"a": {"b": value}}, lambda held: held["a"]["b"]),
+    "rebound": Rebound(None),
+}
+
+# Places
+
+
+def as_argument(kind, held):
+    return lambda region, x: region(lambda x, held: step(kind, held, x), x, held)
+
+
+def as_keyword(kind, held):
+    return lambda region, x: region(lambda x, *, held: step(kind, held, x), x, held=held)
+
+
+def by_closure(kind, held):
+    return lambda region, x: region(lambda x: step(kind, held, x), x)
+
+
+def by_closure_of_a_helper(kind, held):
+    def helper(x):
+        return step(kind, held, x)
+
+    return lambda region, x: region(lambda x: helper(x), x)
+
+
+def by_default(kind, held):
+    return lambda region, x: region(lambda x, held=held: step(kind, held, x), x)
+
+
+def by_partial(kind, held):
+    return lambda region, x: region(functools.partial(step, kind, held), x)
+
+
+def by_attribute(kind, held):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = held
+
+        def forward(self, x):
+            return step(kind, self.held, x)
+
+    module = Module()
+    return lambda region, x: region(module, x)
+
+
+def by_attribute_of_a_child(kind, held):
+    module = nn.Sequential(nn.Identity(), nn.Identity())
+    module[1].held = held
+    module[1].forward = lambda x: step(kind, held, x)
+    return lambda region, x: region(module, x)
+
+
+def by_self(kind, held):
+    class Trainer:
+        def __init__(self):
+            self.held = held
+
+        def step(self, x):
+            return step(kind, self.held, x)
+
+    trainer = Trainer()
+    return lambda region, x: region(trainer.step, x)
+
+
+HELD = None
+
+
+def by_global(kind, held):
+    global HELD
+    HELD = held
+    return lambda region, x: region(lambda x: step(kind, HELD, x), x)
+
+
+def by_global_of_forward(kind, held):
+    global HELD
+    HELD = held
+
+    class Module(nn.Module):
+        def forward(self, x):
+            return step(kind, HELD, x)
+
+    module = Module()
+    return lambda region, x: region(module, x)
+
+
+def by_hook(kind, held):
+    module = nn.Sequential(nn.Identity())
+    module[0].register_forward_hook(lambda module, args, result: step(kind, held, result))
+    return lambda region, x: region(module, x)
+
+
+PLACES = [
+    as_argument, as_keyword, by_closure, by_closure_of_a_helper, by_default, by_partial, by_attribute,
+    by_attribute_of_a_child, by_self, by_global, by_global_of_forward, by_hook,
+]  # fmt: skip
+
+
+def step(kind, held, x):
+    """Reads the value and the count, and changes both."""
+    h, count = kind.get(held, "h"), kind.get(held, "count")
+    y = (x.sin() * h).exp() * (1 + count)
+    kind.put(held, "h", y.cos() if count % 2 else y.detach().sin())
+    kind.put(held, "count", count + 1)
+    return (y.sin() * kind.get(held, "h")).tanh()
+
+
+FORMS = {
+    "region": checkpoint,
+    "policy": lambda function, *args, **kwargs: checkpoint(policy=dots_saveable)(function)(*args, **kwargs),
+    "nested": lambda function, *args, **kwargs: checkpoint(lambda *a, **k: checkpoint(function, *a, **k), *args, **kwargs),
+}
+
+
+def call(function, *args, **kwargs):
+    return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_container_that_the_function_reads_and_changes(kind, place, form):
+    """Its value is a tensor, of another history in each call, and the loop around binds the value anew as well."""
+    kind = KINDS[kind]
+
+    def program(run):
+        x, region = leaf(3), call if run is plain else FORMS[form]
+        held = kind.make()
+        kind.put(held, "h", torch.ones(3, dtype=torch.float64))
+        kind.put(held, "count", 0)
+        stepped = place(kind, held)
+        y = stepped(region, x)
+        for _ in range(3):
+            y = y + stepped(region, y)
+            kind.put(held, "h", kind.get(held, "h") * 0.5 + y)
+        kind.put(held, "h", None)
+        kind.put(held, "count", 7)
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        assert kind.get(held, "h") is None
+        return [y, *first, *torch.autograd.grad(y.sum(), x), kind.get(held, "count")]
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_a_full_deque_gets_back_what_fell_out():
+    def program(run):
+        last, x = collections.deque([1.0, 2.0, 3.0], maxlen=3), leaf(3)
+
+        def function(x):
+            last.append(last[0] * 2)
+            return (x * sum(last)).sin().exp()
+
+        y = x
+        for _ in range(4):
+            y = (run if run is not plain else call)(function, y)
+        return [y, *torch.autograd.grad(y.sum(), x), *last]
+
+    assert_as_eager(program, Run("ours"))
+
+
+class MakesBuffer(nn.Module):
+    """Registers a buffer in its first call, and fills a slot for a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_parameter("bias", None)
+        self.register_buffer("mask", None)
+
+    def forward(self, x):
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", torch.rand(3, dtype=torch.float64))
+        if self.bias is None:
+            self.bias = nn.Parameter(torch.rand(3, dtype=torch.float64))
+        if self.mask is None:
+            self.mask = torch.rand(3, dtype=torch.float64)
+        draws = torch.rand(3, dtype=torch.float64)
+        return ((x * self.scale + self.bias).sin() * draws * self.mask).exp()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_parts_that_the_first_call_makes(form):
+    def program(run):
+        torch.manual_seed(3)
+        module, x, region = MakesBuffer(), leaf(3), call if run is plain else FORMS[form]
+        y = region(module, region(module, x))
+        made = [module.scale, module.mask]
+        y.sum().backward()
+        assert all(one is two for one, two in zip(made, (module.scale, module.mask), strict=True))
+        return [y, x.grad, module.bias.grad, module.bias, *module.state_dict().values(), torch.get_rng_state()]
+
+    assert_as_eager(program, Run("ours"))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_state_that_a_hook_makes_in_a_child(form):
+    def note(module, args, result):
+        module.calls = getattr(module, "calls", 0) + 1
+        module.last = result.detach()
+        return result * module.calls
+
+    def program(run):
+        model, x, region = nn.Sequential(nn.Tanh(), nn.Softplus()), leaf(3), call if run is plain else FORMS[form]
+        model[1].register_forward_hook(note)
+        y = region(model, region(model, x))
+        last = model[1].last
+        y.sum().backward()
+        assert model[1].last is last
+        return [y, x.grad, model[1].calls, last]
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_the_same_list_in_two_places_is_one_list_in_a_rerun():
+    shared, seen, x = [1.0], Log(), leaf(3)
+    held = Plain()
+    held.shared = held.again = shared
+
+    def function(x):
+        held.shared.append(2.0)
+        seen.append((held.shared is shared, held.again is held.shared, len(held.again)))
+        held.again = [1.0]
+        return (x * len(shared)).sin().exp()
+
+    y = checkpoint(function, x)
+    shared.append(3.0)
+    y.sum().backward()
+    assert list(seen) == [(True, True, 2)] * 2
+    assert shared == [1.0, 2.0, 3.0]
+    assert held.again == [1.0]
+
+
+def test_objects_that_hold_each_other():
+    one, other, x = Plain(), Plain(), leaf(3)
+    one.other, other.one, one.all = other, one, [one, other]
+    one.count = 0
+
+    def function(x):
+        one.all[1].one.count += 1
+        return (x * one.count).sin().exp()
+
+    def program(run):
+        one.count = 0
+        y = (run if run is not plain else call)(function, x)
+        return [*torch.autograd.grad(y.sum(), x), one.count]
+
+    assert_as_eager(program, Run("ours"))
+
+
+@pytest.mark.parametrize("make", [dict, functools.partial(collections.defaultdict, int), collections.Counter, list])
+def test_backward_within_an_iteration(make):
+    """Goes on where it was, though each recompute takes entries out and puts them in again."""
+
+    def program(run):
+        losses, x = make(), leaf(3)
+
+        def function(x, number):
+            loss = (x * (number + 1)).sin().exp().sum()
+            if isinstance(losses, list):
+                losses.append(loss)
+            else:
+                losses[number] = loss
+            return loss
+
+        for number in range(4):
+            (run if run is not plain else call)(function, x, number)
+        met = []
+        for place in losses if not isinstance(losses, list) else range(4):
+            losses[place].backward(retain_graph=True)
+            met.append(place)
+        return [*met, x.grad]
+
+    assert_as_eager(program, Run("ours"))
+
+
+class State(collections.namedtuple("State", "h c")):
+    """A named tuple with a ``__dict__``, as most of its kind."""
+
+
+class Number(int):
+    """A number of a kind of its own."""
+
+
+class Frozen(frozenset):
+    """A set of a kind of its own."""
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_subclasses_of_what_cannot_change(form):
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.state, self.number, self.frozen = State(torch.ones(3), torch.ones(3)), Number(2), Frozen({3})
+
+        def forward(self, x):
+            y = (x * self.state.h * self.state.c * self.number + min(self.frozen)).sin()
+            self.state = State(self.state.h + y.detach(), self.state.c * 2)
+            self.number, self.frozen = Number(self.number + 1), Frozen({min(self.frozen) + 1})
+            return y.exp()
+
+    def program(run):
+        module, x, region = Module(), leaf(3), call if run is plain else FORMS[form]
+        y = region(module, region(module, region(module, x)))
+        y.sum().backward()
+        return [x.grad, *module.state, int(module.number), *module.frozen]
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_what_comes_after_much():
+    """Each attribute, and each variable, has looks of its own."""
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words = [{"ids": [1], "mask": [1]} for _ in range(900)]
+            self.cache = []
+
+        def forward(self, x):
+            self.cache.append(1)
+            return (x * len(self.cache)).sin().exp()
+
+    def program(run):
+        module, x, region = Module(), leaf(3), call if run is plain else checkpoint
+        region(module, region(module, x)).sum().backward()
+        return [x.grad, len(module.cache)]
+
+    assert_as_eager(program, Run("ours"))
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_two_ways_to_a_list_of_which_one_is_closed(clears):
+    def program(run):
+        log, a, x = [1], Plain(), leaf(3)
+        a.cur = log
+
+        def function(x):
+            log.append(1)
+            if clears:
+                vars(a).clear()
+            else:
+                a.cur = None
+            return (x * len(log)).sin().exp()
+
+        (run if run is not plain else call)(function, x).sum().backward()
+        return [x.grad, *log]
+
+    assert_as_eager(program, Run("ours"))
+
+
+@pytest.mark.usefixtures("no_gc")
+def test_a_rerun_leaves_no_cycle_behind():
+    held, made = Plain(), Log()
+    held.h = None
+
+    def function(x):
+        y = x.sin().exp()
+        made.append(weakref.ref(y))
+        held.h = y
+        return y.cos()
+
+    def train():
+        x = leaf(3)
+        made.append(weakref.ref(x))
+        checkpoint(function, x).sum().backward()
+
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    try:
+        train()
+    finally:
+        waiting.set()
+        thread.join()
+    held.h = None
+    assert [one() for one in made] == [None] * 3
+
+
+# What other threads do meanwhile
+
+
+def test_what_is_set_and_set_back_while_a_thread_runs():
+    """In forward the attribute is in the end as it was; a recompute stops in between."""
+    waiting, held, x = threading.Event(), Plain(), leaf(3)
+    held.mode, held.by_name = 0, {"mode": 0}
+
+    def function(x):
+        mode = held.mode
+        held.mode = held.by_name["mode"] = mode + 1000
+        z = (x * (1 + held.mode)).sin().exp()
+        held.mode = held.by_name["mode"] = mode
+        return z
+
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    try:
+        checkpoint(function, checkpoint(function, x)).sum().backward()
+    finally:
+        waiting.set()
+        thread.join()
+    assert (held.mode, held.by_name) == (0, {"mode": 0})
+
+
+@pytest.mark.parametrize("grows_in_forward", [False, True])
+@pytest.mark.parametrize("place", ["closure", "argument", "attribute"])
+def test_what_another_thread_appends_stays(place, grows_in_forward):
+    """A logger's list, say, and its count."""
+    logged, x = Plain(), leaf(3)
+    logged.entries, logged.by_number, logged.seen = [], {}, set()
+    ended = threading.Event()
+
+    def log():
+        number = 0
+        while not ended.is_set():
+            logged.entries.append(number)
+            logged.by_number[number] = number
+            logged.seen.add(number)
+            number += 1
+            ended.wait(1e-5)
+        written.append(number)
+
+    def function(x, logged):
+        if grows_in_forward:
+            logged.entries.append("forward")
+        return (x * len(logged.by_number)).sin().exp() * 0 + x.sin().exp()
+
+    class Module(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.logged = logged
+
+        def forward(self, x):
+            return function(x, self.logged)
+
+    written, module = [], Module()
+    thread = threading.Thread(target=log)
+    thread.start()
+    reruns = 300
+    try:
+        for _ in range(reruns):
+            if place == "closure":
+                y = checkpoint(lambda x: function(x, logged), x)
+            elif place == "argument":
+                y = checkpoint(function, x, logged)
+            else:
+                y = checkpoint(module, x)
+            y.sum().backward()
+            assert torch.equal(x.grad, (x.sin().exp() * x.cos()).detach())
+            x.grad = None
+    finally:
+        ended.set()
+        thread.join()
+    numbers = [entry for entry in logged.entries if entry != "forward"]
+    assert numbers == list(range(*written))
+    assert sorted(logged.by_number) == numbers  # in another order, perhaps
+    assert logged.seen == set(numbers)
+    assert logged.entries.count("forward") == (reruns if grows_in_forward else 0)
