@@ -170,9 +170,10 @@ def checkpoint(
 
         - Hooks registered by the function on its arguments count once. Hooks on parameters, on closed-over tensors, on nodes
           (``x.grad_fn.register_hook``) and on accumulated gradients count twice.
-        - State is looked for in the function's module, closure, defaults, partials and arguments, in plain objects in these,
-          and in globals which are a module, a tensor or a generator. State deeper in objects, behind weak references, in
-          attributes of classes, in closed-over containers, or in globals named by a called function alone, is not put back.
+        - State is looked for in the function's module, its hooks, closure, defaults, partials and arguments, in globals that it
+          names, and in containers and objects there. State behind weak references, in attributes of classes and of Python's
+          modules, in modules that hooks alone reach, or in globals named by a called function alone, is not put back. Objects
+          are kept alive as long as something else does so; a list which is gone by then is there again as another list.
         - A parameter which the function itself writes to before it reads it (a clamp) is fine. ``nn.Embedding(max_norm=...)``
           rounds once more. Averages kept in parameters without gradients are rewound up to 16 MiB a region.
         - Tensors first kept by an object in a module after its first forwards are not rewound, nor are unregistered submodules
