@@ -540,6 +540,24 @@ def test_what_comes_after_much():
     assert_as_eager(program, Run("ours"))
 
 
+@pytest.mark.parametrize("kind", [list, tuple, collections.deque, dict.fromkeys, set])
+def test_a_long_container_that_forward_exchanges(kind):
+    """Of which no rerun gets the earlier one; it is not read."""
+    module, x = nn.Tanh(), leaf(3)
+    module.all = kind(range(2000))
+
+    def function(x):
+        module.all = kind(range(1500))
+        return module(x.sin()).exp()
+
+    y = checkpoint(function, x)
+    after = module.all
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.autograd.grad(x.sin().tanh().exp().sum(), x)[0])
+    assert module.all is after
+    assert len(after) == 1500
+
+
 @pytest.mark.parametrize("clears", [False, True])
 def test_two_ways_to_a_list_of_which_one_is_closed(clears):
     def program(run):

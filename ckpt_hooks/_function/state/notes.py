@@ -80,7 +80,7 @@ class ContentNote:
             that are not the values themselves, with their positions.
     """
 
-    __slots__ = ("_identity", "_is_mutable", "_maxlen", "_reference", "has_history", "kind", "parts")
+    __slots__ = ("_identity", "_maxlen", "_reference", "has_history", "kind", "parts")
 
     parts: list[tuple[Part, int, Content, list[tuple[int, Any]]]]
 
@@ -88,7 +88,6 @@ class ContentNote:
         self.kind = type(value)
         self._identity = id(value)
         self._maxlen = value.maxlen if isinstance(value, deque) else None
-        self._is_mutable = parts_of(self.kind)[1]
         self.has_history = False
         self.parts = []
         try:
@@ -175,14 +174,20 @@ class ContentNote:
         """Returns the object to bind in a rerun, with its noted content; a new one if the noted one is gone.
 
         Raises:
-            GoneError: If a noted entry of an immutable container is gone.
+            GoneError: If a noted entry of an immutable container is gone, or a long container.
         """
         if self._identity in lent.made:
             return lent.made[self._identity]
         now = lent.met.get(self._identity) if self._reference is None else self._reference()
         if type(now) is not self.kind:
             now = None
-        if not self._is_mutable:
+        parts, is_mutable = parts_of(self.kind)
+        if len(self.parts) < len(parts) or any(base for _, base, *_ in self.parts):  # a long one, of which not all is known
+            if now is None:
+                raise GoneError
+            self.fill(now, lent)
+            return now
+        if not is_mutable:
             noted = self.parts[0][2]
             content: Any = [present(one, lent) for one in noted]
             before = None if now is None else self.parts[0][0].read(now, 0)
