@@ -104,6 +104,7 @@ class CallingFrame(ExplainingFrame):
         rewound = Rewound(state, self._mutated, call[2])
         if self._names is not None:  # for a list that an attribute shares with a variable to be found
             rewound.lent.meet([value for value, _ in self._names.roots])
+        collector.lent.append((rewound.lent, state.changes))
         try:
             self._call_under(collector, wanted, call, rewound.put_back(), rewound.lent.changed)
         finally:
@@ -125,8 +126,11 @@ class CallingFrame(ExplainingFrame):
         in_context = self._context is not None or self._contexts is not None or copy_context()
         lent = None if self._names is None else lend(self._names, call[2])
         try:
+            if type(lent) is Loan and self._names is not None:
+                collector.lent.append((lent.lent, self._names.changes))
+                changed += lent.lent.changed if self.complete else ()
             if self.complete:
-                changed += (*written, *(lent.lent.changed if type(lent) is Loan else ()))
+                changed += written
             hook = collector.hook(wanted, exchanged)
             if changed or (self._selection is None and num_dispatch_modes()):
                 hook = collector.noting_versions(hook)
@@ -139,6 +143,7 @@ class CallingFrame(ExplainingFrame):
                     self._function(*call[0], **call[1])
                 else:
                     self._call_in_context(call)
+                collector.end()
             finally:
                 pop_saved_tensors_hooks()
         finally:

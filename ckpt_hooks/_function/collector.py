@@ -36,6 +36,7 @@ from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error
 from .handles import HandleFrame
+from .state.notes import Changes, Lent
 
 __all__ = ["Collector", "StopRecompute"]
 
@@ -57,6 +58,7 @@ class Collector:
         frame: The frame of the values.
         function: The function of the rerun.
         last: The number of the last tensor wanted.
+        lent: Contents lent to the rerun, and the changes by forward.
         marks: Marks of the regions inside, in this rerun.
         num_scripted: How many calls of TorchScript the rerun has made.
         values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
@@ -69,11 +71,13 @@ class Collector:
 
     __slots__ = (
         "_detach",
+        "_goes_on",
         "doubt",
         "early_stop",
         "frame",
         "function",
         "last",
+        "lent",
         "marks",
         "num_scripted",
         "stopped",
@@ -103,8 +107,9 @@ class Collector:
         self.watches_draws = False
         self.without_grad: list[int] = []
         self.last = -1
+        self.lent: list[tuple[Lent, Changes | None]] = []
         self.num_scripted = 0
-        self.stopped = False
+        self.stopped = self._goes_on = False
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
@@ -221,8 +226,12 @@ class Collector:
         return note
 
     def _stop(self) -> None:
-        self.stopped = True
-        raise StopRecompute
+        """Ends the rerun, unless only its end tells what it left in a container and what another thread did."""
+        if not self.stopped:
+            self.stopped = True
+            self._goes_on = not all(lent.is_explained(changes) for lent, changes in self.lent)
+        if not self._goes_on:
+            raise StopRecompute
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
@@ -232,6 +241,11 @@ class Collector:
         elif self.frame.complete and len(self.values) > len(self.frame.numbers):
             raise StopRecompute
         return tensor.detach()
+
+    def end(self) -> None:
+        """Notes that the function has run to its end."""
+        for lent, _ in self.lent:
+            lent.is_settled = True
 
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -18,6 +19,20 @@ from ckpt_hooks import checkpoint
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import Run, assert_as_eager, plain
 from tests.measure import Log, leaf
+
+
+@contextlib.contextmanager
+def idle_thread():
+    """Another thread of Python waits meanwhile, as one of a logger or of a data loader does."""
+    waiting = threading.Event()
+    thread = threading.Thread(target=waiting.wait)
+    thread.start()
+    try:
+        yield
+    finally:
+        waiting.set()
+        thread.join()
+
 
 # Containers: each is made with a value "h", is read, and is changed.
 
@@ -594,14 +609,8 @@ def test_a_rerun_leaves_no_cycle_behind():
         made.append(weakref.ref(x))
         checkpoint(function, x).sum().backward()
 
-    waiting = threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    try:
+    with idle_thread():
         train()
-    finally:
-        waiting.set()
-        thread.join()
     held.h = None
     assert [one() for one in made] == [None] * 3
 
@@ -611,7 +620,7 @@ def test_a_rerun_leaves_no_cycle_behind():
 
 def test_what_is_set_and_set_back_while_a_thread_runs():
     """In forward the attribute is in the end as it was; a recompute stops in between."""
-    waiting, held, x = threading.Event(), Plain(), leaf(3)
+    held, x = Plain(), leaf(3)
     held.mode, held.by_name = 0, {"mode": 0}
 
     def function(x):
@@ -621,14 +630,92 @@ def test_what_is_set_and_set_back_while_a_thread_runs():
         held.mode = held.by_name["mode"] = mode
         return z
 
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    try:
+    with idle_thread():
         checkpoint(function, checkpoint(function, x)).sum().backward()
-    finally:
-        waiting.set()
-        thread.join()
     assert (held.mode, held.by_name) == (0, {"mode": 0})
+
+
+def _stash(held, h):
+    held.by["stash"] = h
+    return lambda: held.by.pop("stash")
+
+
+def _bind(held, h):
+    held.h = h
+    return lambda: vars(held).pop("h")
+
+
+def _append(held, h):
+    held.entries.append(h)
+    return held.entries.pop
+
+
+def _add(held, h):
+    held.seen.add(h)
+    return held.seen.pop
+
+
+@pytest.mark.parametrize("put", [_stash, _bind, _append, _add])
+@pytest.mark.parametrize("is_attribute", [False, True])
+def test_what_is_put_and_taken_out_while_a_thread_runs(put, is_attribute):
+    """A recompute stops in between, and leaves nothing of its own."""
+
+    def program(run):
+        held, x = Plain(), leaf(3)
+        held.by, held.entries, held.seen = {}, [], set()
+
+        def function(x, held=held):
+            take = put(held, x.cos())
+            y = x.sin().exp().cos()
+            return y + take()
+
+        module = nn.Module()
+        module.held, module.forward = held, lambda x: function(x, module.held)
+        run(module if is_attribute else function, x).sum().backward()
+        return [x.grad, list(held.by), list(vars(held)), len(held.entries), len(held.seen)]
+
+    with idle_thread():
+        assert_as_eager(program, Run("ours"))
+
+
+def test_keys_keep_their_order_while_a_thread_runs():
+    """A ring of keys, of which a recompute has put the first when it stops."""
+
+    def program(run):
+        held = {}
+
+        def function(x, step):
+            held[step % 3] = x.detach().mean()
+            x = x.sin().exp() * next(iter(held.values()))
+            held.pop((step - 2) % 3, None)
+            return x.cos()
+
+        x = h = leaf(3)
+        for step in range(6):
+            h = run(function, h, step)
+        h.sum().backward()
+        return [x.grad, list(held), *held.values()]
+
+    with idle_thread():
+        assert_as_eager(program, Run("ours"))
+
+
+def test_what_another_thread_binds_anew_stays():
+    """An entry that forward only reads; the thread is through before the recompute is."""
+    held, x = {"lr": 1.0}, leaf(3)
+
+    def function(x):
+        y = x.sin().exp()
+        if torch._C._current_graph_task_id() != -1:
+            binding = threading.Thread(target=held.update, kwargs={"lr": 0.5, "new": 1})
+            binding.start()
+            binding.join()
+        return y.cos() * held["lr"]
+
+    y = checkpoint(function, x)
+    with idle_thread():
+        y.sum().backward()
+    assert held == {"lr": 0.5, "new": 1}
 
 
 @pytest.mark.parametrize("grows_in_forward", [False, True])

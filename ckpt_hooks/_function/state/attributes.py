@@ -24,8 +24,8 @@ from typing import Any
 
 from torch.nn import Module
 
-from .notes import ABSENT, ATOMS, Changes, ContentNote, Lent, Root, changes_of, holds, is_atom, noted_in, present
-from .parts import same
+from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, holds, noted_in, present
+from .parts import ATOMS, is_atom, same
 from .tensor_note import GoneError, TensorNote
 from .walk import Walk
 

@@ -10,8 +10,6 @@ entries: to hold the container itself would hold all its later entries. An objec
 
 from __future__ import annotations
 
-import enum
-import types
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -22,12 +20,11 @@ import torch
 
 from ckpt_hooks._core.threads import other_threads_run
 
-from .parts import Content, Part, new, parts_of, same
+from .parts import ATOMS, Content, Part, is_atom, new, parts_of, same
 from .tensor_note import GoneError, StandIns, TensorNote
 
 __all__ = [
     "ABSENT",
-    "ATOMS",
     "Again",
     "Changes",
     "ContentNote",
@@ -36,7 +33,6 @@ __all__ = [
     "Weak",
     "changes_of",
     "holds",
-    "is_atom",
     "noted_in",
     "present",
 ]
@@ -44,30 +40,11 @@ __all__ = [
 #: Stands for the value of an unbound name.
 ABSENT: Any = object()
 
-#: Types of values without a content to change.
-ATOMS = frozenset(
-    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice, type, types.ModuleType}
-    | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType}
-    | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
-    | {type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
-)
-
 
 class Weak(weakref.ref[Any]):
     """Notes an object by its identity."""
 
     __slots__ = ()
-
-
-def is_atom(value: Any) -> bool:
-    """Whether a value is its own note: an immutable value with nothing mutable inside."""
-    kind = type(value)
-    if kind in ATOMS or isinstance(value, enum.Enum):
-        return True
-    if kind is types.FunctionType:
-        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
-        return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
-    return kind in (tuple, frozenset) and all(map(is_atom, value))
 
 
 class ContentNote:
@@ -294,12 +271,13 @@ class Lent:
         before: Containers and objects by ``id``, and of each part: the part; the number of entries that are not looked at;
             the content before the rerun; the content lent.
         changed: Tensors with a history which were written to since, with their noted versions.
+        is_settled: Whether the rerun has run to its end, or was stopped where :meth:`is_explained`.
         made: The containers and objects of the rerun, by the ``id`` of the noted ones.
         met: Present containers, by ``id``.
         stand_ins: Arguments of the rerun which differ from the tensors of forward.
     """
 
-    __slots__ = ("_others", "before", "changed", "made", "met", "stand_ins")
+    __slots__ = ("_others", "before", "changed", "is_settled", "made", "met", "stand_ins")
 
     def __init__(self, stand_ins: StandIns) -> None:
         self.before: dict[int, tuple[Any, list[list[Any]]]] = {}
@@ -307,6 +285,7 @@ class Lent:
         self.made: dict[int, Any] = {}
         self.met: dict[int, Any] = {}
         self.stand_ins = stand_ins
+        self.is_settled = False
         self._others = other_threads_run()
 
     def meet(self, content: Content) -> None:
@@ -340,26 +319,40 @@ class Lent:
         row[3] = content
         return row
 
-    def restore(self, changes: Changes | None) -> None:
-        """Restores the contents from before.
+    def _differences(self, changes: Changes | None) -> Iterator[tuple[Any, list[Any], Any, Any]]:
+        """Yields each container or object to restore, the row of the part, the present content, and that without the rerun."""
+        for value, rows in self.before.values():
+            for row in rows:
+                part, base, before, lent = row
+                now = part.read(value, base)
+                if now is not None and not same(now, before):
+                    self._others = self._others or other_threads_run()
+                    if changes is not None and self._others and not same(now, lent):
+                        yield value, row, now, _with_others(before, lent, now, changes.get((id(value), id(part)), ()))
+                    else:
+                        yield value, row, now, before
 
-        What other threads add stays, except where forward added the like: a log, say, to which a thread appends all the time.
+    def is_explained(self, changes: Changes | None) -> bool:
+        """Whether a rerun may stop: it has left nothing but what forward changed as well.
+
+        What forward set and set back stands there in between, and so does what another thread has put there. Only the end of
+        the rerun tells the two apart.
+        """
+        self.is_settled = all(content is row[2] for _, row, _, content in self._differences(changes))
+        return self.is_settled
+
+    def restore(self, changes: Changes | None) -> None:
+        """Restores the contents from before, with what other threads have changed where forward changed nothing of the like.
 
         Args:
             changes: The changes by forward; None if all changes are those of the rerun.
         """
-        for value, rows in self.before.values():
-            for part, base, before, lent in rows:
-                now = part.read(value, base)
-                if now is not None and not same(now, before):
-                    others = self._others or other_threads_run()
-                    if changes is not None and others and not same(now, lent):
-                        before = _with_others(before, lent, now, changes.get((id(value), id(part)), ()))
-                    part.put(value, base, now, before, keep=others)
+        for value, (part, base, before, _), now, content in self._differences(changes):
+            part.put(value, base, now, content if self.is_settled else before, keep=self._others)
 
 
 def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
-    """Returns the content from before a rerun, with the changes of other threads.
+    """Returns the content from before a rerun, with the changes of other threads; ``before`` itself if there are none.
 
     Args:
         before: The content from before.
@@ -370,18 +363,24 @@ def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
     if own is None:
         return before  # type: ignore[no-any-return]
     if type(before) is dict:
-        # Not other values of keys that were there: a stopped rerun may have left those.
-        return {**before, **{key: one for key, one in now.items() if key not in own and key not in lent and key not in before}}
+        changed = {key: one for key, one in now.items() if key not in own and lent.get(key, ABSENT) is not one}
+        missing = [key for key in lent if key not in now and key not in own and key in before]
+        if not changed and not missing:
+            return before
+        found = {**before, **changed}
+        for key in missing:
+            del found[key]
+        return found
     if len(now) < len(lent) or not all(map(is_, lent, now)):
         return before  # type: ignore[no-any-return]
-    found, expected = list(before), list(own)
+    added, expected = [], list(own)
     for one in now[len(lent) :]:
         likeness = _likeness(one)
         if likeness in expected:
             del expected[: expected.index(likeness) + 1]
         else:
-            found.append(one)
-    return found
+            added.append(one)
+    return [*before, *added] if added else before
 
 
 def noted_in(notes: Sequence[Any]) -> Iterator[Any]:

@@ -6,11 +6,13 @@ one for its slots. Methods of the builtin base classes read and write, so no cod
 
 from __future__ import annotations
 
+import enum
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from operator import is_
 from typing import Any
@@ -18,7 +20,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["VALUES", "Content", "Part", "Parts", "attributes_of", "new", "parts_of", "same"]
+__all__ = ["ATOMS", "VALUES", "Content", "Part", "Parts", "attributes_of", "is_atom", "new", "parts_of", "same"]
 
 #: The content of a part: values by name, key or slot, or in order.
 Content = dict[Any, Any] | list[Any]
@@ -124,13 +126,24 @@ class _Keyed(Part):
         for key, one in content.items():
             if key not in now or now[key] is not one:
                 self.set(value, key, one)
+        if keep and [key for key in self.read(value, base) or () if key in content] != list(content):
+            for key in content:
+                self.move_to_end(value, key)
         return []
+
+    def move_to_end(self, value: Any, key: Any) -> None:
+        """Makes a key the last one."""
 
     def refill(self, value: Any, base: int, content: Any) -> None:
         """Replaces the content at once, so that an iteration around goes on where it was: keys have the positions of before."""
         everything = {**dict(islice(dict.items(value), base)), **content}
         dict.clear(value)
         dict.update(value, everything)
+
+
+def _move_to_end(own: dict[Any, Any], key: Any) -> None:
+    steps = partial(dict.pop, own, key, None), partial(dict.__setitem__, own, key, own[key])
+    deque(map(partial.__call__, steps), 0)  # no Python in between, where another thread would miss the key
 
 
 class _Dict(_Keyed):
@@ -142,6 +155,10 @@ class _Dict(_Keyed):
         size = dict.__len__(value) - base
         return None if size < 0 else dict([*islice(reversed(dict.items(value)), size)][::-1])
 
+    def move_to_end(self, value: Any, key: Any) -> None:
+        with suppress(KeyError):  # which another thread took out
+            _move_to_end(value, key)
+
 
 class _Ordered(_Dict):
     def read(self, value: Any, base: int) -> Content | None:
@@ -151,6 +168,10 @@ class _Ordered(_Dict):
         everything = {**dict(islice(OrderedDict.items(value), base)), **content}
         OrderedDict.clear(value)
         OrderedDict.update(value, everything)
+
+    def move_to_end(self, value: Any, key: Any) -> None:
+        with suppress(KeyError):
+            OrderedDict.move_to_end(value, key)
 
     def unset(self, value: Any, key: Any) -> None:
         OrderedDict.pop(value, key, None)
@@ -171,6 +192,10 @@ class _Variables(_Keyed):
         if own is not value and type(own) is dict:
             own.clear()
             own.update(content)
+
+    def move_to_end(self, value: Any, key: Any) -> None:
+        with suppress(KeyError):
+            _move_to_end(object.__getattribute__(value, "__dict__"), key)
 
     def unset(self, value: Any, key: Any) -> None:
         object.__getattribute__(value, "__dict__").pop(key, None)
@@ -228,6 +253,14 @@ _ENTRIES: dict[type, Part] = {
     frozenset: _Frozen(),
     deque: _Deque(),
 }
+
+#: Types of values without a content to change.
+ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice, type, types.ModuleType}
+    | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType}
+    | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
+    | {type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
+)
 
 #: Numbers and strings, of which instances of subclasses are values too.
 VALUES = (int, float, complex, str, bytes)
@@ -291,6 +324,17 @@ def _slots_of(kind: type) -> Iterator[Any]:
     for base in kind.__mro__:
         if "__slots__" in vars(base) or base is defaultdict:
             yield from (slot for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType))
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is its own note: an immutable value with nothing mutable inside."""
+    kind = type(value)
+    if kind in ATOMS or isinstance(value, enum.Enum):
+        return True
+    if kind is types.FunctionType:
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
+    return kind in (tuple, frozenset) and all(map(is_atom, value))
 
 
 def new(kind: type, maxlen: int | None = None) -> Any:

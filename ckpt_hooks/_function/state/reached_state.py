@@ -27,18 +27,19 @@ class ReachedState:
     """The state found by one forward.
 
     Attributes:
+        changes: What forward changed in containers and objects; None until it has ended, or if there are none.
         generators: Random generators.
         parameters: Parameters, with their versions.
         plans: The plans of the modules.
     """
 
-    __slots__ = ("_attributes", "_changes", "_contents", "_epoch", "_with_buffers", "generators", "parameters", "plans")
+    __slots__ = ("_attributes", "_contents", "_epoch", "_with_buffers", "changes", "generators", "parameters", "plans")
 
     generators: Sequence[torch.Generator]
     parameters: Noted
     plans: Sequence[ModulePlan]
+    changes: Changes | None
     _attributes: AttributeNotes
-    _changes: Changes | None
     _contents: Contents | None
     _epoch: int
     _with_buffers: bool
@@ -57,7 +58,7 @@ class ReachedState:
             A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
         """
         contents = self._contents
-        self._changes = self._attributes.changes()
+        self.changes = self._attributes.changes()
         if contents is not None:
             contents.settle(failed=failed)
             if contents.parameters:  # which a rerun finds as they were
@@ -127,7 +128,7 @@ class Rewound:
             if self._state._contents is not None:
                 self._state._contents.freed = ()
             self._attributes.restore()
-            self.lent.restore(self._state._changes)
+            self.lent.restore(self._state.changes)
 
 
 _NO_STORAGES: frozenset[int | None] = frozenset()
@@ -139,7 +140,7 @@ def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
-    state._attributes, state._changes = plan.notes, None
+    state._attributes, state.changes = plan.notes, None
     state._contents = Contents((plan,), (), []) if preserve_buffers and plan.notes.tensors else None
     state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)
@@ -164,7 +165,7 @@ def state_of(walk: Walk, *, preserve_buffers: bool) -> ReachedState | None:
         walk.look(function)
     state = ReachedState()
     state.plans = plans
-    state._epoch, state._changes = epoch(), None
+    state._epoch, state.changes = epoch(), None
     state._attributes = (
         plans[0].notes if len(plans) == 1 else AttributeNotes([note for plan in plans for note in plan.notes.notes])
     )

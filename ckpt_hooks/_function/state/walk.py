@@ -23,8 +23,8 @@ import torch
 from torch.nn import Module
 
 from .limits import LEVELS, LEVELS_OF_OTHERS, MOST_ENTRIES, MOST_ENTRIES_READ, MOST_LOOKS
-from .notes import ABSENT, ATOMS, Again, ContentNote, Weak, is_atom
-from .parts import VALUES, attributes_of, parts_of
+from .notes import ABSENT, Again, ContentNote, Weak
+from .parts import ATOMS, VALUES, attributes_of, is_atom, parts_of
 from .tensor_note import TensorNote, has_history
 
 __all__ = ["NOTHING", "Entry", "Walk", "entry_of", "facts_of", "has_state", "read", "walk_from"]
