@@ -28,6 +28,7 @@ CORE = frozenset(
         "hidden_state",  # states of recurrent modules, averages and caches, from one call to the next
         "training_flags",  # train() and eval(), of parts of modules too, at any time; modules that look at their flags
         "loop_closures",  # functions of regions that close over variables, and globals, which are others later on
+        "places",  # containers and objects of several kinds that functions reach, and what they do there
         "sequential",  # functions in segments
         "nesting",  # regions in regions, to depth 4; without it all regions are siblings
         "inner_backward",  # autograd.grad and backward inside forward

@@ -122,7 +122,7 @@ class _Generator(Stateful):
             self.block: 3 if self.has("ambient") else 1.5,
             self.module: 1,
             self.remember: 4.5 if any(map(self.has, STATE)) else 0,
-            self.loop: 2.5 if self.has("loop_closures") else 0,
+            self.loop: 2.5 if self.has("loop_closures") or self.has("places") else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
             self.call: 0.5 + self.has("generators") if self.has("sequential") or self.has("generators") else 0,

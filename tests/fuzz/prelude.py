@@ -523,3 +523,41 @@ def factor(value):
         yield
     finally:
         FACTOR.reset(token)
+
+
+class HeldInAttributes:
+    """Holds a number, a tensor or None, a list and a dict."""
+
+    def __init__(self):
+        self.n, self.t, self.log, self.by = 0, None, [], {}
+
+
+class HeldInSlots:
+    """Has slots in place of a dict."""
+
+    __slots__ = ("by", "log", "n", "t")
+
+    def __init__(self):
+        self.n, self.t, self.log, self.by = 0, None, [], {}
+
+
+@dataclasses.dataclass
+class HeldInDataclass:
+    """Compares by what it holds."""
+
+    n: int = 0
+    t: object = None
+    log: list = dataclasses.field(default_factory=list)
+    by: dict = dataclasses.field(default_factory=dict)
+
+
+class HeldBehindProperties:
+    """Keeps what it holds in a dict of its own."""
+
+    def __init__(self):
+        self._held = {"n": 0, "t": None, "log": [], "by": {}}
+
+    n = property(lambda self: self._held["n"], lambda self, value: self._held.update(n=value))
+    t = property(lambda self: self._held["t"], lambda self, value: self._held.update(t=value))
+    log = property(lambda self: self._held["log"], lambda self, value: self._held.update(log=value))
+    by = property(lambda self: self._held["by"], lambda self, value: self._held.update(by=value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import dataclasses
@@ -11,6 +12,7 @@ import random
 import re
 import sys
 import threading
+import types
 import warnings
 
 import torch
@@ -24,6 +26,7 @@ from .implementations import Implementation
 __all__ = ["base_namespace", "load", "load_on", "script"]
 
 _IMPORTS = {
+    "collections": collections,
     "ckpt_hooks": ckpt_hooks,
     "contextlib": contextlib,
     "ctypes": ctypes,
@@ -33,6 +36,7 @@ _IMPORTS = {
     "sys": sys,
     "threading": threading,
     "torch": torch,
+    "types": types,
     "warnings": warnings,
 }
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import places
 from . import state_statements as tables
 from .draft import Draft, is_float, storage_of
 from .programs import Definition, Line, Node
@@ -20,7 +21,7 @@ from .programs import Definition, Line, Node
 __all__ = ["STATE", "Stateful"]
 
 #: Features of the statements here.
-STATE = ("module_attributes", "module_containers", "counters", "hidden_state", "loop_closures", "training_flags")
+STATE = ("module_attributes", "module_containers", "counters", "hidden_state", "loop_closures", "places", "training_flags")
 _MODULES = tuple(feature for feature in STATE if feature in tables.PARTS)
 
 
@@ -45,6 +46,9 @@ class Stateful(Draft):
         super().__init__(seed, features)
         self.changes: dict[str, list[str]] = {}  # of a module's state, by its name, as templates
         self.uses: dict[str, list[str]] = {}  # tensors that it has
+        self.holders: dict[
+            str, str
+        ] = {}  # further arguments of functions with state in a holder, by what their names begin with
         self.counting: list[str] = []  # functions that count, by what their names begin with
         self.variables: dict[str, list[str]] = {}  # texts that are values of a variable that functions close over, by its name
 
@@ -181,12 +185,29 @@ class Stateful(Draft):
         self.freeze(x, closed=True)
         return self.execute(Template(template).substitute(l=self.random.choice(self.counting), x=x, w=w))
 
+    def call_on_places(self, x: str, w: str) -> list[Node] | None:
+        """Returns a statement that calls a function with state in containers and objects."""
+        if not self.holders or self.chance(0.4):
+            name = self.fresh("each")
+            text, more, changes = places.definition(self.random, name)
+            self.set_up(Line(text))
+            self.setup, self.pending = self.setup + self.pending, []
+            self.holders[name], self.variables[name] = more, changes
+        name = self.random.choice(list(self.holders))
+        self.freeze(x, closed=True)
+        made = self.execute(places.statement(self.random, name, self.holders[name], x, w))
+        if made is not None:
+            self.freeze(w, closed=True)
+        return made
+
     def loop(self) -> list[Node] | None:
         """Returns a statement that runs functions which close over variables that are others afterwards."""
         x = self.pick()
         if x is None or not self.may_nest():
             return None
         w, is_outside = self.fresh(), len(self.scopes) == 1
+        if self.has("places") and (self.chance(0.3) or not self.has("loop_closures")):
+            return self.call_on_places(x, w)
         kind = self.random.choice(["local"] * 4 + ["global"] * 2 * is_outside + ["cells", "counting", "counting"])
         if kind == "counting":
             return self.count_calls(x, w)
