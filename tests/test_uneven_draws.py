@@ -148,6 +148,23 @@ def test_other_draws_after_the_last_use_are_no_error(make):
     assert list(map(torch.equal, found, expected)) == [True] * 3
 
 
+@pytest.mark.parametrize("saved", [torch.sin, masked])
+def test_seeds_before_and_in_the_region_are_no_error(saved):
+    """In forward as in the recompute, the generator stands at its first word where the first tensor is saved."""
+
+    def function(x):
+        torch.manual_seed(2)
+        return saved(x)
+
+    def step(run):
+        x = torch.linspace(-1, 1, 12).requires_grad_()
+        torch.manual_seed(5)
+        run(function, x).sum().backward()
+        return x.grad
+
+    assert torch.equal(step(checkpoint), step(lambda function, x: function(x)))
+
+
 def test_a_fork_around_forward_alone_is_no_error():
     def contexts():
         return torch.random.fork_rng(devices=[]), contextlib.nullcontext()

@@ -167,8 +167,9 @@ class Collector:
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
         positions = self.frame.positions if self.watches_draws else None
         here = where = where_streams_are(watched=positions is not None)
-        # Where forward drew nothing so far, one look at the last value tells as much as one at each.
-        begin = (here[0], here[1]) if stop != -1 and positions is not None and len(positions) == 1 else None
+        # Where forward drew nothing so far, one look at the last value tells as much as one at each: at the first number alone,
+        # for seeds set before the region and in it differ in the second.
+        begin = here[0] if stop != -1 and positions is not None and len(positions) == 1 else None
         if begin is not None:
             where = where_streams_are(watched=False)
         position = where[0]
@@ -193,7 +194,7 @@ class Collector:
                         tensor = detach(tensor)
                 append(tensor)
                 if step == stop:
-                    if begin is not None and begin != (here[0], here[1]):
+                    if begin is not None and begin != here[0]:
                         raise draws_error(format_path(self.frame.path))
                     if unfinished != sequence_number():
                         self._stop()
