@@ -15,8 +15,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from itertools import compress, count, repeat
-from operator import attrgetter, not_
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -145,13 +145,13 @@ class Walk:
             content = part.read(value, base)
             if content is None:
                 continue
-            inner = []
-            values, keys = (list(content.values()), list(content)) if type(content) is dict else (content, None)
-            for at in compress(count(), map(not_, map(ATOMS.__contains__, map(type, values)))):
-                if (found := self.note(values[at], levels)) is not values[at]:
-                    inner.append((at, found))
-            for at, found in inner:
-                content[at if keys is None else keys[at]] = found
+            values: Any = list(content.values()) if type(content) is dict else content
+            opened = [at for at, one in enumerate(values) if type(one) not in ATOMS]
+            inner = [(at, found) for at in opened if (found := self.note(values[at], levels)) is not values[at]]
+            if inner:
+                keys = list(content) if type(content) is dict else range(len(values))
+                for at, found in inner:
+                    content[keys[at]] = found
             noted.parts.append((part, base, content, inner))
             noted.has_history = noted.has_history or any(one.has_history for _, one in inner if type(one) in _WITH_HISTORY)
         return noted
