@@ -26,6 +26,7 @@ from .scripted import ScriptedCalls
 from .state.loans import Loan, Names, lend, take_back
 from .state.notes import Lent
 from .state.parameters import WatchReads
+from .state.parts import ATOMS, is_atom
 from .state.reached_state import ReachedState, Rewound
 from .state.walk import Walk
 
@@ -161,7 +162,8 @@ class CallingFrame(ExplainingFrame):
         # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
         walk, lent = Walk(), Lent({})
         for value in self._context.values():
-            walk.look(value)
+            if type(value) not in ATOMS and not is_atom(value):  # each use of torch.compile leaves numbers and empty tuples
+                walk.look(value)
         for value, noted in walk.roots:
             noted.holds(value, lent)
         try:
