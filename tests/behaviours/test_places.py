@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -676,6 +677,80 @@ def test_what_is_put_and_taken_out_while_a_thread_runs(put, is_attribute):
 
     with idle_thread():
         assert_as_eager(program, Run("ours"))
+
+
+def _not_equal(held, y):
+    held.entries.append(float("nan"))
+
+
+def _of_a_pool(held, y):
+    order = "abcd" if torch._C._current_graph_task_id() == -1 else "dbca"
+    held.entries.extend(order)
+
+
+@pytest.mark.parametrize("put", [_not_equal, _of_a_pool])
+def test_what_is_not_equal_or_of_another_order_counts_once_while_a_thread_runs(put):
+    held, x = Plain(), leaf(3)
+    held.entries = []
+
+    def function(x):
+        y = x.sin().exp()
+        put(held, y)
+        return y.cos()
+
+    with idle_thread():
+        checkpoint(function, x).sum().backward()
+    assert len(held.entries) == (4 if put is _of_a_pool else 1)
+
+
+CHANGES = {
+    "popleft": (collections.deque([1, 2]), lambda held: held.popleft(), [2]),
+    "appendleft": (collections.deque([1, 2]), lambda held: held.appendleft(3), [3, 1, 2]),
+    "maxlen": (collections.deque([1, 2], 2), lambda held: held.append(3), [2, 3]),
+    "pop": ([1, 2], lambda held: held.pop(), [1]),
+    "item": ([1, 2], lambda held: held.__setitem__(0, 3), [3, 2]),
+    "discard": ({1, 2}, lambda held: held.discard(2), [1]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_another_thread_changes_stays_where_forward_changes_nothing(change):
+    made, act, expected = CHANGES[change]
+    held, x = copy.copy(made), leaf(3)
+
+    def function(x):
+        y = x.sin() * min(len(held), 1)
+        if torch._C._current_graph_task_id() != -1:
+            acting = threading.Thread(target=act, args=(held,))
+            acting.start()
+            acting.join()
+        return y.exp().cos()
+
+    y = checkpoint(function, x)
+    with idle_thread():
+        y.sum().backward()
+    assert list(held) == expected
+
+
+def test_a_list_made_anew_while_a_thread_runs():
+    """The second new list may be where the first one was."""
+
+    def program(run):
+        held, x = {"log": []}, leaf(3)
+
+        def function(x):
+            for number in range(2):
+                held["log"] = [*held["log"], number]
+            return (x * len(held["log"])).sin().exp()
+
+        y = run(function, x)
+        held["log"].append("later")
+        y.sum().backward()
+        return [x.grad, held["log"]]
+
+    with idle_thread():
+        for _ in range(5):
+            assert_as_eager(program, Run("ours"))
 
 
 def test_keys_keep_their_order_while_a_thread_runs():

@@ -196,18 +196,21 @@ def _holds_simply(part: Part, noted: Any, now: Any, inner: list[tuple[int, Any]]
 
 
 def _is_as(noted: Any, value: Any, changes: Changes) -> bool:
-    """Whether a value is the noted one; notes changes of the value's content."""
+    """Whether a value is surely the noted one; notes changes of the value's content."""
     if type(noted) is not ContentNote:
         return holds(noted, value)
     if not noted.is_of(value):
         return False
     noted.compare(value, changes)
-    return True
+    # A list which differs may be another one, at the place in memory of a list that forward dropped.
+    return noted._reference is not None or not any((id(value), id(part)) in changes for part, *_ in noted.parts)
 
 
 def _likeness(value: Any) -> Any:
     """Returns what an entry has in common with the one that a rerun makes in its place."""
-    return type(value), getattr(value, "shape", None) if isinstance(value, torch.Tensor) else value if is_atom(value) else None
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return type(value), repr(value) if type(value) is float else value if is_atom(value) else None  # NaN is not NaN
 
 
 #: Containers and objects by which a function reaches others, and their notes.
@@ -329,7 +332,8 @@ class Lent:
                 if now is not None and not same(now, before):
                     self._others = self._others or other_threads_run()
                     if changes is not None and self._others and not same(now, lent):
-                        yield value, row, now, _with_others(before, lent, now, changes.get((id(value), id(part)), ()))
+                        own = changes.get((id(value), id(part)), ())
+                        yield value, row, now, _with_others(before, lent, now, own)
                     else:
                         yield value, row, now, before
 
@@ -349,7 +353,8 @@ class Lent:
             changes: The changes by forward; None if all changes are those of the rerun.
         """
         for value, (part, base, before, _), now, content in self._differences(changes):
-            part.put(value, base, now, content if self.is_settled else before, keep=self._others)
+            if content is not now or not self.is_settled:
+                part.put(value, base, now, content if self.is_settled else before, keep=self._others)
 
 
 def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
@@ -372,13 +377,15 @@ def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
         for key in missing:
             del found[key]
         return found
+    if not own and same(before, lent):
+        return now  # type: ignore[no-any-return]
     if len(now) < len(lent) or not all(map(is_, lent, now)):
         return before  # type: ignore[no-any-return]
     added, expected = [], list(own)
     for one in now[len(lent) :]:
         likeness = _likeness(one)
         if likeness in expected:
-            del expected[: expected.index(likeness) + 1]
+            expected.remove(likeness)
         else:
             added.append(one)
     return [*before, *added] if added else before
