@@ -26,7 +26,7 @@ from .scripted import ScriptedCalls
 from .state.loans import Loan, Names, lend, take_back
 from .state.notes import Lent
 from .state.parameters import WatchReads
-from .state.parts import ATOMS, is_atom
+from .state.parts import is_atom
 from .state.reached_state import ReachedState, Rewound
 from .state.walk import Walk
 
@@ -107,7 +107,7 @@ class CallingFrame(ExplainingFrame):
             rewound.lent.meet([value for value, _ in self._names.roots])
         collector.lent.append((rewound.lent, state.changes))
         try:
-            self._call_under(collector, wanted, call, rewound.put_back(), rewound.lent.changed)
+            self._call_under(collector, wanted, call, rewound.put_back())
         finally:
             try:
                 rewound.restore()
@@ -121,7 +121,6 @@ class CallingFrame(ExplainingFrame):
         wanted: Collection[int] | None,
         call: Restored,
         exchanged: frozenset[int | None] = frozenset(),
-        written: Sequence[tuple[torch.Tensor, int]] = (),
     ) -> None:
         changed = self._state.changed() if self._state is not None and self.complete else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
@@ -129,9 +128,8 @@ class CallingFrame(ExplainingFrame):
         try:
             if type(lent) is Loan and self._names is not None:
                 collector.lent.append((lent.lent, self._names.changes))
-                changed += lent.lent.changed if self.complete else ()
             if self.complete:
-                changed += written
+                changed += [one for contents, _ in collector.lent for one in contents.changed]
             hook = collector.hook(wanted, exchanged)
             if changed or (self._selection is None and num_dispatch_modes()):
                 hook = collector.noting_versions(hook)
@@ -162,7 +160,7 @@ class CallingFrame(ExplainingFrame):
         # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
         walk, lent = Walk(), Lent({})
         for value in self._context.values():
-            if type(value) not in ATOMS and not is_atom(value):  # each use of torch.compile leaves numbers and empty tuples
+            if not is_atom(value):  # each use of torch.compile leaves numbers and empty tuples
                 walk.look(value)
         for value, noted in walk.roots:
             noted.holds(value, lent)

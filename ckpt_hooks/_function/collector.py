@@ -227,7 +227,7 @@ class Collector:
         return note
 
     def _stop(self) -> None:
-        """Ends the rerun, unless only its end tells what it left in a container and what another thread did."""
+        """Stops the rerun, or lets it run to its end where a container has changes that may be another thread's."""
         if not self.stopped:
             self.stopped = True
             self._goes_on = not all(lent.is_explained(changes) for lent, changes in self.lent)

@@ -35,6 +35,14 @@ def idle_thread():
         thread.join()
 
 
+def meanwhile(act, *args, **kwargs):
+    """In a recompute, has another thread act; the thread is through before the recompute is."""
+    if torch._C._current_graph_task_id() != -1:
+        acting = threading.Thread(target=act, args=args, kwargs=kwargs)
+        acting.start()
+        acting.join()
+
+
 # Containers: each is made with a value "h", is read, and is changed.
 
 
@@ -720,10 +728,7 @@ def test_what_another_thread_changes_stays_where_forward_changes_nothing(change)
 
     def function(x):
         y = x.sin() * min(len(held), 1)
-        if torch._C._current_graph_task_id() != -1:
-            acting = threading.Thread(target=act, args=(held,))
-            acting.start()
-            acting.join()
+        meanwhile(act, held)
         return y.exp().cos()
 
     y = checkpoint(function, x)
@@ -776,15 +781,12 @@ def test_keys_keep_their_order_while_a_thread_runs():
 
 
 def test_what_another_thread_binds_anew_stays():
-    """An entry that forward only reads; the thread is through before the recompute is."""
+    """An entry that forward only reads."""
     held, x = {"lr": 1.0}, leaf(3)
 
     def function(x):
         y = x.sin().exp()
-        if torch._C._current_graph_task_id() != -1:
-            binding = threading.Thread(target=held.update, kwargs={"lr": 0.5, "new": 1})
-            binding.start()
-            binding.join()
+        meanwhile(held.update, lr=0.5, new=1)
         return y.cos() * held["lr"]
 
     y = checkpoint(function, x)

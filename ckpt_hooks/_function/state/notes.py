@@ -207,7 +207,7 @@ def _is_as(noted: Any, value: Any, changes: Changes) -> bool:
 
 
 def _likeness(value: Any) -> Any:
-    """Returns what an entry has in common with the one that a rerun makes in its place."""
+    """Returns a key for an entry, equal for the entry that a rerun adds in its place."""
     if isinstance(value, torch.Tensor):
         return value.shape
     return type(value), repr(value) if type(value) is float else value if is_atom(value) else None  # NaN is not NaN
@@ -352,9 +352,9 @@ class Lent:
         Args:
             changes: The changes by forward; None if all changes are those of the rerun.
         """
-        for value, (part, base, before, _), now, content in self._differences(changes):
-            if content is not now or not self.is_settled:
-                part.put(value, base, now, content if self.is_settled else before, keep=self._others)
+        for value, (part, base, *_), now, content in self._differences(changes if self.is_settled else None):
+            if content is not now:
+                part.put(value, base, now, content, keep=self._others)
 
 
 def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
