@@ -473,7 +473,7 @@ def test_two_recomputes_at_once(run):
 def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
     """A thread runs a region while another one's recompute has drawn once and has to draw again."""
     alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
-    one_is_forward, two_has_seeded, one_has_drawn, two_is_forward = (threading.Event() for _ in range(4))
+    one_is_forward, two_has_seeded, one_has_drawn, two_is_forward, one_is_done = (threading.Event() for _ in range(5))
     lock, barrier = threading.Lock(), threading.Barrier(2)
     inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
 
@@ -493,6 +493,7 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
         if seeded == "before":
             assert two_has_seeded.wait(10)
         loss.backward()
+        one_is_done.set()
 
     def two():
         meet(run, barrier)
@@ -503,6 +504,8 @@ def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
             assert one_has_drawn.wait(10)
             loss = run(lambda x: dropout(dropout(x)), inputs[1]).sum()
             two_is_forward.set()
+        # Two recomputes of torch at once may, by chance, restore each the state that the other one needs.
+        assert one_is_done.wait(10)
         loss.backward()
 
     in_threads(one, two)
