@@ -780,6 +780,40 @@ def test_keys_keep_their_order_while_a_thread_runs():
         assert_as_eager(program, Run("ours"))
 
 
+def _insert(entries):
+    entries.insert(0, {})
+
+
+def _move(entries):
+    entries.append(entries[0])
+    del entries[0]
+
+
+def _take_out(entries):
+    del entries[0]
+
+
+@pytest.mark.parametrize("make", [list, collections.deque])
+@pytest.mark.parametrize("move", [_insert, _move, _take_out])
+def test_an_entry_that_forward_moves_is_bound_once(make, move):
+    """What forward binds in an entry is not taken for another thread's, wherever the entry has got to."""
+    entry, x = {"mean": None}, leaf(3)
+    held = make([entry, {}])
+
+    def function(x):
+        held[0]["mean"] = x.detach().mean()
+        y = x.sin().exp()
+        move(held)
+        return y
+
+    y = checkpoint(function, x)
+    mean, found = entry["mean"], list(map(id, held))
+    with idle_thread():
+        y.sum().backward()
+    assert entry["mean"] is mean
+    assert list(map(id, held)) == found
+
+
 def test_what_another_thread_binds_anew_stays():
     """An entry that forward only reads."""
     held, x = {"lr": 1.0}, leaf(3)

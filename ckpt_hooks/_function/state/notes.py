@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ import torch
 
 from ckpt_hooks._core.threads import other_threads_run
 
-from .parts import ATOMS, Content, Part, is_atom, new, parts_of, same
+from .parts import ATOMS, Content, Part, differs_in_notes_alone, likeness, new, parts_of, same
 from .tensor_note import GoneError, StandIns, TensorNote
 
 __all__ = [
@@ -97,7 +97,7 @@ class ContentNote:
                 return False
             if rows is not None:
                 rows.append([part, base, now, now])
-            if not _holds_simply(part, noted, now, inner):
+            if not differs_in_notes_alone(part, noted, now, inner):
                 return False
             values = now if type(now) is list else list(now.values())  # type: ignore[union-attr]
             for at, one in inner:
@@ -117,20 +117,23 @@ class ContentNote:
                 changes[id(value), id(part)] = None
                 continue
             is_keyed, before = type(noted) is dict, cast("Any", noted)
-            if len(now) == len(noted) and _holds_simply(part, noted, now, inner):
+            if len(now) == len(noted) and differs_in_notes_alone(part, noted, now, inner):
                 keys, values = (list(now), list(now.values())) if is_keyed else ((), now)
                 changed = [at for at, one in inner if not _is_as(one, values[at], changes)]
                 if changed:
                     changes[id(value), id(part)] = {keys[at] for at in changed} if is_keyed else None
+                    _compare_moved([one for at, one in inner if at in changed], values, changes)
             elif is_keyed:
                 missing = {
                     key for key in {**before, **now} if not _is_as(before.get(key, ABSENT), now.get(key, ABSENT), changes)
                 }
                 changes[id(value), id(part)] = missing  # or of another order
+                _compare_moved([before[key] for key in missing if key in before], now.values(), changes)
             else:
                 as_noted = [_is_as(one, two, changes) for one, two in zip(noted, now, strict=False)]
                 is_longer = len(now) > len(noted) and all(as_noted)
-                changes[id(value), id(part)] = list(map(_likeness, now[len(noted) :])) if is_longer else None
+                changes[id(value), id(part)] = list(map(likeness, now[len(noted) :])) if is_longer else None
+                _compare_moved(() if is_longer else noted, now, changes)
 
     def fill(self, value: Any, lent: Lent, *, is_new: bool = False) -> None:
         """Gives the object the noted content, in place."""
@@ -145,7 +148,7 @@ class ContentNote:
             if not same(now, content):
                 others = part.put(value, base, now, content, keep=lent._others)
                 if row is not None and others:
-                    row[2] = [*row[2], *others]
+                    row[2], row[3] = [*row[2], *others], [*row[3], *others]
 
     def present(self, lent: Lent) -> Any:
         """Returns the object to bind in a rerun, with its noted content; a new one if the noted one is gone.
@@ -185,16 +188,6 @@ class ContentNote:
         return now
 
 
-def _holds_simply(part: Part, noted: Any, now: Any, inner: list[tuple[int, Any]]) -> bool:
-    """Whether two contents of one length have the same keys, and the same values where these are their own notes."""
-    if type(noted) is dict:
-        # Names may be compared by what they are, which takes half as long; keys may have any ``__eq__``.
-        if not (all(map(is_, noted, now)) if part.is_entries else tuple(noted) == tuple(now)):
-            return False
-        noted, now = noted.values(), now.values()
-    return sum(map(is_, noted, now)) == len(noted) - len(inner)
-
-
 def _is_as(noted: Any, value: Any, changes: Changes) -> bool:
     """Whether a value is surely the noted one; notes changes of the value's content."""
     if type(noted) is not ContentNote:
@@ -206,11 +199,17 @@ def _is_as(noted: Any, value: Any, changes: Changes) -> bool:
     return noted._reference is not None or not any((id(value), id(part)) in changes for part, *_ in noted.parts)
 
 
-def _likeness(value: Any) -> Any:
-    """Returns a key for an entry, equal for the entry that a rerun adds in its place."""
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    return type(value), repr(value) if type(value) is float else value if is_atom(value) else None  # NaN is not NaN
+def _compare_moved(notes: Iterable[Any], values: Iterable[Any], changes: Changes) -> None:
+    """Notes the changes of entries that are at other places now; an entry that is at none may have changed anyhow."""
+    for noted in notes:
+        if type(noted) is ContentNote:
+            found = next(filter(noted.is_of, values), None)
+            if found is not None:
+                noted.compare(found, changes)
+                continue
+            for one in noted_in((noted,)):
+                if type(one) is ContentNote:
+                    changes.update(((one._identity, id(part)), None) for part, *_ in one.parts)
 
 
 #: Containers and objects by which a function reaches others, and their notes.
@@ -314,6 +313,16 @@ class Lent:
                     found[key] = now[key]
         return found
 
+    def by_identity(self) -> dict[int, Any]:
+        """Returns the containers and objects of the rerun which are noted whole, by the ``id`` of the noted ones."""
+        found = dict(self.made)
+        for key, (value, rows) in self.before.items():
+            if rows and not any(base for _, base, *_ in rows):
+                found[key] = value
+            else:
+                found.pop(key, None)
+        return found
+
     def keep(self, value: Any, part: Part, base: int, now: Content, content: Content) -> list[Any]:
         """Notes the content of a part before it is replaced by another; returns the row for it."""
         rows = self.before.setdefault(id(value), (value, []))[1]
@@ -383,9 +392,9 @@ def _with_others(before: Any, lent: Any, now: Any, own: Any) -> Content:
         return before  # type: ignore[no-any-return]
     added, expected = [], list(own)
     for one in now[len(lent) :]:
-        likeness = _likeness(one)
-        if likeness in expected:
-            expected.remove(likeness)
+        found = likeness(one)
+        if found in expected:
+            expected.remove(found)
         else:
             added.append(one)
     return [*before, *added] if added else before

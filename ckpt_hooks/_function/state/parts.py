@@ -20,7 +20,20 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = ["ATOMS", "VALUES", "Content", "Part", "Parts", "attributes_of", "is_atom", "new", "parts_of", "same"]
+__all__ = [
+    "ATOMS",
+    "VALUES",
+    "Content",
+    "Part",
+    "Parts",
+    "attributes_of",
+    "differs_in_notes_alone",
+    "is_atom",
+    "likeness",
+    "new",
+    "parts_of",
+    "same",
+]
 
 #: The content of a part: values by name, key or slot, or in order.
 Content = dict[Any, Any] | list[Any]
@@ -38,9 +51,9 @@ class Part:
         return list(tuple.__iter__(value))
 
     def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
-        """Replaces the content beyond the first ``base`` entries in place, step by step.
+        """Replaces the content beyond the first ``base`` entries in place.
 
-        Each step is one that no other thread comes between.
+        A list, a deque or a key is replaced in one step, which no other thread comes between.
 
         Args:
             value: The object.
@@ -50,7 +63,7 @@ class Part:
             keep: Whether other threads run: what they have added since ``now`` was read stays.
 
         Returns:
-            Such entries of a list.
+            What they have added to a list.
         """
         return []
 
@@ -62,35 +75,37 @@ class _Frozen(Part):
         return list(frozenset.__iter__(value))
 
 
+def _at_once(*steps: partial[Any]) -> None:
+    """Calls functions with no Python code in between, where another thread would see what is half done."""
+    deque(map(partial.__call__, steps), 0)
+
+
 class _List(Part):
-    has_end, size, _pop = True, staticmethod(list.__len__), staticmethod(list.pop)
+    has_end, size = True, staticmethod(list.__len__)
 
     def read(self, value: Any, base: int) -> Content | None:
         return list.__getitem__(value, slice(base, None)) if not base or list.__len__(value) >= base else None
 
     def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
-        same_until = next((at for at, (one, two) in enumerate(zip(now, content, strict=False)) if one is not two), None)
-        start = min(len(now), len(content)) if same_until is None else same_until
-        out: list[Any] = []
-        while self.size(value) > base + start:
-            out.append(self._pop(value))
-        out.reverse()
-        others = out[len(now) - start :] if all(map(is_, out, now[start:])) else []
-        self._insert(value, base + start, [*content[start:], *(others if keep else ())])
-        return others
-
-    def _insert(self, value: Any, at: int, entries: list[Any]) -> None:
-        list.__setitem__(value, slice(at, at), entries)  # before what another thread appends meanwhile
+        list.__setitem__(value, slice(base, base + len(now)), content)
+        return list.__getitem__(value, slice(base + len(content), None))
 
 
-class _Deque(_List):
-    has_end, size, _pop = False, staticmethod(deque.__len__), staticmethod(deque.pop)  # type: ignore[assignment]
+class _Deque(Part):
+    size = staticmethod(deque.__len__)
 
     def read(self, value: Any, base: int) -> Content | None:
         return list(deque.__iter__(value))
 
-    def _insert(self, value: Any, at: int, entries: list[Any]) -> None:
-        deque.extend(value, entries)
+    def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
+        out: list[Any] = []
+        _at_once(partial(list.extend, out, value), partial(deque.clear, value), partial(deque.extend, value, content))
+        # What others have appended to a full one has pushed as many of the first entries out.
+        gone = next((gone for gone in range(len(now) + 1) if all(map(is_, out, now[gone:]))), 0)
+        others = out[len(now) - gone :]
+        if others:
+            self.put(value, base, content, [*content, *others])
+        return others
 
 
 class _Set(Part):
@@ -142,8 +157,7 @@ class _Keyed(Part):
 
 
 def _move_to_end(own: dict[Any, Any], key: Any) -> None:
-    steps = partial(dict.pop, own, key, None), partial(dict.__setitem__, own, key, own[key])
-    deque(map(partial.__call__, steps), 0)  # no Python in between, where another thread would miss the key
+    _at_once(partial(dict.pop, own, key, None), partial(dict.__setitem__, own, key, own[key]))
 
 
 class _Dict(_Keyed):
@@ -243,6 +257,16 @@ def same(one: Content, other: Content) -> bool:
     return all(map(is_, one, other))
 
 
+def differs_in_notes_alone(part: Part, noted: Any, now: Any, inner: list[tuple[int, Any]]) -> bool:
+    """Whether two contents of one length have the same keys, and the same values where these are their own notes."""
+    if type(noted) is dict:
+        # Names may be compared by what they are, which takes half as long; keys may have any ``__eq__``.
+        if not (all(map(is_, noted, now)) if part.is_entries else tuple(noted) == tuple(now)):
+            return False
+        noted, now = noted.values(), now.values()
+    return sum(map(is_, noted, now)) == len(noted) - len(inner)
+
+
 _VARIABLES = _Variables()
 _ENTRIES: dict[type, Part] = {
     OrderedDict: _Ordered(),
@@ -335,6 +359,13 @@ def is_atom(value: Any) -> bool:
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
     return kind in (tuple, frozenset) and all(map(is_atom, value))
+
+
+def likeness(value: Any) -> Any:
+    """Returns a key for an entry, equal for the entry that a rerun adds in its place."""
+    if isinstance(value, torch.Tensor):
+        return value.shape
+    return type(value), repr(value) if type(value) is float else value if is_atom(value) else None  # NaN is not NaN
 
 
 def new(kind: type, maxlen: int | None = None) -> Any:
