@@ -302,7 +302,7 @@ def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
 
 def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
     arguments.live = None  # as at the end of forward
-    args, kwargs, _ = arguments.restore(lambda: ("region",), [])
+    args, kwargs = arguments.build(arguments.restore(lambda: ("region",), [])[0], ())
     return args, kwargs
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
 from .argument_places import Captured, flag_error, modified_error, path_at, path_to
 from .origins import Origins, has_history
 from .packing import unpack, unpack_watched
+from .state.notes import Lent
 
 __all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
 
@@ -42,8 +43,8 @@ HandedOut = tuple[int, torch.Tensor, "int | None"]
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
 
-#: Positional and keyword arguments, and those tensors that are other ones than in forward, by the ``id`` that these had.
-Restored = tuple[Sequence[Any], dict[str, Any], dict[int, torch.Tensor]]
+#: The tensors, and those that are other ones than in forward, by the ``id`` that these had.
+Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_STAND_INS: dict[int, torch.Tensor] = {}
@@ -222,7 +223,7 @@ class Arguments:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
     def restore(self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False) -> Restored:
-        """Returns arguments for another call: the saved tensors, in new containers.
+        """Returns the tensors for another call.
 
         Args:
             region: Returns the names of the region, for an error.
@@ -245,14 +246,14 @@ class Arguments:
         stand_ins = _NO_STAND_INS
         if self._origins is not None:
             kept, stand_ins = self._origins.put_into(kept)
-        if self._saved is None and self._captured is None:
-            return kept, _NO_KWARGS, stand_ins
+        if self._saved is None:
+            return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
             tensors = self.live
-        elif self._saved is not None:
+        else:
             tensors, stand_ins = [], {}
             for position, saved in enumerate(self._saved):
                 tensor = kept[position]
@@ -269,14 +270,24 @@ class Arguments:
                     handed_out.append((position, tensor, tensor._version if is_theirs else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
+        return tensors, stand_ins
+
+    def build(self, tensors: Sequence[Any], lent: Iterable[Lent]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Returns positional and keyword arguments for another call, in new containers.
+
+        Args:
+            tensors: What :meth:`restore` returned.
+            lent: What is lent to the rerun. A container which the function reaches by another way as well is the one lent.
+        """
         if self._captured is None:
-            return tensors, _NO_KWARGS, stand_ins
+            return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
+        for one in lent:
+            built.update(one.by_identity())
         args, kwargs = self._captured
         return (
             [build(captured, tensors, built) for captured in args],
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
-            stand_ins,
         )
 
     def _present(self) -> list[torch.Tensor]:

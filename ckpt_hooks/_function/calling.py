@@ -102,7 +102,7 @@ class CallingFrame(ExplainingFrame):
 
     def _call_rewound(self, state: ReachedState, collector: Collector, wanted: Collection[int] | None, call: Restored) -> None:
         """Calls the function with the reached state as forward found it."""
-        rewound = Rewound(state, self._mutated, call[2])
+        rewound = Rewound(state, self._mutated, call[1])
         if self._names is not None:  # for a list that an attribute shares with a variable to be found
             rewound.lent.meet([value for value, _ in self._names.roots])
         collector.lent.append((rewound.lent, state.changes))
@@ -124,10 +124,11 @@ class CallingFrame(ExplainingFrame):
     ) -> None:
         changed = self._state.changed() if self._state is not None and self.complete else []
         in_context = self._context is not None or self._contexts is not None or copy_context()
-        lent = None if self._names is None else lend(self._names, call[2])
+        lent = None if self._names is None else lend(self._names, call[1])
         try:
             if type(lent) is Loan and self._names is not None:
                 collector.lent.append((lent.lent, self._names.changes))
+            args, kwargs = self._arguments.build(call[0], (contents for contents, _ in collector.lent))
             if self.complete:
                 changed += [one for contents, _ in collector.lent for one in contents.changed]
             hook = collector.hook(wanted, exchanged)
@@ -137,11 +138,11 @@ class CallingFrame(ExplainingFrame):
             try:
                 if changed:
                     with WatchReads(changed, collector, self._mutated):
-                        self._call_in_context(call)
+                        self._call_in_context(args, kwargs)
                 elif not in_context:
-                    self._function(*call[0], **call[1])
+                    self._function(*args, **kwargs)
                 else:
-                    self._call_in_context(call)
+                    self._call_in_context(args, kwargs)
                 collector.end()
             finally:
                 pop_saved_tensors_hooks()
@@ -153,9 +154,9 @@ class CallingFrame(ExplainingFrame):
                     take_back(lent)
                     raise
 
-    def _call_in_context(self, call: Restored) -> None:
+    def _call_in_context(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if self._context is None:
-            Context().run(self._call, *call[:2])
+            Context().run(self._call, args, kwargs)
             return
         # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
         walk, lent = Walk(), Lent({})
@@ -166,7 +167,7 @@ class CallingFrame(ExplainingFrame):
             noted.holds(value, lent)
         try:
             # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
-            self._context.copy().run(self._call, *call[:2])
+            self._context.copy().run(self._call, args, kwargs)
         finally:
             lent.restore(None)
 

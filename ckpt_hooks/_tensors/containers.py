@@ -40,17 +40,18 @@ class Container:
         original: The captured object; dropped when the walk is over.
         kind: The object's type.
         entries: Captured entries of a list or tuple, captured values of a dict with their keys.
+        identity: The ``id`` of the object in forward.
         slots: Captured attributes in slots, by their descriptors.
         variables: Captured attributes in ``__dict__``, by name.
         is_namespace: Whether the object is a dict and its own ``__dict__``.
         shared: The captured object, if without tensors: a rerun gets the object itself while unchanged.
     """
 
-    __slots__ = ("entries", "is_namespace", "kind", "original", "shared", "slots", "variables")
+    __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "shared", "slots", "variables")
 
     def __init__(self, original: Any) -> None:
         self.original = original
-        self.kind = type(original)
+        self.kind, self.identity = type(original), id(original)
         self.entries: list[Any] = []
         self.slots: list[tuple[Any, Any]] = []
         self.variables: list[tuple[str, Any]] = []
@@ -62,9 +63,9 @@ class Container:
         return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-        """Returns a new container of the captured entries; ``built`` has the containers made in this rerun, by id."""
-        if id(self) in built:
-            return built[id(self)]
+        """Returns the container for a rerun; see :func:`build`."""
+        if self.identity in built:
+            return built[self.identity]
         if self.shared is not None and self._is_unchanged():
             return self.shared
         kind = self.kind
@@ -73,9 +74,9 @@ class Container:
             items = [build(entry, tensors, built) for entry in self.entries]
             # torch's named results take one sequence; tuples of other kinds may have constructors of their own.
             made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
-            built[id(self)] = made
+            built[self.identity] = made
         else:
-            made = built[id(self)] = _new(kind)
+            made = built[self.identity] = _new(kind)
             if issubclass(kind, list):
                 list.extend(made, (build(entry, tensors, built) for entry in self.entries))
             elif issubclass(kind, dict):
@@ -125,7 +126,13 @@ def _builtin_of(kind: type[Any]) -> type[Any]:
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    """Returns the value for a captured stand-in; ``built`` has the containers made in this rerun, by id."""
+    """Returns the value for a captured stand-in.
+
+    Args:
+        captured: The stand-in, or the value itself.
+        tensors: The tensors.
+        built: The containers of this rerun, by the ``id`` of those of forward; gets those that are made.
+    """
     kind = type(captured)
     if kind is TensorAt:
         return tensors[captured.position]

@@ -780,6 +780,66 @@ def test_keys_keep_their_order_while_a_thread_runs():
         assert_as_eager(program, Run("ours"))
 
 
+@dataclasses.dataclass
+class Batch:
+    """A batch with a field that forward binds."""
+
+    h: object
+    count: int = 0
+
+
+def _set_entry(value, name, one):
+    value[name] = one
+
+
+def _plain(**attributes):
+    value = Plain()
+    vars(value).update(attributes)
+    return value
+
+
+#: How a container is made with a value "h" and a count of 0, and how one is read and bound.
+REACHED_TWICE = {
+    "list": (
+        lambda h: [h, 0],
+        lambda value, name: value[("h", "count").index(name)],
+        lambda value, name, one: _set_entry(value, ("h", "count").index(name), one),
+    ),
+    "dict": (lambda h: {"h": h, "count": 0}, lambda value, name: value[name], _set_entry),
+    "dataclass": (Batch, getattr, setattr),
+    "object": (lambda h: _plain(h=h, count=0), getattr, setattr),
+}
+
+
+@pytest.mark.parametrize("kind", REACHED_TWICE)
+@pytest.mark.parametrize("way", ["closure", "attribute", "module"])
+@pytest.mark.parametrize("is_argument_read", [True, False])
+def test_an_argument_that_is_reached_otherwise_too(kind, way, is_argument_read):
+    """What is bound in the one is seen in the other, in a rerun as in forward; and forward's own is bound once."""
+    make, read, bind = REACHED_TWICE[kind]
+
+    def program(run):
+        torch.manual_seed(0)
+        x, layer = leaf(3), nn.Linear(3, 3, dtype=torch.float64)
+        value, holder = make(x.sin()), layer if way == "module" else Plain()
+        holder.held = value
+
+        def function(given, x):
+            other = value if way == "closure" else holder.held
+            one, two = (other, given) if is_argument_read else (given, other)
+            assert one is two
+            bind(one, "count", read(one, "count") + 1)
+            bind(one, "h", (layer(read(one, "h")) * x).exp())
+            return read(two, "h").sin() * read(two, "count")
+
+        for _ in range(2):
+            y = run(function, value, x)
+        y.sum().backward()
+        return y, x.grad, layer.weight.grad, read(value, "h"), read(value, "count")
+
+    assert_as_eager(program, Run("ours"))
+
+
 def _insert(entries):
     entries.insert(0, {})
 

@@ -10,7 +10,6 @@ entries: to hold the container itself would hold all its later entries. An objec
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from operator import is_
@@ -21,7 +20,7 @@ import torch
 from ckpt_hooks._core.threads import other_threads_run
 
 from .parts import ATOMS, Content, Part, differs_in_notes_alone, likeness, new, parts_of, same
-from .tensor_note import GoneError, StandIns, TensorNote
+from .tensor_note import GoneError, StandIns, TensorNote, Weak
 
 __all__ = [
     "ABSENT",
@@ -30,7 +29,6 @@ __all__ = [
     "ContentNote",
     "Lent",
     "Root",
-    "Weak",
     "changes_of",
     "holds",
     "noted_in",
@@ -39,12 +37,6 @@ __all__ = [
 
 #: Stands for the value of an unbound name.
 ABSENT: Any = object()
-
-
-class Weak(weakref.ref[Any]):
-    """Notes an object by its identity."""
-
-    __slots__ = ()
 
 
 class ContentNote:
@@ -239,12 +231,10 @@ class Again:
 def holds(noted: Any, value: Any, lent: Lent | None = None) -> bool:
     """Whether a value is the noted one; see :meth:`ContentNote.holds`."""
     kind = type(noted)
-    if kind is TensorNote:
+    if kind is TensorNote or kind is Weak:
         return bool(noted.holds(value))
     if kind is ContentNote:
         return bool(noted.holds(value, lent))
-    if kind is Weak:
-        return value is not None and noted() is value
     return noted.note.is_of(value) if kind is Again else noted is value
 
 
@@ -254,17 +244,9 @@ def present(noted: Any, lent: Lent) -> Any:
     Raises:
         GoneError: If it is gone for good.
     """
-    kind = type(noted)
-    if kind is TensorNote or kind is ContentNote:
-        return noted.present(lent)
-    if kind is Again:
-        return noted.note.present(lent)
-    if kind is not Weak:
-        return noted
-    found = noted()
-    if found is None:
-        raise GoneError
-    return found
+    if type(noted) is Again:
+        noted = noted.note
+    return noted.present(lent) if type(noted) in (TensorNote, ContentNote, Weak) else noted
 
 
 class Lent:
@@ -315,13 +297,9 @@ class Lent:
 
     def by_identity(self) -> dict[int, Any]:
         """Returns the containers and objects of the rerun which are noted whole, by the ``id`` of the noted ones."""
-        found = dict(self.made)
-        for key, (value, rows) in self.before.items():
-            if rows and not any(base for _, base, *_ in rows):
-                found[key] = value
-            else:
-                found.pop(key, None)
-        return found
+        partly = {key for key, (_, rows) in self.before.items() if not rows or any(base for _, base, *_ in rows)}
+        values = {**self.made, **{key: value for key, (value, _) in self.before.items()}}
+        return {key: value for key, value in values.items() if key not in partly}
 
     def keep(self, value: Any, part: Part, base: int, now: Content, content: Content) -> list[Any]:
         """Notes the content of a part before it is replaced by another; returns the row for it."""

@@ -1,4 +1,4 @@
-"""Notes of tensors: a weak reference and a detached alias, which shares memory and version counter."""
+"""Notes of single values: of a tensor a detached alias, which shares memory and version counter; else a weak reference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt_hooks._torch import PastFunctionModes, counted_detach, is_freed, is_ke
 
 from .limits import MOST_COPIED
 
-__all__ = ["GoneError", "Rerun", "StandIns", "TensorNote", "has_history"]
+__all__ = ["GoneError", "Rerun", "StandIns", "TensorNote", "Weak", "has_history"]
 
 #: Other tensors of a rerun in place of forward's, by the ``id`` of the latter.
 StandIns = dict[int, torch.Tensor]
@@ -32,6 +32,27 @@ class Rerun(Protocol):
 
     changed: list[tuple[torch.Tensor, int]]
     stand_ins: StandIns
+
+
+class Weak(weakref.ref[Any]):
+    """Notes an object by its identity."""
+
+    __slots__ = ()
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is the object."""
+        return value is not None and self() is value
+
+    def present(self, lent: Rerun) -> Any:
+        """Returns the object to bind in a rerun.
+
+        Raises:
+            GoneError: If it is gone.
+        """
+        found = self()
+        if found is None:
+            raise GoneError
+        return found
 
 
 def has_history(tensor: torch.Tensor) -> bool:
