@@ -128,7 +128,7 @@ class CallingFrame(ExplainingFrame):
         try:
             if type(lent) is Loan and self._names is not None:
                 collector.lent.append((lent.lent, self._names.changes))
-            args, kwargs = self._arguments.build(call[0], (contents for contents, _ in collector.lent))
+            args, kwargs = self._arguments.build(call[0], collector.lent)
             if self.complete:
                 changed += [one for contents, _ in collector.lent for one in contents.changed]
             hook = collector.hook(wanted, exchanged)

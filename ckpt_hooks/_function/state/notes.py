@@ -307,6 +307,8 @@ class Lent:
         row = next((row for row in rows if row[0] is part), None)
         if row is None:
             rows.append(row := [part, base, now, content])
+        elif self._others:  # since the row was made, by the look of :meth:`ContentNote.holds` perhaps
+            row[2] = _with_others(row[2], row[3], now, ())
         row[3] = content
         return row
 
