@@ -103,6 +103,7 @@ class Arguments:
 
     __slots__ = (
         "_captured",
+        "_containers",
         "_facts",
         "_flags",
         "_foreign",
@@ -126,6 +127,8 @@ class Arguments:
     live: Sequence[torch.Tensor] | None
 
     _captured: Captured
+    # The ``id`` that each container had in forward; unset if there are only tensors.
+    _containers: Sequence[int]
     # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
     _flags: dict[int, bool]
     # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
@@ -173,7 +176,7 @@ class Arguments:
                 {key: capture.value(value, f"kwargs[{key!r}]") for key, value in kwargs.items()},
             )
             tensors, self.objects = capture.tensors, capture.objects
-            capture.finish()
+            self._containers = capture.finish()
         hooks = top_saved_tensors_hooks(False)
         if hooks is None:
             self._saved = self.live = None
@@ -283,7 +286,7 @@ class Arguments:
             return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
         for one, _ in lent:
-            built.update(one.by_identity())
+            built.update(one.by_identity(self._containers))
         args, kwargs = self._captured
         return (
             [build(captured, tensors, built) for captured in args],

@@ -166,10 +166,11 @@ class Capture:
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
 
-    def finish(self) -> None:
-        """Drops the walked containers, which keep their ids until then."""
+    def finish(self) -> list[int]:
+        """Drops the walked containers, which keep their ids until then; returns these ids."""
         for container in self._containers:
             container.original = None
+        return [container.identity for container in self._containers]
 
     def value(self, value: Any, path: str) -> Any:
         """Returns the stand-in for a value.

@@ -295,11 +295,17 @@ class Lent:
                     found[key] = now[key]
         return found
 
-    def by_identity(self) -> dict[int, Any]:
-        """Returns the containers and objects of the rerun which are noted whole, by the ``id`` of the noted ones."""
-        partly = {key for key, (_, rows) in self.before.items() if not rows or any(base for _, base, *_ in rows)}
-        values = {**self.made, **{key: value for key, (value, _) in self.before.items()}}
-        return {key: value for key, value in values.items() if key not in partly}
+    def by_identity(self, identities: Iterable[int]) -> dict[int, Any]:
+        """Returns the containers and objects of the rerun, by the ``id`` of the noted ones, which are noted whole."""
+        found = {}
+        for identity in identities:
+            if identity in self.before:
+                value, rows = self.before[identity]
+                if rows and not any(base for _, base, *_ in rows):
+                    found[identity] = value
+            elif identity in self.made:
+                found[identity] = self.made[identity]
+        return found
 
     def keep(self, value: Any, part: Part, base: int, now: Content, content: Content) -> list[Any]:
         """Notes the content of a part before it is replaced by another; returns the row for it."""
