@@ -58,7 +58,8 @@ class WatchesUnseen(PausableDispatchMode):
 
     def __enter__(self) -> Any:
         _divert()
-        AT_WORK.append(None)
+        # Weakly: one that Ctrl-C keeps from the stack of modes is never told that it is abandoned.
+        AT_WORK.add(weakref.ref(self, AT_WORK.discard))
         return super().__enter__()
 
     def __exit__(self, *exc_info: object) -> None:
@@ -67,8 +68,7 @@ class WatchesUnseen(PausableDispatchMode):
 
     def abandoned(self) -> None:
         """See :meth:`QuietDispatchMode.abandoned`."""
-        if AT_WORK:
-            AT_WORK.pop()
+        AT_WORK.discard(weakref.ref(self))
 
 
 _is_diverted = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
@@ -54,8 +55,8 @@ _Find = Callable[[Any], Callable[..., Any] | None]
 _find: _Find = lambda function: None  # noqa: E731
 _missed: Callable[[Any], None] = lambda function: None  # noqa: E731
 
-#: One entry for each watcher at work in the process: while there is none, a plain call of a custom function looks no further.
-AT_WORK: list[object] = []
+#: The watchers at work in the process: while there is none, a plain call of a custom function looks no further.
+AT_WORK: set[weakref.ref[Any]] = set()
 
 
 def bound(function: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -73,7 +74,7 @@ class _Apply:
     __slots__ = ()
 
     # Set once, so by default arguments, which take half the time of attributes.
-    def __get__(self, instance: Any, function: Any, at_work: list[object] = AT_WORK, plain: Any = _apply) -> Any:
+    def __get__(self, instance: Any, function: Any, at_work: set[Any] = AT_WORK, plain: Any = _apply) -> Any:
         return (at_work and _find(function)) or plain(None, function)
 
 
