@@ -746,7 +746,6 @@ NOT_PROVOKED = {
     "ckpt_hooks does not support free-threaded Python": "by a test of the import, in a process of its own",
     "ran while a CUDA graph is being captured": "on a fake device, in tests/test_graph_capture.py",
     "was to draw random numbers in a checkpoint_region": "likewise",
-    "a thread of autograd waited for another one": "on several threads, in tests/test_patience.py",
     "had read ctx.input_grad_buffers": "by a provocation for those versions of torch that have it",
 }
 

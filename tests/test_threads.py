@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 
 import pytest
@@ -185,46 +183,6 @@ def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
     plan = module_plan.plan_of(module)
     others[0].join()
     assert found == [None, plan]
-
-
-@pytest.mark.parametrize("is_leaf", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_hook_that_another_thread_registers_during_a_recompute_stays(is_leaf, own):
-    """Though the function registers a hook of the same kind in its rerun, which does go."""
-    calls = []
-
-    def register(h):
-        h.register_hook(lambda gradient: calls.append(gradient) or gradient * 2)
-
-    def function(h):
-        if own:
-            register(h)
-        if is_recomputing():
-            in_threads(lambda: register(argument))
-        return h.sin().exp()
-
-    x = torch.linspace(-1, 1, 3).requires_grad_()
-    argument = x if is_leaf else x.tan()
-    checkpoint(function, argument).sum().backward()
-    found, x.grad = x.grad, None
-    assert len(calls) == 1 + own
-
-    other = x if is_leaf else x.tan()
-    for _ in range(0 if is_leaf else 1 + own):  # a leaf has its hooks still
-        register(other)
-    other.sin().exp().sum().backward()
-    assert torch.equal(found, x.grad)
-
-
-@pytest.mark.parametrize("save", [pickle.dumps, copy.deepcopy])
-def test_numbers_of_hooks_are_saved_as_the_integers_that_they_are(save):
-    checkpoint(torch.sin, leaf(2)).sum().backward()
-    layer = torch.nn.Linear(2, 2)
-    layer.register_forward_hook(print)
-    saved = save(layer)
-    assert b"ckpt_hooks" not in (saved if type(saved) is bytes else b"")
-    loaded = pickle.loads(saved) if type(saved) is bytes else saved
-    assert [type(number) for number in loaded._forward_hooks] == [int]
 
 
 def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_through_with_it():

@@ -21,7 +21,7 @@ from torch.autograd import graph
 
 from ckpt_hooks._torch import graph_task_id
 
-__all__ = ["RECENT", "RegionThread", "is_concurrent", "on_engine_thread", "other_threads_run", "this_thread"]
+__all__ = ["RECENT", "RegionThread", "is_concurrent", "other_threads_run", "this_thread"]
 
 #: A thread that has neither a region nor a graph stops counting after this many regions of other threads.
 RECENT = 256
@@ -29,7 +29,7 @@ RECENT = 256
 _next_region = count().__next__
 
 
-def on_engine_thread() -> bool:
+def _on_engine_thread() -> bool:
     """Whether this thread belongs to autograd's engine: it runs a backward, and Python has not started it."""
     return graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
 
@@ -55,7 +55,7 @@ class RegionThread:
     __slots__ = ("is_of_engine", "latest")
 
     def __init__(self) -> None:
-        self.is_of_engine = on_engine_thread()
+        self.is_of_engine = _on_engine_thread()
         self.latest = -RECENT if self.is_of_engine else _next_region()
 
 

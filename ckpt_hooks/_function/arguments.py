@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.hook_numbers import Hooks, hooks_on, put_hooks_back, take_hooks_off
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, build
@@ -42,6 +41,9 @@ HandedOut = tuple[int, torch.Tensor, "int | None"]
 
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
+
+#: The hooks registered on tensors: each dict of hooks by their numbers, and its content.
+Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
 #: The tensors, and those that are other ones than in forward, by the ``id`` that these had.
 Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
@@ -298,21 +300,29 @@ class Arguments:
         origins = [] if self._origins is None else self._origins.present()
         return origins + [tensor for tensor in self._tensors if tensor is not None]
 
-    def hooks(self) -> Hooks:
-        """Returns the hooks registered on the tensors which a rerun is about to get."""
-        references = (*self._hooked, *(() if self._origins is None else self._origins.hooked))
-        return hooks_on(self._present(), references)
+    def hooks(self, handed_out: list[HandedOut]) -> Hooks:
+        """Returns the hooks registered on the tensors of a rerun, which may be gone while the graph holds their hooks.
 
-    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut], registered: Sequence[int]) -> None:
+        Args:
+            handed_out: The entries added by :meth:`restore`.
+        """
+        references = (*self._hooked, *(() if self._origins is None else self._origins.hooked))
+        dicts = [tensor._backward_hooks for tensor in (*self._present(), *(tensor for _, tensor, _ in handed_out))]
+        return [(hooks, hooks.copy()) for hooks in (*dicts, *(reference() for reference in references)) if hooks]
+
+    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut]) -> None:
         """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there.
 
         Args:
             before: The result of :meth:`hooks` before the rerun.
             handed_out: The entries added by :meth:`restore`.
-            registered: The numbers of the hooks registered by the rerun.
         """
-        take_hooks_off((*self._present(), *(tensor for _, tensor, _ in handed_out)), registered)
-        put_hooks_back(before)
+        noted = {id(hooks): content for hooks, content in before}
+        for hooks, _ in (*before, *self.hooks(handed_out)):
+            content = noted.get(id(hooks), {})
+            if hooks.keys() != content.keys():
+                hooks.clear()
+                hooks.update(content)
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""

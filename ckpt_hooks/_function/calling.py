@@ -13,7 +13,6 @@ from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
 from ckpt_hooks._core.hooks import HandBack
-from ckpt_hooks._core.patience import patient
 from ckpt_hooks._torch import num_dispatch_modes, pop_saved_tensors_hooks, push_saved_tensors_hooks
 from ckpt_hooks.errors import MutationError
 
@@ -87,9 +86,9 @@ class CallingFrame(ExplainingFrame):
         with ExitStack() as undone:
             # Locks come last of all waits: restoring arguments takes the locks of other frames.
             if ambient.has_streams:
-                undone.enter_context(patient(shared_streams_lock, self.path))
+                undone.enter_context(shared_streams_lock)
             for plan in () if state is None else sorted(state.plans, key=id):
-                undone.enter_context(patient(plan.lock, self.path))
+                undone.enter_context(plan.lock)
             undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))

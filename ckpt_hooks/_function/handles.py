@@ -21,7 +21,6 @@ from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.patience import patient
 from ckpt_hooks._core.saved import Fate, Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, graph_task_scope
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
@@ -140,7 +139,7 @@ class HandleFrame(Frame):
         """
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
-        with patient(self._lock, self.path):
+        with self._lock:
             if key == -1:
                 return Pass(self.observed(self.recompute, (index,)), self.made())
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
@@ -158,7 +157,7 @@ class HandleFrame(Frame):
         Raises:
             OverlapError: In a group, whose backwards must not share a tensor.
         """
-        with patient(self._lock, self.path):
+        with self._lock:
             taken = opened.taken
             wanted = [index]
             if index in taken:

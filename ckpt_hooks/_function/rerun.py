@@ -6,13 +6,12 @@ from collections.abc import Collection
 from contextlib import nullcontext, suppress
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks._ambient.current import run_on
 from ckpt_hooks._ambient.rng import default_generators_lock
-from ckpt_hooks._core.hook_numbers import hooks_since, next_hook
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.modes import is_without_values, pause_modes, resume_modes
-from ckpt_hooks._core.patience import patient
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
@@ -52,7 +51,7 @@ class RerunFrame(CallingFrame):
         """Returns the pass with the value of a handle; see :meth:`HandleFrame.open_pass`."""
         if not self._options.split_backward or graph_task_id() == -1:
             return HandleFrame.open_pass(self, index)
-        with patient(self._lock, self.path):
+        with self._lock:
             return open_split_pass(self, index)
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
@@ -108,7 +107,7 @@ class RerunFrame(CallingFrame):
         paused = pause_modes() if num_dispatch_modes() else None
         outer, stack.innermost = stack.innermost, self
         reentered, self.recomputing = self.recomputing, True
-        grad_enabled, transforms, first_hook = torch.is_grad_enabled(), None, next_hook()
+        grad_enabled, transforms, next_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
         handed_out: list[HandedOut] = []
         call: Restored | None = None
         hooks: Hooks = ()
@@ -116,7 +115,7 @@ class RerunFrame(CallingFrame):
             transforms = suspend_transforms()
             set_grad_enabled(True)
             call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
-            hooks = self._arguments.hooks()
+            hooks = self._arguments.hooks(handed_out)
             if self._selection is not None:
                 last = wanted is None and is_last_backward()
                 self._selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
@@ -126,8 +125,7 @@ class RerunFrame(CallingFrame):
             elif state is None:
                 self._call_in_ambient(collector, wanted, call)
             else:
-                lock = state.plans[0].lock
-                with patient(lock, self.path):
+                with state.plans[0].lock:
                     self._call_in_ambient(collector, wanted, call)
         except StopRecompute:
             pass
@@ -158,8 +156,8 @@ class RerunFrame(CallingFrame):
             stack.innermost = outer
             if transforms is not None:
                 resume_transforms(transforms)
-            if (registered := hooks_since(first_hook)) or hooks:
-                self._arguments.put_hooks_back(hooks, handed_out, registered)
+            if hooks or RemovableHandle.next_id != next_hook:  # one counter for all hooks of the process
+                self._arguments.put_hooks_back(hooks, handed_out)
             if handed_out:
                 self._arguments.look_at(handed_out)
         try:

@@ -20,9 +20,6 @@ from operator import is_
 from threading import Condition, Lock, get_ident
 from typing import Any
 
-from ckpt_hooks._core.patience import INTERVAL, Patience
-from ckpt_hooks._core.threads import on_engine_thread
-
 from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, present
 from .tensor_note import GoneError, StandIns, TensorNote
 from .walk import Entry, Walk, read
@@ -140,10 +137,8 @@ class Loan:
             _loans.add(id(self))
             self._use = self._look()
             _waiting.append(self)
-            patience = Patience() if on_engine_thread() else None
-            while (other := next(filter(self._is_in_conflict, list(_uses.values())), None)) is not None:
-                if not _turn.wait(None if patience is None else INTERVAL) and patience is not None:
-                    patience.look(other[0])
+            while any(map(self._is_in_conflict, list(_uses.values()))):
+                _turn.wait()
                 self._use = self._look()
             _waiting.remove(self)
             _uses[id(self._use)] = self._use
