@@ -358,7 +358,7 @@ def test_a_program_of_one_thread_runs_without_a_mode():
     y = checkpoint(lambda x: F.dropout(x.sin()).exp(), x)
     frame = next(n for n, _ in y.grad_fn.next_functions)
     assert frame is not None
-    assert y.grad_fn._raw_saved_result.data[0]._draws is None
+    assert y.grad_fn._raw_saved_result.data[0].call.draws is None
 
 
 KEPT = {

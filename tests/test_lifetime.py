@@ -271,7 +271,7 @@ def test_a_frame_whose_forward_failed_in_a_context_of_its_own_is_closed(frames):
 def test_frames_that_draw_nothing_share_one_rng_state(frames):
     x = leaf(3)
     outputs = [checkpoint(block, x) for _ in range(10)]
-    assert len({id(r()._ambient.streams[0]) for r in frames.frames}) == 1
+    assert len({id(r().call.ambient.streams[0]) for r in frames.frames}) == 1
     del outputs
 
 

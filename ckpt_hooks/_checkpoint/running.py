@@ -92,5 +92,5 @@ def frame_of_call(
     logs = OperatorLogs(function)
     own = logs.forward, logs.recompute
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
-    frame.explain = logs.explain
+    frame.call.explain = logs.explain
     return frame

@@ -33,7 +33,7 @@ from .origins import Origins, has_history
 from .packing import unpack, unpack_watched
 from .state.notes import Lent
 
-__all__ = ["Arguments", "HandedOut", "Hooks", "Restored"]
+__all__ = ["Arguments", "HandedOut", "Hooks", "Restored", "put_hooks_back"]
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
@@ -98,6 +98,21 @@ def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) 
             aliases[id(tensor)] = alias.requires_grad_(flag)
         tensors[position] = aliases[id(tensor)]
     return tensors
+
+
+def put_hooks_back(before: Hooks, now: Hooks) -> None:
+    """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there.
+
+    Args:
+        before: The hooks before the rerun, see :meth:`Arguments.hooks`.
+        now: The present ones.
+    """
+    noted = {id(hooks): content for hooks, content in before}
+    for hooks, _ in (*before, *now):
+        content = noted.get(id(hooks), {})
+        if hooks.keys() != content.keys():
+            hooks.clear()
+            hooks.update(content)
 
 
 class Arguments:
@@ -309,20 +324,6 @@ class Arguments:
         references = (*self._hooked, *(() if self._origins is None else self._origins.hooked))
         dicts = [tensor._backward_hooks for tensor in (*self._present(), *(tensor for _, tensor, _ in handed_out))]
         return [(hooks, hooks.copy()) for hooks in (*dicts, *(reference() for reference in references)) if hooks]
-
-    def put_hooks_back(self, before: Hooks, handed_out: list[HandedOut]) -> None:
-        """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there.
-
-        Args:
-            before: The result of :meth:`hooks` before the rerun.
-            handed_out: The entries added by :meth:`restore`.
-        """
-        noted = {id(hooks): content for hooks, content in before}
-        for hooks, _ in (*before, *self.hooks(handed_out)):
-            content = noted.get(id(hooks), {})
-            if hooks.keys() != content.keys():
-                hooks.clear()
-                hooks.update(content)
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""

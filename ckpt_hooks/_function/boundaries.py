@@ -14,10 +14,7 @@ from operator import itemgetter
 
 from ckpt_hooks._core.frame import Mark
 
-__all__ = ["NO_MARKS", "first_difference"]
-
-#: The marks of frames without inner regions; never filled.
-NO_MARKS: list[Mark] = []
+__all__ = ["first_difference"]
 
 _position = itemgetter(0)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
@@ -17,7 +16,7 @@ from ckpt_hooks._tensors.determinism import first_difference as first_other_fing
 from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
-from .boundaries import NO_MARKS, first_difference
+from .boundaries import first_difference
 from .collector import Collector
 from .explain import mutation_error, name_of, node_of
 
@@ -31,7 +30,7 @@ TIP = (
 )
 
 
-def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MARKS) -> list[torch.Tensor]:
+def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
     """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others.
 
     A value modified in place by the function after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well, unless
@@ -40,7 +39,6 @@ def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MAR
     Args:
         collector: The tensors saved in the rerun.
         check: The comparison with forward.
-        marks: Marks of the regions inside, in forward.
 
     Raises:
         DeterminismError: If the rerun saved other tensors than forward.
@@ -59,8 +57,8 @@ def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MAR
         del values[end:]
         if num_doubtful:
             collector.without_grad = [index for index in collector.without_grad if index < end]
-    if marks or collector.marks:
-        _compare_marks(collector, marks)
+    if frame.marks or collector.marks:
+        _compare_marks(collector)
     found = list(map(check.facts, values))
     expected = frame.facts if collector.versions is None else list(map(_at_lower_version, frame.facts, collector.versions))
     if found != (expected if len(expected) == len(found) else expected[: len(found)]):
@@ -72,8 +70,8 @@ def result_of(collector: Collector, check: Check, marks: Sequence[Mark] = NO_MAR
     return values + [MISSING] * num_doubtful  # each doubtful value is asked for alone
 
 
-def _compare_marks(collector: Collector, marks: Sequence[Mark]) -> None:
-    found = first_difference(marks, collector.marks, collector.last)
+def _compare_marks(collector: Collector) -> None:
+    found = first_difference(collector.frame.marks, collector.marks, collector.last)
     if found is not None:
         _, expected, now = found
         raise _error(

@@ -9,7 +9,7 @@ each saved tensor.)
 from __future__ import annotations
 
 import abc
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from sys import getrefcount
 from typing import Any
 
@@ -18,11 +18,12 @@ import torch
 from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.positions import Position
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.frame import Frame, overlap_error
+from ckpt_hooks._core.frame import Frame, Mark, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, nbytes_of
-from ckpt_hooks._core.scopes import MISSING, graph_task_scope
+from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
+from ckpt_hooks._core.split import Uses
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError
 
@@ -58,10 +59,34 @@ class Pass:
         self.taken: list[int] = []
 
 
+class SplitPass(Pass):
+    """The values of one frame for the two parts of a backward, which lie apart from the values handed out."""
+
+    __slots__ = ("uses",)
+
+    def __init__(self, values: list[torch.Tensor], made: Made | None) -> None:
+        Pass.__init__(self, values, made)
+        self.uses = Uses()
+
+    def value_at(self, index: int, alive: Callable[[], list[bool]]) -> torch.Tensor:
+        """Returns a value, :data:`MISSING` if the value is not there, or a backward has written to its memory.
+
+        Args:
+            index: The index of the handle.
+            alive: Returns for each handle whether it is alive. Values of dead handles are dropped, once in each backward.
+        """
+        if self.uses.is_next_part():
+            self.values = [value if lives else MISSING for value, lives in zip(self.values, alive(), strict=False)]
+        value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
+        return value if value is MISSING or self.uses.is_untouched(value) else MISSING
+
+
 class HandleFrame(Frame):
     """A function frame with handles, and with their values in one backward.
 
     Attributes:
+        collector: The collector of the running rerun (:class:`.collector.Collector`); None outside of reruns.
+        marks: Marks of the regions inside, in forward.
         numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
             number without a handle.
         facts: Metadata of each packed tensor, compared on recompute. Kept tensors have the metadata of :data:`MISSING`.
@@ -71,7 +96,7 @@ class HandleFrame(Frame):
         without_grad: The numbers of packed tensors that require no grad.
     """
 
-    __slots__ = ("facts", "fingerprints", "numbers", "positions", "without_grad")
+    __slots__ = ("collector", "facts", "fingerprints", "marks", "numbers", "positions", "without_grad")
 
     kind = "function"
     passes: dict[int, Pass]
@@ -80,6 +105,8 @@ class HandleFrame(Frame):
         self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
     ) -> None:
         Frame.__init__(self, name, parent, observers, module)
+        self.collector: Any = None
+        self.marks: list[Mark] = []
         self.numbers: list[int] = []
         self.facts: list[Any] = []
         self.positions: dict[int, Position] | None = None
@@ -114,7 +141,7 @@ class HandleFrame(Frame):
 
     @abc.abstractmethod
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Brings tensors back.
+        """Brings tensors back, and tells observers.
 
         Called with the frame's lock held. Leaves the frame as it was, whether the recompute returns or raises.
 
@@ -141,12 +168,31 @@ class HandleFrame(Frame):
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
             if key == -1:
-                return Pass(self.observed(self.recompute, (index,)), self.made())
+                return Pass(self.recompute((index,)), self.made())
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
-                opened = Pass(self.observed(self.recompute, None), self.made())
+                opened = Pass(self.recompute(None), self.made())
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
+
+    def open_split_pass(self, index: int) -> Pass:
+        """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts.
+
+        Args:
+            index: The handle being unpacked.
+        """
+        with self._lock:
+            kept = self.passes.get(SPLIT)
+            value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
+            if not isinstance(kept, SplitPass) or value is MISSING:
+                kept = SplitPass(self.recompute(None), self.made())
+                self.passes = {SPLIT: kept}
+                value = kept.values[index]
+                if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
+                    return Pass(self.recompute((index,)), self.made())
+            if not kept.uses.hand_out(index, value):
+                kept.values[index] = MISSING
+            return Pass({index: value}, kept.made)
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
         """Brings back a value missing in a pass: taken before, or packed after the recompute.
@@ -166,7 +212,7 @@ class HandleFrame(Frame):
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]
-            values = self.observed(self.recompute, frozenset(wanted))
+            values = self.recompute(frozenset(wanted))
             if opened.made is not None:
                 opened.made.renew()
             opened.values.extend([MISSING] * (len(values) - len(opened.values)))
@@ -175,7 +221,7 @@ class HandleFrame(Frame):
                     opened.values[position] = values[position]
             value: torch.Tensor = opened.values[index]
             if value is MISSING and len(wanted) > 1:
-                value = self.observed(self.recompute, (index,))[index]
+                value = self.recompute((index,))[index]
             opened.values[index] = MISSING
             taken.append(index)
             if value is MISSING:

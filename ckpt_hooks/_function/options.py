@@ -25,7 +25,7 @@ class RegionOptions:
         name: The region's name in errors and reports; the function's own if None.
         respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
         offload_inputs: Whether inputs go to the host, where no saved-tensor hooks are active around the region.
-        split_backward: Whether values stay for a second backward; see :mod:`.split`.
+        split_backward: Whether values stay for a second backward; see :mod:`ckpt_hooks._core.split`.
     """
 
     preserve_rng_state: bool = True

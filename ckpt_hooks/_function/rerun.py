@@ -1,172 +1,337 @@
-"""Rerunning a region: its function is called again, and ends when every wanted tensor was saved."""
+"""Rerunning a region: its function is called again, and ends when every wanted tensor was saved.
+
+Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack, nullcontext
+from contextvars import Context, copy_context
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_hooks._ambient.current import run_on
+from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.rng import default_generators_lock
+from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
+from ckpt_hooks._ambient.untracked import Images, take_images
+from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
-from ckpt_hooks._core.modes import is_without_values, pause_modes, resume_modes
+from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._torch import (
-    graph_task_id,
     num_dispatch_modes,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     resume_transforms,
     set_grad_enabled,
     suspend_transforms,
 )
 from ckpt_hooks.errors import DeterminismError, MutationError
 
-from .arguments import HandedOut, Hooks, Restored
-from .calling import CallingFrame
+from .arguments import HandedOut, Hooks, Restored, put_hooks_back
+from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
-from .contexts import ContextPair, both, without_selection
-from .explain import blame
-from .handles import HandleFrame, Pass
-from .options import RegionOptions
-from .rerouted import RoutingWatch
-from .split import open_split_pass
-from .suspects import Compared
+from .contexts import ContextPair, Selects, reusable
+from .explain import blame, mutation_error, name_of
+from .failures import explain_failure
+from .handles import HandleFrame
+from .state.loans import Loan, lend, take_back
+from .state.module_plan import ModulePlan
+from .state.notes import Lent
+from .state.parameters import WatchReads
+from .state.parts import is_atom
+from .state.reached_state import Rewound
+from .state.walk import Walk
 
-__all__ = ["RerunFrame"]
+__all__ = ["Rerun"]
+
+_NOTHING = nullcontext()  # to enter
+_NO_PLANS: Sequence[ModulePlan] = ()
+_NO_STORAGES: frozenset[int | None] = frozenset()
 
 
-class RerunFrame(CallingFrame):
-    """A function frame which prepares, watches and undoes a rerun."""
+class Rerun:
+    """One rerun of a region.
 
-    __slots__ = ("_compared", "_options")
+    Attributes:
+        collector: The tensors saved by the rerun.
+    """
 
-    _compared: Compared
-    _options: RegionOptions
+    __slots__ = (
+        "_borrows",
+        "_call",
+        "_contexts",
+        "_frame",
+        "_handed_out",
+        "_hooks",
+        "_mark",
+        "_next_hook",
+        "_paused",
+        "_restored",
+        "_selection",
+        "_transforms",
+        "_wanted",
+        "collector",
+    )
 
-    def open_pass(self, index: int) -> Pass:
-        """Returns the pass with the value of a handle; see :meth:`HandleFrame.open_pass`."""
-        if not self._options.split_backward or graph_task_id() == -1:
-            return HandleFrame.open_pass(self, index)
-        with self._lock:
-            return open_split_pass(self, index)
+    def __init__(
+        self,
+        frame: HandleFrame,
+        call: CapturedCall,
+        wanted: Collection[int] | None,
+        contexts: ContextPair | None,
+        selection: Selects | None,
+    ) -> None:
+        """Prepares a rerun.
 
-    def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function; see :meth:`HandleFrame.recompute`."""
-        return run_on(self.current, self._recompute_here, wanted)
-
-    def _recompute_here(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function on the current devices and streams."""
-        try:
-            return self._rerun(wanted) if self._selection is None else self._selection.recompute(lambda: self._rerun(wanted))
-        except DeterminismError as error:
-            if error.region == self._region() and error.index >= 0 and self.complete and not is_without_values():
-                self._look_for_routing(error, wanted)
-            raise
-
-    def _look_for_routing(self, error: DeterminismError, wanted: Collection[int] | None) -> None:
-        """Reruns the function once more, and adds to an error the operators by which it may have taken other routes."""
-        selection, contexts = self._selection, self._contexts
-        kept = () if selection is None else selection.kept_operators()
-        watch = RoutingWatch(lambda: 0 if self.collector is None else len(self.collector.values), kept)
-        watching: ContextPair = nullcontext(), watch
-        self._selection = None
-        self._contexts = watching if contexts is None else both((contexts[0], without_selection(contexts[1])), watching)
-        try:
-            with suppress(Exception):
-                self._rerun(wanted)
-        finally:
-            self._selection, self._contexts = selection, contexts
-        watch.explain(error, error.index if selection is None else None)
-
-    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        Args:
+            frame: The frame of the region.
+            call: The call to repeat.
+            wanted: Indices of the handles to fill; None for all living handles.
+            contexts: Entered around the call.
+            selection: Has the kept outputs, if any.
+        """
+        self._frame, self._call, self._wanted = frame, call, wanted
+        self._contexts, self._selection = contexts, selection
         # A rerun in the middle of forward must not do what forward has not done yet.
-        early_stop = self._options.early_stop or not self.complete
-        collector = Collector(self, self._function, early_stop=early_stop, selective=self._contexts is not None)
-        mark = mark_thread()
-        outer, self.collector = self.collector, collector
+        early_stop = call.options.early_stop or not frame.complete
+        self.collector = Collector(frame, call.function, early_stop=early_stop, selective=contexts is not None)
+        self._mark = mark_thread()
+        self._borrows = False
+        self._paused: Any = None
+        self._transforms: Any = None
+        self._next_hook = RemovableHandle.next_id
+        self._handed_out: list[HandedOut] = []
+        self._hooks: Hooks = ()
+        self._restored: Restored | None = None
+
+    def run(self) -> list[torch.Tensor]:
+        """Calls the function again; see :meth:`HandleFrame.recompute`."""
+        frame, collector, compared, outer = self._frame, self.collector, self._call.compared, self._frame.collector
+        place = None if frame.current is None else frame.current.enter()
+        images: Images = {} if compared is None else take_images()
+        frame.collector = collector
         try:
-            if self._options.check.fingerprint is None:
-                return self._recompute(collector, wanted)
-            return self._compared.recompute(lambda: self._recompute(collector, wanted), self._region())
+            try:
+                self._enter()
+                self._call_in_ambient()
+            except StopRecompute:
+                pass
+            except Exception as error:
+                if self._is_at_fault(error):
+                    raise
+            finally:
+                frame.recomputing = outer is not None
+                self._exit()
+            values = self._compare()
+            if compared is not None:
+                compared.check(images, self._region())
+            return values
         except BaseException as error:
-            bring_back(mark, error)
+            if compared is not None and isinstance(error, DeterminismError):
+                compared.explain(error, images, self._region())
+            bring_back(self._mark, error)
             raise
         finally:
-            self.collector = outer
+            frame.collector = outer
             collector.let_go()
+            if frame.current is not None:
+                _undo(frame.current.leave, place)
 
-    def _recompute(self, collector: Collector, wanted: Collection[int] | None) -> list[torch.Tensor]:
+    def _region(self) -> tuple[str, ...]:
+        return format_path(self._frame.path)
+
+    def _enter(self) -> None:
+        """Makes the thread as if no frame were active but this one, the parent of the frames inside (Rule 3)."""
+        frame, arguments, selection, collector = self._frame, self._call.arguments, self._selection, self.collector
         # One recompute at a time may borrow the default generators, and only if no other thread draws from them.
-        borrows = self._draws is None and not is_concurrent(self.thread) and default_generators_lock.acquire(False)
-        collector.watches_draws = borrows
-        # As if no frame were active but this one, which is the parent of the frames inside (Rule 3).
-        paused = pause_modes() if num_dispatch_modes() else None
-        outer, stack.innermost = stack.innermost, self
-        reentered, self.recomputing = self.recomputing, True
-        grad_enabled, transforms, next_hook = torch.is_grad_enabled(), None, RemovableHandle.next_id
-        handed_out: list[HandedOut] = []
-        call: Restored | None = None
-        hooks: Hooks = ()
-        try:
-            transforms = suspend_transforms()
-            set_grad_enabled(True)
-            call = self._arguments.restore(self._region, handed_out, is_open=not self.complete)
-            hooks = self._arguments.hooks(handed_out)
-            if self._selection is not None:
-                last = wanted is None and is_last_backward()
-                self._selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
-            state = self._state
-            if not borrows or self._ambient.has_streams or (state is not None and len(state.plans) != 1):
-                self._call_with_more(collector, wanted, call, borrows=borrows)
-            elif state is None:
-                self._call_in_ambient(collector, wanted, call)
-            else:
-                with state.plans[0].lock:
-                    self._call_in_ambient(collector, wanted, call)
-        except StopRecompute:
-            pass
-        except (DeterminismError, MutationError) as error:
+        self._borrows = self._call.draws is None and not is_concurrent(frame.thread) and default_generators_lock.acquire(False)
+        collector.watches_draws = self._borrows
+        if num_dispatch_modes():
+            self._paused = pause_modes()
+        stack.innermost = frame
+        frame.recomputing = True
+        self._transforms = suspend_transforms()
+        set_grad_enabled(True)
+        self._restored = arguments.restore(self._region, self._handed_out, is_open=not frame.complete)
+        self._hooks = arguments.hooks(self._handed_out)
+        if selection is not None:
+            last = self._wanted is None and is_last_backward()
+            selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
+
+    def _exit(self) -> None:
+        """Brings the thread, and the hooks of arguments, back to where they were."""
+        if self._borrows:
+            default_generators_lock.release()
+        if self._paused:
+            resume_modes(self._paused)
+        if self._selection is not None:
+            self._selection.settle()
+        _, _, stack.innermost, grad_enabled = self._mark
+        set_grad_enabled(grad_enabled)
+        if self._transforms is not None:
+            resume_transforms(self._transforms)
+        if self._hooks or RemovableHandle.next_id != self._next_hook:  # one counter for all hooks of the process
+            put_hooks_back(self._hooks, self._call.arguments.hooks(self._handed_out))
+        if self._handed_out:
+            self._call.arguments.look_at(self._handed_out)
+
+    def _is_at_fault(self, error: Exception) -> bool:
+        """Whether an exception of the rerun is an error: not if the function swallowed the stop, and failed later on (Rule 8).
+
+        Raises an error with more words in its place where there are more to say.
+        """
+        stopped = self.collector.stopped
+        if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
             if own and isinstance(error, DeterminismError):
                 self._explain(error)
-            if own or not collector.stopped:
-                raise
-        except Exception as error:
-            if not collector.stopped:
-                if self._selection is not None and call is not None:
-                    self._selection.check(len(collector.values) - 1, self._explain, error)
-                if call is not None:
-                    self._explain_failure(error, len(collector.values), selective=self._selection is not None)
-                raise
-            # The function swallowed the stop and failed later on. Every value is there (Rule 8).
-        finally:
-            if borrows:
-                default_generators_lock.release()
-            if paused:
-                resume_modes(paused)
+            return own or not stopped
+        if self._restored is not None and not stopped:
+            num_saved, explain = len(self.collector.values), None if self._selection is None else self._explain
             if self._selection is not None:
-                self._selection.settle()
-            set_grad_enabled(grad_enabled)
-            self.recomputing = reentered
-            stack.innermost = outer
-            if transforms is not None:
-                resume_transforms(transforms)
-            if hooks or RemovableHandle.next_id != next_hook:  # one counter for all hooks of the process
-                self._arguments.put_hooks_back(hooks, handed_out)
-            if handed_out:
-                self._arguments.look_at(handed_out)
+                self._selection.check(num_saved - 1, self._explain, error)
+            if self._frame.complete:
+                explain_failure(error, self._region(), num_saved, explain)
+        return not stopped
+
+    def _explain(self, found: DeterminismError) -> None:
+        """Raises an error with more words, if there are more."""
+        if self._call.explain is not None:
+            raise self._call.explain(found) from found
+
+    def _compare(self) -> list[torch.Tensor]:
+        """Returns the values of the ended rerun, after a comparison with forward."""
+        call, state = self._call, self._call.state
         try:
-            values = result_of(collector, self._options.check, self._marks)
+            values = result_of(self.collector, call.options.check)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
-            required = () if self._state is None else self._state.parameters.required_grad(self._state.plans)
-            blame(found, self, self._function, required)
+            required = () if state is None else state.parameters.required_grad(state.plans)
+            blame(found, self._frame, call.function, required)
             self._explain(found)
             raise
         if self._selection is not None:
-            self._selection.check(collector.last, self._explain)
+            self._selection.check(self.collector.last, self._explain)
         return values
+
+    def _call_in_ambient(self) -> None:
+        """Calls the function under the random streams, autocast and switches of forward."""
+        ambient, state = self._call.ambient, self._call.state
+        plans = _NO_PLANS if state is None else state.plans
+        if not self._borrows or ambient.has_streams or len(plans) > 1:
+            self._call_with_more(plans)
+            return
+        with plans[0].lock if plans else _NOTHING:
+            undo = _ambient.enter(ambient)
+            try:
+                self._call_in_state()
+            finally:
+                _undo(_ambient.leave, undo)
+
+    def _call_with_more(self, plans: Sequence[ModulePlan]) -> None:
+        """Calls the function with explicit streams, with the draws of one thread among others, or with several modules."""
+        ambient, draws = self._call.ambient, self._call.draws
+        with ExitStack() as undone:
+            # Locks come last of all waits: restoring arguments takes the locks of other frames.
+            if ambient.has_streams:
+                undone.enter_context(shared_streams_lock)
+            for plan in sorted(plans, key=id):
+                undone.enter_context(plan.lock)
+            undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
+            if ambient.has_streams:
+                undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
+            if not self._borrows:
+                undone.enter_context(_ambient.replay_draws(ambient, None if draws is None else draws.states))
+            self._call_in_state()
+
+    def _call_in_state(self) -> None:
+        """Calls the function with modules, variables, containers and arguments as forward found them."""
+        call, collector = self._call, self.collector
+        state, names, is_complete = call.state, call.names, self._frame.complete
+        assert self._restored is not None
+        tensors, stand_ins = self._restored
+        rewound, lent, exchanged = None, None, _NO_STORAGES
+        changed: list[tuple[torch.Tensor, int]] = []
+        in_context = call.context is not None or self._contexts is not None or copy_context()
+        try:
+            if state is not None:
+                rewound = Rewound(state, self._mutated, stand_ins)
+                if names is not None:  # for a list that an attribute shares with a variable to be found
+                    rewound.lent.meet([value for value, _ in names.roots])
+                collector.lent.append((rewound.lent, state.changes))
+                exchanged = rewound.put_back()
+                if is_complete:
+                    changed = state.changed()
+            if names is not None:
+                lent = lend(names, stand_ins)
+                if type(lent) is Loan:
+                    collector.lent.append((lent.lent, names.changes))
+            args, kwargs = call.arguments.build(tensors, collector.lent)
+            if is_complete:
+                changed += [one for contents, _ in collector.lent for one in contents.changed]
+            hook = collector.hook(self._wanted, exchanged)
+            if changed or (self._selection is None and num_dispatch_modes()):
+                hook = collector.noting_versions(hook)
+            push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
+            try:
+                if changed:
+                    with WatchReads(changed, collector, self._mutated):
+                        _call_in_context(call, self._contexts, args, kwargs)
+                elif in_context:
+                    _call_in_context(call, self._contexts, args, kwargs)
+                else:
+                    call.function(*args, **kwargs)
+                collector.end()
+            finally:
+                pop_saved_tensors_hooks()
+        finally:
+            if lent is not None:
+                _undo(take_back, lent)
+            if rewound is not None:
+                _undo(rewound.restore)
+
+    def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
+        call = self._call
+        will_copy = call.state is not None and call.state.note_written(tensor)
+        return mutation_error(name_of(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
+
+
+def _undo(step: Callable[..., object], *args: Any) -> None:
+    """Calls an undo step; once more if an exception interrupts it."""
+    try:
+        step(*args)
+    except BaseException:
+        step(*args)
+        raise
+
+
+def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Calls a function with forward's context variables, in context managers of the region's own."""
+
+    def run() -> None:
+        with _NOTHING if contexts is None else reusable(contexts[1]):
+            call.function(*args, **kwargs)
+
+    if call.context is None:
+        Context().run(run)
+        return
+    # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
+    walk, lent = Walk(), Lent({})
+    for value in call.context.values():
+        if not is_atom(value):  # each use of torch.compile leaves numbers and empty tuples
+            walk.look(value)
+    for value, noted in walk.roots:
+        noted.holds(value, lent)
+    try:
+        # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
+        call.context.copy().run(run)
+    finally:
+        lent.restore(None)

@@ -246,7 +246,7 @@ def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any
         return call(function, *args, **kwargs)
     if not frame.recomputing:
         if frame.scripted is None:
-            frame.scripted = ScriptedCalls(frame.path, is_selective=frame.is_selective)
+            frame.scripted = ScriptedCalls(frame.path, is_selective=frame.call.selection is not None)
         return frame.scripted.run(hooks, call, function, args, kwargs)
     if frame.scripted is None:
         return call(function, *args, **kwargs)

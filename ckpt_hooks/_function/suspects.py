@@ -10,9 +10,7 @@ If forward and recompute differ, different surroundings of the two runs are the 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection
-
-import torch
+from collections.abc import Collection
 
 from ckpt_hooks._ambient import untracked
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, users_modes
@@ -54,26 +52,30 @@ class Compared:
         self.modes = modes
         self._on_request = on_request
 
-    def recompute(self, recompute: Callable[[], list[torch.Tensor]], region: tuple[str, ...]) -> list[torch.Tensor]:
-        """Returns the values of a recompute; adds differences between the surroundings of the two runs to its error.
+    def explain(self, error: DeterminismError, images: untracked.Images, region: tuple[str, ...]) -> None:
+        """Adds differences between the surroundings of the two runs to an error of a recompute.
 
         Args:
-            recompute: The recompute.
+            error: The error.
+            images: The untracked random streams, as the recompute began.
+            region: Names of the regions, outermost first.
+        """
+        if error.region == region:
+            suspects = modes_in_words(self.modes, users_modes()) + _draws_in_words(untracked.moved_since(images))
+            error.args = (f"{error}{suspects}",)
+
+    def check(self, images: untracked.Images, region: tuple[str, ...]) -> None:
+        """Checks an ended recompute whose values are as in forward.
+
+        Args:
+            images: The untracked random streams, as the recompute began.
             region: Names of the regions, outermost first.
 
         Raises:
-            DeterminismError: If the recompute raises one; or, where values are compared on request, if the recompute drew from
-                an untracked stream: values may be the same, yet the stream is not where plain autograd leaves it.
+            DeterminismError: If values are compared on request, and the recompute drew from an untracked stream: values may be
+                the same, yet the stream is not where plain autograd leaves it.
         """
-        before = untracked.take_images()
-        try:
-            values = recompute()
-        except DeterminismError as error:
-            if error.region == region:
-                suspects = modes_in_words(self.modes, users_modes()) + _draws_in_words(untracked.moved_since(before))
-                error.args = (f"{error}{suspects}",)
-            raise
-        if self._on_request and untracked.is_only_thread() and (moved := untracked.moved_since(before)):
+        if self._on_request and untracked.is_only_thread() and (moved := untracked.moved_since(images)):
             raise DeterminismError(
                 f"region {'/'.join(region)!r}: the recompute has moved a random stream on.{_draws_in_words(moved)}",
                 region=region,
@@ -81,7 +83,6 @@ class Compared:
                 expected="no random stream moved by the recompute",
                 found=f"{' and '.join(_SOURCES[name] for name in moved)} moved by it",
             )
-        return values
 
 
 def _draws_in_words(moved: Collection[str]) -> str:

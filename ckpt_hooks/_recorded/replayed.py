@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +16,13 @@ from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
+from ckpt_hooks._core.split import Uses
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._tensors.held import Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, storage_of
 from ckpt_hooks._torch.functions import num_holders
 
 from .replay import Replay, Replayable, bring_back
-from .split import SplitReplay
 from .values import Value, is_held_twice, values_below
 
 __all__ = ["FunctionHandle", "Handle", "ReplayedFrame", "fate_of"]
@@ -58,13 +58,77 @@ class FunctionHandle(Handle):
     __slots__ = ()
 
 
+class SplitReplay(Replay):
+    """The tensors of one frame for the two parts of a backward. The frame owns this object, so the frame is held weakly.
+
+    Attributes:
+        handles: Each handle with uses left, weakly, by its index.
+        uses: The uses of the handles.
+    """
+
+    def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[Handle]) -> None:
+        """Makes a plan.
+
+        Args:
+            frame: The frame.
+            roots: The values which one backward will ask for.
+            handles: The handles which backward will unpack; their values are asked for once more.
+        """
+        Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
+        self.handles = {handle.index: (weakref.ref(handle), handle.value.number) for handle in handles}
+        self.uses = Uses()
+
+    @property
+    def frame(self) -> Replayable:
+        """The frame, alive since a handle in use holds it."""
+        frame = self._frame()
+        assert frame is not None
+        return frame
+
+    @frame.setter
+    def frame(self, frame: Replayable) -> None:
+        self._frame = weakref.ref(frame)
+
+    def expects_handle(self, index: int) -> bool:
+        """Whether a handle has uses left, and no backward has written to its memory."""
+        if self.uses.is_next_part():
+            for dead in [one for one, (reference, _) in self.handles.items() if reference() is None]:
+                self._release(dead, 1 if dead in self.uses.used else 2)
+        if index not in self.handles:
+            return False
+        number = self.handles[index][1]
+        tensor = self.held.get(number, self.tensors.get(number))
+        return tensor is None or self.uses.is_untouched(tensor)
+
+    def hand_out(self, index: int, tensor: torch.Tensor) -> None:
+        """Notes a use of a handle.
+
+        Args:
+            index: The index of the handle.
+            tensor: The tensor handed out.
+        """
+        is_second = index in self.uses.used
+        if not self.uses.hand_out(index, tensor):
+            self._release(index, 0 if is_second else 1)
+
+    def _release(self, index: int, uses: int) -> None:
+        """Drops a handle with uses that will not come."""
+        _, number = self.handles.pop(index)
+        if uses:
+            self.readers[number] -= uses
+            if not self.readers[number]:
+                del self.readers[number]
+                self.tensors.pop(number, None)
+                self.held.pop(number, None)
+
+
 class ReplayedFrame(Replayable):
     """A recorded frame's handles and replays.
 
     Attributes:
         externals: Stand-ins for saved tensors from outside, and the reasons why these are.
         handles: The frame's handles.
-        is_split: Whether values stay for a second backward (:mod:`.split`).
+        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split`).
     """
 
     __slots__ = ("_children", "externals", "handles", "is_split")
@@ -184,7 +248,7 @@ class ReplayedFrame(Replayable):
             replay = self.replay_for(SPLIT)
             assert isinstance(replay, SplitReplay)
         tensor = take(replay, handle.value)
-        replay.used(handle.index, tensor)
+        replay.hand_out(handle.index, tensor)
         return tensor
 
     def _forget_parts(self) -> None:

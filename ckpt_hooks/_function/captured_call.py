@@ -1,0 +1,125 @@
+"""The call of a region's function, captured for reruns: arguments, options, and what the function sees besides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import Context, copy_context
+from types import FunctionType
+from typing import Any
+
+import torch
+
+from ckpt_hooks import _ambient
+from ckpt_hooks._ambient.draws import RecordDraws
+from ckpt_hooks._ambient.recurrent import seed_masks_anew
+from ckpt_hooks.errors import DeterminismError
+
+from .arguments import Arguments
+from .contexts import ContextPair, Selects, selection_of
+from .options import RegionOptions
+from .state.loans import Names, names_of
+from .state.module_plan import idle_plan
+from .state.reached_state import ReachedState, state_of, state_of_idle
+from .state.walk import NOTHING, entry_of, walk_from
+from .suspects import Compared, compared
+
+__all__ = ["CapturedCall"]
+
+_NO_GENERATORS: Sequence[torch.Generator] = ()
+_NO_LAYERS: Sequence[Any] = ()
+
+
+class CapturedCall:
+    """One call of a region's function.
+
+    Attributes:
+        ambient: Random streams, autocast and switches, as forward found them.
+        arguments: The arguments, with their tensors saved.
+        compared: Dispatch modes around forward, where values are compared; None where they are not.
+        context: The context variables; None if there are none.
+        contexts: Entered around forward, and around each rerun.
+        draws: What forward drew from the default generators, where other threads draw from them too.
+        explain: Turns an error of a rerun into an error with more words.
+        function: The function.
+        names: Variables, containers and objects which the function reaches; None if there are none.
+        options: The options of reruns.
+        selection: The memory of a selective policy.
+        state: The modules and closed-over tensors which the function reaches; None if there are none.
+    """
+
+    __slots__ = (
+        "ambient",
+        "arguments",
+        "compared",
+        "context",
+        "contexts",
+        "draws",
+        "explain",
+        "function",
+        "names",
+        "options",
+        "selection",
+        "state",
+    )
+
+    ambient: _ambient.Ambient
+    context: Context | None
+
+    def __init__(
+        self, function: Callable[..., Any], arguments: Arguments, options: RegionOptions, contexts: ContextPair | None
+    ) -> None:
+        self.function, self.arguments, self.options, self.contexts = function, arguments, options, contexts
+        self.selection: Selects | None = None if contexts is None else selection_of(contexts[0])
+        self.compared: Compared | None = None
+        self.draws: RecordDraws | None = None
+        self.explain: Callable[[DeterminismError], DeterminismError] | None = None
+        self.names: Names | None = None
+        self.state: ReachedState | None = None
+
+    def compare_values(self) -> None:
+        """Has the values of reruns compared with those of forward, as far as there are values."""
+        self.options, found = compared(self.options)
+        self.compared = None if self.options.check.fingerprint is None else found
+
+    def capture(self) -> bool:
+        """Notes what the function is about to see; returns False if a lazy module has not made its parameters yet."""
+        function, options = self.function, self.options
+        generators, recurrent = _NO_GENERATORS, _NO_LAYERS
+        objects = self.arguments.objects
+        # Usually the function is a module looked at before, or a function of tensors.
+        plan = None if objects or type(function) is FunctionType else idle_plan(function)
+        if plan is not None:
+            self.state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
+            recurrent = plan.recurrent
+        elif (walk := walk_from(function, objects)) is NOTHING:
+            entry = entry_of(function)
+            if entry is not None:
+                self.names = Names((entry,), ())
+        else:
+            state = self.state = state_of(walk, preserve_buffers=options.preserve_buffers)
+            if state is None:
+                return False
+            generators = state.generators
+            recurrent = [layer for plan in state.plans for layer in plan.recurrent]
+            self.names = names_of(walk)
+        self.ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
+        if recurrent and options.preserve_rng_state:
+            seed_masks_anew(recurrent)
+        self.context = copy_context() or None
+        return True
+
+    def settle(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
+        """Ends forward.
+
+        Args:
+            failed: Whether forward ended by an exception.
+
+        Returns:
+            A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
+        """
+        self.arguments.close()
+        if self.draws is not None:
+            self.draws.__exit__(None, None, None)
+        if self.names is not None:
+            self.names.settle()
+        return None if self.state is None else self.state.close(failed=failed)
