@@ -6,15 +6,17 @@ import functools
 import gc
 import itertools
 import pathlib
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region
 from ckpt_hooks.policies import Policy
-from tests.measure import leaf
+from tests.measure import CountOps, leaf
 
 aten = torch.ops.aten
 SAVE, RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -316,22 +318,52 @@ def test_the_line_of_a_region_in_a_region(run):
     assert set(sites) == {line_of(inner, "# here")}
 
 
+@pytest.mark.parametrize("run", [as_function, as_block, as_torch])
+def test_facts_hold_while_the_policy_decides(run, no_gc):
+    """The context is the mode that runs the region's operators; a policy which keeps it keeps no tensor alive."""
+    contexts, outputs = [], []
+
+    def policy(ctx, op, *args, **kwargs):
+        assert isinstance(ctx, TorchDispatchMode)
+        assert isinstance(ctx, torch.utils.checkpoint.SelectiveCheckpointContext)
+        assert not ctx.is_recompute
+        assert ctx.index == len(contexts)
+        assert ctx.nbytes == 24
+        assert ctx.site.startswith("test_decisions.py:")
+        assert ctx.op_output.abs().sum() > 0  # operators of the policy's own
+        contexts.append(ctx)
+        outputs.append(weakref.ref(ctx.op_output))
+        return RECOMPUTE
+
+    run(lambda x: x.sin().exp(), leaf(3), policy=policy)
+    assert contexts[0] is contexts[1]
+    assert [contexts[0].op_output, contexts[0].index, contexts[0].site, contexts[0].nbytes] == [None, None, None, 0]
+    assert [output() for output in outputs] == [None, None]
+
+
 @KINDS
-def test_a_line_that_is_read_too_late(run):
-    """Nothing knows it any more; one that was read stays."""
+def test_facts_are_gone_after_a_policy_that_raises(run):
     contexts = []
 
     def policy(ctx, op, *args, **kwargs):
         contexts.append(ctx)
-        if op is aten.exp.default:
-            assert contexts[0].site is None  # another operator is decided on
-            assert ctx.site
-        return RECOMPUTE
+        raise KeyError(op)
 
-    run(lambda x: x.sin().exp(), leaf(3), policy=policy)
-    assert contexts[0].site is None
-    assert contexts[1].site.startswith("test_decisions.py:")
-    assert ckpt_hooks.SelectiveCheckpointContext(op_output=None).site is None
+    with pytest.raises(KeyError):
+        run(lambda x: x.sin(), leaf(3), policy=policy)
+    assert contexts[0].op_output is contexts[0].index is None
+
+
+def test_a_context_made_by_hand():
+    """For tests of a policy; as a mode it passes operators on."""
+    context = ckpt_hooks.SelectiveCheckpointContext(is_recompute=True, op_output=torch.ones(3))
+    assert context.is_recompute
+    assert [context.nbytes, context.index, context.site] == [12, None, None]
+    x = leaf(3)
+    with context, CountOps() as ops:
+        y = x.sin()
+    assert ops.counts == {"sin": 1}
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], x.cos())
 
 
 @KINDS

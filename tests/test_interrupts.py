@@ -14,7 +14,7 @@ from torch.autograd import grad
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, region
 from ckpt_hooks._ambient.draws import num_draw_modes
-from ckpt_hooks._core.modes import PausableDispatchMode
+from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import num_dispatch_modes, num_function_modes, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
@@ -91,7 +91,7 @@ def test_a_watcher_that_never_came_on_the_stack_of_modes_counts_no_more(monkeypa
     def interrupted(mode):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(PausableDispatchMode, "__enter__", interrupted)
+    monkeypatch.setattr(QuietDispatchMode, "__enter__", interrupted)
     with pytest.raises(KeyboardInterrupt):
         recorded(torch.sin, torch.rand(3, requires_grad=True))
     gc.collect()

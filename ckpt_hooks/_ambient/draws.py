@@ -109,13 +109,13 @@ class _Draws(QuietDispatchMode):
     """A dispatch mode which runs all operators as they are, except draws."""
 
     def __enter__(self) -> _Draws:
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         handlers.active.append(self)
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
         self.abandoned()
-        super().__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        super().__exit__(*exc_info)
 
     def abandoned(self) -> None:
         if self in handlers.active:
@@ -210,7 +210,7 @@ class RecordDraws(_Draws):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.states: list[torch.Tensor] = []
 
     def draw(self, func: Any, operator: Any, args: Any, kwargs: Any, *, takes_generator: bool) -> Any:
@@ -242,7 +242,7 @@ class ReplayDraws(_Draws):
             states: The states of a :class:`RecordDraws`. None where forward noted none, in a program of one thread: then draws
                 start at the default generators' states when the recompute begins.
         """
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._states = states or []
         self._count = 0
         self._own: dict[torch.device, torch.Generator] = {}

@@ -25,8 +25,6 @@ from ckpt_hooks._torch import (
 from ckpt_hooks._torch.compiling import skipped
 
 __all__ = [
-    "PassOn",
-    "PausableDispatchMode",
     "QuietDispatchMode",
     "count_writes",
     "is_compiled_code_running",
@@ -44,7 +42,16 @@ __all__ = [
 
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode without effect on Dynamo: neither imported, nor kept from running compiled functions."""
+    """A dispatch mode without effect on Dynamo: neither imported, nor kept from running compiled functions.
+
+    By itself it passes operators on, and is there: some operators of torch take other ways under any dispatch mode.
+
+    Operators run by the package for its own purposes, and operators of a recompute in the middle of a region, are not the
+    region's. They run while the modes of regions are paused, and a paused mode passes operators on.
+
+    Attributes:
+        paused: The number of pauses in force.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
@@ -53,6 +60,10 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     # Operators of operators, such as flex_attention, come here like others.
     supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        self.paused = 0  # and nothing of torch's: that is for its way to enter a mode
+        self._ranges = 0
 
     # Without this Dynamo would be imported to wrap the handler.
     @classmethod
@@ -64,30 +75,21 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def ignore_compile_internals(cls) -> bool:
         return True
 
-    def abandoned(self) -> None:
-        """Called when the mode was taken off its thread without an exit."""
-
-
-class PausableDispatchMode(QuietDispatchMode):
-    """A dispatch mode for a region's own operators.
-
-    Operators run by the package for its own purposes, and operators of a recompute in the middle of the region, are not the
-    region's. They run while the mode is paused, and a paused mode passes operators on.
-
-    Attributes:
-        paused: The number of pauses in force.
-    """
-
-    def __init__(self) -> None:
-        self.paused = 0  # and nothing of torch's: that is for its way to enter a mode
-        self._ranges = 0
-
     def __enter__(self) -> Self:
         push_dispatch_mode(self)
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         pop_dispatch_mode(None)
+
+    @skipped
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        count_writes(func, args)
+        return output
+
+    def abandoned(self) -> None:
+        """Called when the mode was taken off its thread without an exit."""
 
     def note_range(self, operator: Any, args: Any) -> None:
         """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters.
@@ -103,15 +105,6 @@ class PausableDispatchMode(QuietDispatchMode):
         elif self._ranges or str(args[0]).startswith("FSDP::"):
             self._ranges += 1
             self.paused += 1
-
-
-class PassOn(QuietDispatchMode):
-    """Does nothing, and is there: some operators of torch take other ways under any dispatch mode."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        count_writes(func, args)
-        return output
 
 
 def _active_modes() -> Iterator[Any]:
@@ -168,14 +161,14 @@ def leave_modes(count: int) -> None:
             mode.abandoned()
 
 
-_NO_MODES: Sequence[PausableDispatchMode] = ()
+_NO_MODES: Sequence[QuietDispatchMode] = ()
 
 
-def pause_modes() -> Sequence[PausableDispatchMode]:
+def pause_modes() -> Sequence[QuietDispatchMode]:
     """Pauses the active pausable modes of this thread; returns the modes, for :func:`resume_modes`."""
     if not num_dispatch_modes():
         return _NO_MODES
-    modes = [mode for mode in _active_modes() if isinstance(mode, PausableDispatchMode)]
+    modes = [mode for mode in _active_modes() if isinstance(mode, QuietDispatchMode)]
     for mode in modes:
         mode.paused += 1
     return modes
@@ -196,7 +189,7 @@ def is_without_values() -> bool:
     return num_dispatch_modes() > 0 and any(map(is_tracing_mode, _active_modes()))
 
 
-def resume_modes(paused: Sequence[PausableDispatchMode]) -> None:
+def resume_modes(paused: Sequence[QuietDispatchMode]) -> None:
     """Ends :func:`pause_modes`."""
     for mode in paused:
         mode.paused -= 1

@@ -7,7 +7,6 @@ is the operator's own business. Torch's own functions are made of operators.
 
 from __future__ import annotations
 
-import abc
 import warnings
 import weakref
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from ckpt_hooks._torch import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import AT_WORK, apply, divert_functions, divert_triton
 
-from .modes import PausableDispatchMode
+from .modes import QuietDispatchMode
 
 __all__ = ["WatchesUnseen", "run_watched"]
 
@@ -26,7 +25,7 @@ __all__ = ["WatchesUnseen", "run_watched"]
 _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
-class WatchesUnseen(PausableDispatchMode):
+class WatchesUnseen(QuietDispatchMode):
     """A mode which is told of work that no operator does.
 
     Attributes:
@@ -35,9 +34,8 @@ class WatchesUnseen(PausableDispatchMode):
 
     is_in_function = False
 
-    @abc.abstractmethod
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of a custom function, by :func:`run_watched`.
+        """Runs a call of a custom function.
 
         Args:
             around: The watching modes around, outermost first.
@@ -45,8 +43,8 @@ class WatchesUnseen(PausableDispatchMode):
             *args: Its positional arguments.
             **kwargs: Its keyword arguments.
         """
+        return run_watched(around, function, args, kwargs)
 
-    @abc.abstractmethod
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
         """Runs a call which may write to any tensor among some arguments.
 
@@ -55,6 +53,7 @@ class WatchesUnseen(PausableDispatchMode):
             args: The arguments.
             call: Runs the call.
         """
+        return call()
 
     def __enter__(self) -> Any:
         _divert()

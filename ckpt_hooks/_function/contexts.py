@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.modes import PassOn
+from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._operators.watched import OperatorWatch, wants_operators
 from ckpt_hooks._torch import active_fake_mode
@@ -100,7 +100,7 @@ def under_modes(contexts: ContextPair | None) -> ContextPair | None:
         contexts: The region's own contexts, if any.
     """
     if contexts is None or selection_of(contexts[0]) is None:
-        under_mode = nullcontext(), PassOn()  # type: ignore[no-untyped-call]
+        under_mode = nullcontext(), QuietDispatchMode()
         contexts = under_mode if contexts is None else both(under_mode, contexts)
     fake = active_fake_mode()
     return contexts if fake is None else both((nullcontext(), fake), contexts)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.kinds import Kind
@@ -30,7 +30,7 @@ __all__ = ["RoutingWatch"]
 _MOST = 4  # the largest number of operators in a message
 
 
-class RoutingWatch(PausableDispatchMode):
+class RoutingWatch(QuietDispatchMode):
     """Notes the operators of a rerun which choose among floating-point numbers."""
 
     def __init__(self, num_saved: Callable[[], int], kept: Collection[Any]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.whereabouts import Place, place_in_words, place_of
 from ckpt_hooks._core.words import kind_in_words
 from ckpt_hooks._torch import graph_task_id
@@ -85,7 +85,7 @@ class Entry:
         return place_in_words(self.place, names)
 
 
-class OperatorLog(PausableDispatchMode):
+class OperatorLog(QuietDispatchMode):
     """A dispatch mode which notes each operator of one run of a region, inner regions included.
 
     Operators of a backward in the middle of the run are left out, but by a log which counts.

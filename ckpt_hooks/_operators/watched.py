@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.stack import is_recomputing, stack
 from ckpt_hooks._core.whereabouts import site_of
 
@@ -19,7 +19,7 @@ from .kinds import Kind
 __all__ = ["OperatorWatch", "wants_operators", "watch_forward", "watch_replay"]
 
 
-class OperatorWatch(PausableDispatchMode):
+class OperatorWatch(QuietDispatchMode):
     """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
 
     def __init__(self, replayed: Frame | None = None) -> None:

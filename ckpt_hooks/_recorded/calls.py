@@ -43,7 +43,7 @@ def decide(tape: Tape, facts: OpFacts, args: Any, kwargs: Any, out: Any) -> int:
     elif facts.kind is Kind.CAST and tape.decisions.of(facts) == ASK and is_kept_anyway(args[0]):
         decision = RECOMPUTE  # autocast makes this one once and keeps it for a while, so that only some runs have it
     else:
-        decision = tape.decisions.decide(facts, args, kwargs, out)
+        decision = tape.decisions.decide(tape.recorder, facts, args, kwargs, out)
     if decision == EITHER or (decision == RECOMPUTE and facts.looks_at_grad):
         return SAVE  # to run a collective again, all have to, at the same time
     return decision

@@ -58,7 +58,7 @@ class _DrawsAgain(QuietDispatchMode):
     """Lets the operators of a rerun draw the numbers of forward."""
 
     def __init__(self, facts: FunctionFacts, draws: Draws, frame: Frame, streams: OwnStreams) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._facts, self._frame, self._streams = facts, frame, streams
         self._states = None if draws is ANEW else iter(draws)
 

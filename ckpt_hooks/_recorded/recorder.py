@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import drops_nothing
@@ -32,6 +33,7 @@ from ckpt_hooks._torch import (
 )
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
+from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
 
 from . import writes
@@ -51,7 +53,7 @@ _CAST = Kind.CAST
 _BY_POLICY = "kept by the policy"
 
 
-class Recorder(WatchesUnseen):
+class Recorder(SelectiveCheckpointContext):
     """Records for the outermost region of a thread, and for those directly within it (Rule 14).
 
     Of the instructions of a small block's step, it saves a fifth that most operators do not come by way of :meth:`_record`, 3
@@ -60,7 +62,7 @@ class Recorder(WatchesUnseen):
 
     def __init__(self, tape: Tape) -> None:
         """Starts to record on a tape."""
-        WatchesUnseen.__init__(self)
+        super().__init__()
         self._call: FunctionCall | None = None
         self._tape = tape
         self._tables = tape.tables
@@ -68,6 +70,16 @@ class Recorder(WatchesUnseen):
         self._seen: list[Surroundings] = []
         tape.current = capture_current()
         self._look()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        self._tape.recorder = self
+        return self
+
+    def abandoned(self) -> None:
+        """See :meth:`QuietDispatchMode.abandoned`."""
+        super().abandoned()
+        vars(self._tape).pop("recorder", None)
 
     def _look(self) -> None:
         """Notes the present surroundings of operators."""

@@ -24,6 +24,7 @@ from ckpt_hooks._tensors.fused_steps import num_fused_steps
 from ckpt_hooks._tensors.held import HeldRefilled, HeldTensor, Hooks
 from ckpt_hooks._tensors.refilling import origin_of
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
+from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .aliases import alias_of, counter_in
@@ -55,6 +56,7 @@ class Tape:
         is_of_function: Whether the tensor being packed was saved by a custom function.
         lock: Held by a running replay of this tape.
         path: The path of the innermost region.
+        recorder: The dispatch mode which records; unset outside of the outermost region.
         respect_hooks: Whether outputs kept by a policy go through the hooks.
         tables: The tables of tensors and storages.
         task: The backward in which the outermost region runs; -1 for none.
@@ -64,6 +66,7 @@ class Tape:
         users_modes: Names of the user's dispatch modes around the outermost region.
     """
 
+    recorder: SelectiveCheckpointContext
     surroundings: Surroundings
     current: Current | None
 

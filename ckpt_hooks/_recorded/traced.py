@@ -33,6 +33,7 @@ from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import OPERATORS, OVERLOAD
 from ckpt_hooks._torch.compiling import at_end_of_compilation, num_traced_nodes, set_compile_configs, while_tracing
 from ckpt_hooks.policies.base import Policy, policy_from
+from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 __all__ = ["traced_name", "traced_region", "warn_of_instance"]
@@ -163,7 +164,8 @@ def _is_kept(decisions: Decisions, node: Node) -> bool:
         return False
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), lambda one: one.meta.get("val"))
     with torch.enable_grad():  # without, operators are taken for those of compiled code at work
-        return decisions.decide(facts_of(node.target), args, kwargs, node.meta.get("val")) != RECOMPUTE
+        facts, output = facts_of(node.target), node.meta.get("val")
+        return decisions.decide(SelectiveCheckpointContext(), facts, args, kwargs, output) != RECOMPUTE
 
 
 #: What policies learn from the regions that ask them.

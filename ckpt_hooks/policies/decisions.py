@@ -44,7 +44,6 @@ if hasattr(CheckpointPolicy, "PREFER_CPU_OFFLOAD"):
     _DECISIONS[CheckpointPolicy.PREFER_CPU_OFFLOAD] = OFFLOAD
 
 _MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
-_new_context = SelectiveCheckpointContext.__new__
 
 
 class Decisions:
@@ -91,8 +90,16 @@ class Decisions:
                 self.seen.add(facts.operator)
         return known
 
-    def decide(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> int:
-        """Returns the decision on a run of an operator: ``SAVE``, ``OFFLOAD``, ``RECOMPUTE``, or ``EITHER``."""
+    def decide(self, context: SelectiveCheckpointContext, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> int:
+        """Returns the decision on a run of an operator: ``SAVE``, ``OFFLOAD``, ``RECOMPUTE``, or ``EITHER``.
+
+        Args:
+            context: The mode which ran the operator.
+            facts: The operator.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+            output: Its result.
+        """
         known = self.known.get(facts)
         if known is None:
             known = self.of(facts)
@@ -101,7 +108,7 @@ class Decisions:
                 return SAVE if facts.has_effect else RECOMPUTE
             index = self._num_asked
             self._num_asked = index + 1
-            answer = self._ask(facts, args, kwargs, output, index)
+            answer = context.consult(self._asks, facts.operator, args, kwargs, output, index)
             if answer is CheckpointPolicy.PREFER_RECOMPUTE and facts.kind is Kind.SAVEABLE:  # the most common, past the rest
                 return RECOMPUTE
             known = _meaning_of(answer, facts)
@@ -109,25 +116,9 @@ class Decisions:
             return SAVE
         return known
 
-    def _ask(self, facts: OpFacts, args: Any, kwargs: Any, output: Any, index: int | None) -> Any:
-        """Returns the policy's answer on one run of an operator.
-
-        Args:
-            facts: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            output: Its result.
-            index: The number of earlier questions; None for an operator whose output is never kept.
-        """
-        context = _new_context(SelectiveCheckpointContext)  # without its constructor: half the cost
-        context.op_output = output
-        context.index = index
-        context._arguments = args, kwargs
-        return self._asks(context, facts.operator, *args, **kwargs)
-
-    def ask_as_torch(self, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
+    def ask_as_torch(self, context: SelectiveCheckpointContext, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> None:
         """Asks the policy about an operator which runs again whatever the answer, as torch does."""
-        answer = decision_of(self._ask(facts, args, kwargs, output, None), facts.operator)
+        answer = decision_of(context.consult(self._asks, facts.operator, args, kwargs, output, None), facts.operator)
         if answer in _MUSTS and facts.is_never_kept:
             self.policy.warn_of_view(facts.operator)
 
@@ -166,13 +157,10 @@ def asks_for_torch(policy: Policy) -> Callable[..., Any]:
     Args:
         policy: The policy of one region, whose questions are counted from 0.
     """
-    asks, num_asked = policy.start(), itertools.count()
+    asks, num_asked, context = policy.start(), itertools.count(), SelectiveCheckpointContext()
 
     def ask(of_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        context = SelectiveCheckpointContext(op_output=of_torch.op_output)
-        if isinstance(op, OVERLOAD) and facts_of(op).is_asked_about:
-            context.index = next(num_asked)
-        context._arguments = args, kwargs
-        return asks(context, op, *args, **kwargs)
+        index = next(num_asked) if isinstance(op, OVERLOAD) and facts_of(op).is_asked_about else None
+        return context.consult(asks, op, args, kwargs, of_torch.op_output, index)
 
     return ask

@@ -171,7 +171,7 @@ class OperatorNotes(QuietDispatchMode):
     """Notes each operator of a forward, inside regions and outside; operators of recomputes are left out."""
 
     def __init__(self, notes: Notes) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._notes = notes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.draws import num_draw_modes
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes, is_without_values, past_modes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_without_values, past_modes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import facts_of, same_operator
@@ -39,7 +39,7 @@ _NO_READERS = (Kind.IGNORED, Kind.RANGE)
 _HANDED_OUT = (Kind.EFFECT, Kind.COLLECTIVE)
 
 
-class Aligning(PausableDispatchMode):
+class Aligning(QuietDispatchMode):
     """Notes the operators of a recompute, and compares their results with the kept outputs.
 
     Attributes:

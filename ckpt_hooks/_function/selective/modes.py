@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._ambient.draws import num_draw_modes, watch_draw
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
@@ -29,6 +29,7 @@ from ckpt_hooks._torch import graph_task_id, is_kept_anyway, sequence_number, to
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import DeterminismError
 from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE, Decisions
 
 from .aligning import Aligning
@@ -71,7 +72,7 @@ def _plan_for(decisions: Decisions, operator: Any) -> _Plan:
     return action, facts.call, facts
 
 
-class Record(WatchesUnseen):
+class Record(SelectiveCheckpointContext):
     """Notes the operators of a forward, and keeps outputs by the policy's decisions."""
 
     def __init__(self, selection: Selection, policy: Policy) -> None:
@@ -168,7 +169,7 @@ class Record(WatchesUnseen):
         self._count(sequence_number())
         watch = watch_draw(func, args, kwargs) if kind is _RANDOM or kind is _EFFECT else None
         output = facts.call(*args, **kwargs)
-        decision = self._decisions.decide(facts, args, kwargs, output)
+        decision = self._decisions.decide(self, facts, args, kwargs, output)
         if kind in _LOOKED_AT:
             self._look_at(facts, args, kwargs, output)
         elif decision in (SAVE, OFFLOAD):
@@ -180,7 +181,7 @@ class Record(WatchesUnseen):
         """Runs an operator without keeping its output. A policy in torch's form is asked all the same."""
         output = facts.call(*args, **kwargs)
         if self._decisions.policy.is_asked_as_torch:
-            self._decisions.ask_as_torch(facts, args, kwargs, output)
+            self._decisions.ask_as_torch(self, facts, args, kwargs, output)
         if facts.kind in _LOOKED_AT:
             self._look_at(facts, args, kwargs, output)
         return output
@@ -196,7 +197,7 @@ class Record(WatchesUnseen):
                 self.selection.outputs.forget(facts.written_in(args, kwargs))
 
 
-class _Reuse(PausableDispatchMode):
+class _Reuse(QuietDispatchMode):
     """Hands out the kept outputs of forward in one recompute.
 
     Attributes:

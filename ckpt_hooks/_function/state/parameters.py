@@ -31,7 +31,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves
 
-from ckpt_hooks._core.modes import PausableDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
@@ -174,7 +174,7 @@ class Doubting(Protocol):
         """Marks all later values as wrong; may end the rerun."""
 
 
-class WatchReads(PausableDispatchMode):
+class WatchReads(QuietDispatchMode):
     """Notes an operator's first read from the memory of a changed parameter, and undoes writes to changed parameters."""
 
     def __init__(
