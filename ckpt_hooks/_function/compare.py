@@ -155,6 +155,7 @@ def _compare_grad(collector: Collector) -> None:
             index,
             before,
             now,
+            has_more=index in expected,
         )
 
 
@@ -169,6 +170,7 @@ def _raise_miscounted(collector: Collector) -> None:
             expected,
             f"{expected} tensors",
             f"{found} tensors or more",
+            has_more=True,
         )
     raise _error(
         collector,
@@ -178,6 +180,7 @@ def _raise_miscounted(collector: Collector) -> None:
         found,
         f"{expected} tensors",
         f"{found} tensors",
+        has_more=False,
     )
 
 
@@ -193,11 +196,14 @@ def _differences(collector: Collector) -> list[tuple[int, str, str]]:
     return differences
 
 
-def _error(collector: Collector, message: str, index: int, expected: str, found: str) -> DeterminismError:
+def _error(
+    collector: Collector, message: str, index: int, expected: str, found: str, *, has_more: bool | None = None
+) -> DeterminismError:
     region = format_path(collector.frame.path)
-    return DeterminismError(
-        f"region {'/'.join(region)!r}: {message}{TIP}", region=region, index=index, expected=expected, found=found
-    )
+    message = f"region {'/'.join(region)!r}: {message}{TIP}"
+    error = DeterminismError(message, region=region, index=index, expected=expected, found=found)
+    error._has_more = has_more
+    return error
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:

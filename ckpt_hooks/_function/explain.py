@@ -194,8 +194,6 @@ def changed_requires_grad(
         function: Its function.
         required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
-    has_more = error.found.endswith(" or more") or error.expected.endswith("requires_grad=False")
-    has_fewer = not has_more and error.expected.endswith((" tensors", "requires_grad=True"))
     frozen: dict[int, torch.Tensor] = {}
     known = set(required)
     for node in _nodes():
@@ -215,12 +213,12 @@ def changed_requires_grad(
     lines = [
         f"In forward, {name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
         for leaf in frozen.values()
-        if not has_more
+        if error._has_more is not True
     ]
     lines += [
         f"In forward, {name} had requires_grad=False, and it has True now."
         for name, leaf in _named_tensors(function)
-        if not has_fewer and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
+        if error._has_more is not False and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
     ]
     return " ".join([*lines, "Change requires_grad after backward."] if lines else lines)
 
@@ -261,6 +259,7 @@ _COMPILED = (
 def _is_compiled(frame: HandleFrame, function: Any) -> bool:
     """Whether compiled code ran in a region: it saved a tensor, or the function names compiled functions or modules."""
     for node in _nodes():
+        # By name: AOTAutograd makes a class anew for each compiled function.
         if "CompiledFunction" in node.name() and any(
             isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame for packed in _packed_by(node)
         ):
