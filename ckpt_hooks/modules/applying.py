@@ -13,6 +13,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks._function.callables import check_runs
+from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.region import checkpoint_region
 
 from .forward import RegionForward, forward_of_class, region_forward_of
@@ -232,7 +233,4 @@ def _in_words(policy: Any) -> str:
     """Returns the name of a policy."""
     if policy is None:
         return ""
-    words = repr(policy)
-    if words.startswith("<") and ":" in words:
-        return words[1:].partition(":")[0]
-    return str(getattr(policy, "__qualname__", words))
+    return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", repr(policy)))

@@ -71,6 +71,10 @@ class Policy(abc.ABC):
         >>> y = checkpoint(policy=dots_saveable)(block)(torch.ones(2, 4))
     """
 
+    #: The name and the decisions in words, for its ``repr``; empty for policies of a user's class.
+    title: str = ""
+    meaning: str = ""
+
     #: Operators named by the user, until one of them has run or some regions were looked through. A list of operators which
     #: never run is a mistake mostly.
     expects: frozenset[Any] = frozenset()
@@ -90,6 +94,9 @@ class Policy(abc.ABC):
 
     #: Whether the policy goes by names of ``checkpoint_name``, which recorded regions alone have.
     knows_names: bool = False
+
+    def __repr__(self) -> str:
+        return f"<{self.title}: {self.meaning}>" if self.title else object.__repr__(self)
 
     @functools.cached_property
     def plan(self) -> dict[int, Any]:
@@ -172,7 +179,7 @@ class OpsPolicy(Policy):
 
     def __init__(
         self,
-        name: str,
+        title: str,
         ops: Iterable[Any],
         decision: CheckpointPolicy,
         meaning: str,
@@ -183,14 +190,14 @@ class OpsPolicy(Policy):
         """Makes a policy.
 
         Args:
-            name: The policy's name.
+            title: The policy's name.
             ops: The operators.
             decision: The decision on these operators.
             meaning: The decision in words.
             names: Names of operators of operators, which exist only after the import of their module.
             expected: Whether the user named the operators, and is to hear of operators which never run.
         """
-        self._name, self._ops, self._decision, self._meaning = name, frozenset(ops), decision, meaning
+        self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
         self.expects, self._views = frozenset(), []
         if expected:
@@ -212,9 +219,6 @@ class OpsPolicy(Policy):
     def for_op(self, op: Any) -> CheckpointPolicy:
         """Returns the decision for an operator."""
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
-
-    def __repr__(self) -> str:
-        return f"<{self._name}: {self._meaning}>"
 
 
 def saving(ops: list[Any]) -> OpsPolicy:

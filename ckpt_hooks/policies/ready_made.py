@@ -46,14 +46,11 @@ class _Uniform(Policy):
 
     has_views = True
 
-    def __init__(self, name: str, decision: CheckpointPolicy, meaning: str) -> None:
-        self._name, self._decision, self._meaning = name, decision, meaning
+    def __init__(self, title: str, decision: CheckpointPolicy, meaning: str) -> None:
+        self.title, self._decision, self.meaning = title, decision, meaning
 
     def for_op(self, op: Any) -> CheckpointPolicy:
         return self._decision
-
-    def __repr__(self) -> str:
-        return f"<{self._name}: {self._meaning}>"
 
 
 def _named(names: Iterable[str]) -> list[Any]:
@@ -168,8 +165,11 @@ def offload_ops(*ops: Any) -> Policy:
 class _SaveEvery(Policy):
     """Keeps every n-th output; the function returned by :meth:`start` counts."""
 
+    title = "save_every"
+
     def __init__(self, op: Any, n: int) -> None:
         self._op, self._n = op, n
+        self.meaning = f"keeps the output of one in {n} runs of {op}, counted in each region"
 
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         return None if op is self._op else _RECOMPUTE
@@ -186,9 +186,6 @@ class _SaveEvery(Policy):
             return _RECOMPUTE if count % n else _SAVE
 
         return decide
-
-    def __repr__(self) -> str:
-        return f"<save_every: keeps the output of one in {self._n} runs of {self._op}, counted in each region>"
 
 
 @makes_policies
@@ -226,8 +223,10 @@ def _stronger(one: Any, other: Any) -> CheckpointPolicy:
 class _Both(Policy):
     """Asks two policies; both see every operator."""
 
+    title = "save_from_both_policies"
+
     def __init__(self, one: Policy, other: Policy) -> None:
-        self._one, self._other = one, other
+        self._one, self._other, self.meaning = one, other, f"{one!r} or {other!r}"
         self.knows_names = one.knows_names or other.knows_names
         self.names = self.expected_names = one.names | other.names
 
@@ -252,9 +251,6 @@ class _Both(Policy):
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return _stronger(self._one(ctx, op, *args, **kwargs), self._other(ctx, op, *args, **kwargs))
 
-    def __repr__(self) -> str:
-        return f"<save_from_both_policies: {self._one!r} or {self._other!r}>"
-
 
 @makes_policies
 def save_from_both_policies(one: Any, other: Any) -> Policy:
@@ -278,7 +274,7 @@ class _Names(Policy):
     def __init__(
         self, title: str, decisions: dict[str, CheckpointPolicy], others: CheckpointPolicy | None, meaning: str
     ) -> None:
-        self._title, self._decisions, self._others, self._meaning = title, decisions, others, meaning
+        self.title, self._decisions, self._others, self.meaning = title, decisions, others, meaning
         self.names = self.expected_names = frozenset(decisions)
 
     def for_op(self, op: Any) -> CheckpointPolicy:
@@ -286,9 +282,6 @@ class _Names(Policy):
 
     def for_name(self, name: str) -> CheckpointPolicy | None:
         return self._decisions.get(name, self._others)
-
-    def __repr__(self) -> str:
-        return f"<{self._title}: {self._meaning}>"
 
 
 def _checked_names(names: Iterable[str], argument: str) -> list[str]:

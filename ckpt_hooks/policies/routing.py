@@ -19,6 +19,9 @@ _SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUT
 class _Routing(Policy):
     """Keeps results on which routes and shapes depend."""
 
+    title = "routing_saveable"
+    meaning = "keeps results on which routes and shapes depend (top-k, sort, nonzero, item, ...)"
+
     def for_op(self, op: Any) -> CheckpointPolicy | None:
         routing = facts_of(op).is_routing
         if routing is None:
@@ -30,9 +33,6 @@ class _Routing(Policy):
         if decision is None:
             return _SAVE if routes(op, args, kwargs) else _RECOMPUTE
         return decision
-
-    def __repr__(self) -> str:
-        return "<routing_saveable: keeps results on which routes and shapes depend (top-k, sort, nonzero, item, ...)>"
 
 
 #: Keeps results on which routes and shapes depend, for mixtures of experts. A recompute then takes the routes of forward, even
