@@ -153,6 +153,7 @@ def checked_flag(value: Any, name: str, *, others: Iterable[Any] = ()) -> bool:
     """
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
+    # By name: NumPy may be absent, and is not imported for this.
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
     choices = " or ".join(map(str, (True, False, *others)))

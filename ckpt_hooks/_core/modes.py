@@ -102,7 +102,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if self._ranges:
                 self._ranges -= 1
                 self.paused -= 1
-        elif self._ranges or str(args[0]).startswith("FSDP::"):
+        elif self._ranges or str(args[0]).startswith("FSDP::"):  # no more than the name tells whose range it is
             self._ranges += 1
             self.paused += 1
 

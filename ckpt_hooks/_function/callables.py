@@ -98,6 +98,7 @@ def is_policy(value: Any) -> bool:
             return True
     except (TypeError, ValueError):
         return False
+    # An annotation is text where the user's module postpones its evaluation.
     returned = getattr(value, "__annotations__", {}).get("return")
     return returned is CheckpointPolicy or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
 

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ckpt_hooks._torch import PastFunctionModes, num_function_modes, past_all_modes, queue_callback, set_conj, set_neg
+from ckpt_hooks._torch.graphs import CAST_NODE, LEAF_NODE
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_at_end", "transfers_for"]
 
@@ -268,7 +269,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
     if not base.requires_grad or base.is_leaf:
         return bool(base.requires_grad) or type(base) is torch.nn.Parameter
     node = base.grad_fn
-    return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
+    return type(node) is CAST_NODE and type(node.next_functions[0][0]) is LEAF_NODE
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

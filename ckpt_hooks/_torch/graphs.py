@@ -12,10 +12,15 @@ import torch
 
 from ckpt_hooks._torch import NodeSavedTensor
 
-__all__ = ["SAVED_TENSORS", "attributes_of", "is_packed", "packed_of", "saved_in"]
+__all__ = ["CAST_NODE", "LEAF_NODE", "SAVED_TENSORS", "attributes_of", "is_packed", "packed_of", "saved_in"]
 
 #: The classes of saved tensors, which have the packed object as ``data``.
 SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
+
+# Likewise.
+_functions: Any = torch._C._functions
+#: The classes of the nodes of casts, and of the nodes which accumulate the gradients of leaves.
+CAST_NODE, LEAF_NODE = _functions.ToCopyBackward0, _functions.AccumulateGrad
 
 # The attributes which hold saved tensors, by the class of nodes, one for each operator. Custom functions have one attribute.
 _fields: dict[type, tuple[str, ...]] = {}

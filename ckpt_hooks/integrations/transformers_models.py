@@ -311,4 +311,5 @@ def _switch_on(owner: Module, switch: Callable[..., Any], engine: Engine, n: int
 
 
 def _is_layer(module: Module) -> bool:
+    # By name: Transformers is not imported here, and has no such class before 4.52.
     return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)

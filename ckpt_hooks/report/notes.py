@@ -107,7 +107,7 @@ class Notes(Observer):
         self.saved_in: dict[tuple[int, int], TensorInfo] = {}
         self.outermost: dict[int, torch.nn.Module] = {}
         self._uninitialized: set[int] = set()
-        self._names: dict[int, dict[int, str]] = {}
+        self._names: dict[int, dict[int, str | None]] = {}
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         """Notes a saved tensor."""
@@ -162,9 +162,8 @@ class Notes(Observer):
         names = self._names.get(id(outermost))
         if names is None or id(module) not in names:
             names = self._names[id(outermost)] = {id(inner): name for name, inner in outermost.named_modules()}
-            names.setdefault(id(module), "?")
-        found = names[id(module)]
-        return None if found == "?" else found
+            names.setdefault(id(module), None)
+        return names[id(module)]
 
 
 class OperatorNotes(QuietDispatchMode):
