@@ -335,8 +335,9 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         them, each operator's generator state included. Parameters are left out, and so are tensors of regions inside.
 
         Returns:
-            One :class:`Holding` a tensor: ``description``, ``reason``, ``nbytes``, ``storage`` (a number), ``storage_nbytes``,
-            ``shape``, ``dtype``, ``device``. Empty once backward can ask for no dropped tensor any more.
+            One :class:`Holding` a tensor: ``reason`` (a :class:`ckpt_hooks.report.Reason`), ``why`` (the reason in more words),
+            ``nbytes``, ``storage`` (a number), ``storage_nbytes``, ``shape``, ``dtype``, ``device``, ``description``. Empty
+            once backward can ask for no dropped tensor any more.
         """
         frame = None if self._latest is None else self._latest()
         return [] if frame is None else frame.held()

@@ -7,6 +7,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint_region
+from ckpt_hooks._core.holdings import BY_POLICY, Reason
 from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, hold, recomputes
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
@@ -23,13 +24,13 @@ def same(tensor):
 
 
 def by_hooks(tensor, pack=same, unpack=same):
-    return HeldByHooks(tensor, (pack, unpack), PATH, "kept by the policy", by_policy=True)
+    return HeldByHooks(tensor, (pack, unpack), PATH, BY_POLICY)
 
 
 def test_one_wording_for_a_tensor_that_was_modified():
     """As it is, and through hooks that hand it back."""
     texts = set()
-    for make in (lambda tensor: hold(tensor, PATH, "kept by the policy").sealed(None), by_hooks):
+    for make in (lambda tensor: hold(tensor, PATH, BY_POLICY).sealed(None), by_hooks):
         tensor = torch.ones(2, 3)
         held = make(tensor)
         assert torch.equal(held.get(), tensor)
@@ -47,7 +48,7 @@ def test_what_hooks_hand_back_has_the_strides_that_it_had():
     held = by_hooks(tensor, lambda tensor: tensor.contiguous().clone())
     assert held.get().stride() == tensor.stride()
     assert torch.equal(held.get(), tensor)
-    assert held.describe() == "float32[3, 2]"
+    assert held.holding(BY_POLICY).shape == (3, 2)
 
 
 def test_what_hooks_hand_back_without_its_memory():
@@ -63,11 +64,12 @@ def test_what_hooks_hand_back_without_its_memory():
 
 def test_a_tensor_on_the_host_that_was_modified_is_called_what_it_was(transfers):
     tensor = torch.ones(300, 300)
-    held = HeldOnHost(tensor, Batch(), transfers_for(tensor), PATH, "kept by the policy").sealed(None)
+    held = HeldOnHost(tensor, Batch(), transfers_for(tensor), PATH, BY_POLICY).sealed(None)
     tensor.add_(1)
     with pytest.raises(MutationError, match=r"a float32\[300, 300\] tensor that region 'outer/inner' needs"):
         held.get()
-    assert held.describe() == "float32[300, 300] on the host"
+    found = held.holding(BY_POLICY)
+    assert (found.description, found.reason) == ("float32[300, 300] on the host", Reason.OFFLOADED)
 
 
 def test_only_recomputes_look_at_versions_by_themselves():

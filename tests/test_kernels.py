@@ -304,7 +304,7 @@ def _region_of(act):
     x, w = tensors(3, 3)
     with checkpoint_region() as region:
         y = (Counted.apply(x @ w, act) * 2).sin()
-    return y, [kept.reason for kept in region.kept() if "Counted.apply" in kept.reason]
+    return y, [kept.why for kept in region.kept() if "Counted.apply" in kept.why]
 
 
 _buffer = torch.zeros(3)
@@ -453,7 +453,7 @@ def test_whether_a_write_counts_is_not_left_to_chance():
             for part in range(2):
                 h = h + IntoBuffer.apply(h, unfilled[part]) @ v + k.Lists.apply(h, {"scale": w.t(), "shifts": [v.t()]})
             h = h.sin()
-        reasons.append(sorted({kept.reason for kept in region.kept() if ".apply" in kept.reason}))
+        reasons.append(sorted({kept.why for kept in region.kept() if ".apply" in kept.why}))
         return h.sum()
 
     reasons = Log()
@@ -589,7 +589,7 @@ def test_what_a_policy_keeps_of_a_function_counts_where_it_is_saved_or_returned(
     with checkpoint_region(policy=[aten.mm.default]) as region:
         y, z = Products.apply(x * 2, w * 2)
         z = z.sin()
-    kept = [held.nbytes for held in region.kept() if "Products.apply" in held.reason]
+    kept = [held.nbytes for held in region.kept() if "Products.apply" in held.why]
     assert kept == [64, 64]
     grad(z.sum(), (x, w), retain_graph=True)
     assert Counted.runs == 1  # all that was wanted was kept
@@ -840,7 +840,7 @@ def test_arguments_of_a_kernel_are_kept_from_then_on():
         h = x @ w
         double_in_place[1](h)
         y = (h * 2).sin()
-    assert "handed to the Triton kernel double_in_place" in [kept.reason for kept in region.kept()]
+    assert "handed to the Triton kernel double_in_place" in [kept.why for kept in region.kept()]
     y.sum().backward()
 
 
@@ -859,7 +859,7 @@ def test_a_launch_to_compile_writes_nothing_and_one_in_an_operator_is_the_operat
         launches(h)
     with checkpoint_region() as region:
         y = (launches((x @ w).detach()) * x).sin()
-    assert not [kept for kept in region.kept() if "Triton" in kept.reason]
+    assert not [kept for kept in region.kept() if "Triton" in kept.why]
     y.sum().backward()
 
 

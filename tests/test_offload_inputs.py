@@ -15,6 +15,7 @@ from ckpt_hooks import MutationError, apply_checkpointing, checkpoint, checkpoin
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.policies import dots_saveable
+from ckpt_hooks.report import Reason
 from tests.measure import CountOps, Log
 
 
@@ -283,7 +284,7 @@ def test_what_is_told(transfers):
             self.found.append((region.path[-1], nbytes, to_host))
 
         def held(self, region, holdings):
-            self.found += [(holding.description, holding.nbytes) for holding in holdings]
+            self.found += [(holding.reason, holding.nbytes) for holding in holdings]
 
     for make in (checkpoint, checkpoint_region):
         copies = Copies()
@@ -291,15 +292,15 @@ def test_what_is_told(transfers):
         with observe(copies):
             y = region(lambda x: x.sin().cos())(x * 1)
         y.sum().backward()
-        told = [("one", 1200, True), ("float32[300] on the host", 1200), ("one", 1200, False)]
+        told = [("one", 1200, True), (Reason.OFFLOADED, 1200), ("one", 1200, False)]
         assert [one for one in copies.found if one in told] == told
     with checkpoint_region(offload_inputs=True) as region:
         y = (x * 1).sin().cos()
-    assert [kept.description for kept in region.kept()] == []
+    assert region.kept() == []
     h = x * 1
     with checkpoint_region(offload_inputs=True) as region:
         y = h.sin().cos()
-    assert [kept.description for kept in region.kept()] == ["float32[300] on the host"]
+    assert [(kept.reason, kept.shape) for kept in region.kept()] == [(Reason.OFFLOADED, (300,))]
     assert y.shape == h.shape
 
 

@@ -28,6 +28,7 @@ from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
+from ckpt_hooks.report import Reason
 from tests.measure import Log, leaf
 
 aten = torch.ops.aten
@@ -221,7 +222,7 @@ def test_selective_policies(form, whose):
         call = FORMS[form](module, **options)
         found = step(module, call)
         y = call(leaf(4, 8)).sum()
-        kept = [holding for holding in count.frame().held() if holding.reason == "kept by the policy"]
+        kept = [holding for holding in count.frame().held() if holding.reason is Reason.POLICY]
         y.backward(retain_graph=True)
         y.backward()  # which single-use contexts of torch would not survive
     assert count.recomputes == 3

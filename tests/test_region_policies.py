@@ -9,6 +9,7 @@ from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks.report import Reason
 from tests.measure import leaf
 from tests.regions import assert_as_eager, replayed
 
@@ -158,8 +159,8 @@ def test_an_error_in_a_policy():
 
 
 def kept_by(region):
-    """Returns description and reason of each tensor that a region keeps."""
-    return [kept[:2] for kept in region.kept()]
+    """Returns description, reason and more words on each tensor that a region keeps."""
+    return [(kept.description, kept.reason, kept.why) for kept in region.kept()]
 
 
 def test_what_a_region_keeps_and_why():
@@ -170,19 +171,19 @@ def test_what_a_region_keeps_and_why():
     with region:
         y = checkpoint_name((hidden @ w + other).sin().exp(), "e").cos()
     assert kept_by(region) == [
-        ("float64[4, 4]", "saved, from outside of the region"),
-        ("float64[4, 4]", "kept by the policy"),
-        ("float32[4]", "from outside of the region"),
-        ("float64[4, 4]", "kept by the policy, by the name of 'e'"),
+        ("float64[4, 4]", Reason.INPUT, "saved, from outside of the region"),
+        ("float64[4, 4]", Reason.POLICY, "kept by the policy"),
+        ("float32[4]", Reason.INPUT, "from outside of the region"),
+        ("float64[4, 4]", Reason.NAME, "kept by the policy, by the name of 'e'"),
     ]
     del y
     with region:
         y = (hidden.sin() @ w).mul(other).cos()
     assert kept_by(region) == [
-        ("float64[4, 4]", "saved, from outside of the region"),
-        ("float32[4]", "saved, from outside of the region"),
-        ("float64[4, 4]", "from outside of the region"),
-        ("float64[4, 4]", "kept by the policy"),
+        ("float64[4, 4]", Reason.INPUT, "saved, from outside of the region"),
+        ("float32[4]", Reason.INPUT, "saved, from outside of the region"),
+        ("float64[4, 4]", Reason.INPUT, "from outside of the region"),
+        ("float64[4, 4]", Reason.POLICY, "kept by the policy"),
     ]
     y.sum().backward()
     assert region.kept() == []
@@ -204,8 +205,8 @@ def test_what_cannot_be_brought_back_is_kept():
         table[2:] = 2
         y = (x.sin() * table).exp()
     assert kept_by(region) == [
-        ("float64[4]", "saved, memory that was written to in part"),
-        ("float64[4]", "memory that was written to in part"),
+        ("float64[4]", Reason.NOT_REPLAYED, "saved, memory that was written to in part"),
+        ("float64[4]", Reason.NOT_REPLAYED, "memory that was written to in part"),
     ]
     one, other = region.kept()
     assert one.nbytes == other.nbytes == 32

@@ -8,6 +8,7 @@ import torch
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import describe_packed
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Fate
@@ -204,11 +205,11 @@ def test_a_function_frame_holds_arguments_state_and_random_state():
     owners = {"x": x, "table": table, "count": module.count, "mask": module.mask}
     names = {storage_and_size(tensor)[0]: name for name, tensor in owners.items()}
     assert {(held.reason, names.get(held.storage, held.nbytes)) for held in frame.held()} == {
-        ("argument", "x"),
-        ("argument", "table"),
-        ("random state", 5056),
-        ("state that the function reaches", "count"),
-        ("state that the function reaches", "mask"),
+        (Reason.INPUT, "x"),
+        (Reason.INPUT, "table"),
+        (Reason.RANDOM_STATE, 5056),
+        (Reason.STATE, "count"),
+        (Reason.STATE, "mask"),
     }
     (argument,) = (held for held in frame.held() if held.nbytes == 48)
     assert argument.shape == (6,)
@@ -241,9 +242,9 @@ def test_a_function_frame_holds_what_its_policy_keeps():
     with observe(log):
         y = checkpoint(policy=save_ops(aten.mm.default))(lambda x: (x @ w).sin().exp())(x)
     (frame,) = log.frames
-    assert [held for held in held_by(frame) if held[0] == "kept by the policy"] == [("kept by the policy", 128)]
+    assert [held for held in held_by(frame) if held[0] is Reason.POLICY] == [(Reason.POLICY, 128)]
     y.sum().backward()
-    assert [held for held in held_by(frame) if held[0] == "kept by the policy"] == []
+    assert [held for held in held_by(frame) if held[0] is Reason.POLICY] == []
 
 
 def test_what_a_backward_brought_back_and_nobody_took():
@@ -256,9 +257,9 @@ def test_what_a_backward_brought_back_and_nobody_took():
     hidden = one.grad_fn.register_hook(lambda *_: seen.append(held_by(log.frames[0])))
     torch.autograd.grad(one.sum(), x, retain_graph=True)
     before, during = seen
-    assert [held for held in before if held[0] == "recomputed"] == []
-    assert [held for held in during if held[0] == "recomputed"] == [("recomputed", 32)]
-    assert [held for held in held_by(log.frames[0]) if held[0] == "recomputed"] == []
+    assert [held for held in before if held[0] is Reason.RECOMPUTED] == []
+    assert [held for held in during if held[0] is Reason.RECOMPUTED] == [(Reason.RECOMPUTED, 32)]
+    assert [held for held in held_by(log.frames[0]) if held[0] is Reason.RECOMPUTED] == []
     hidden.remove()
     del other
 
@@ -275,7 +276,7 @@ def test_a_recorded_frame_holds_what_was_kept_and_then_written_to(written):
             h.add_(1)
         z = h.exp()
     held = held_by(log.frames[0])
-    assert ("kept by the policy", 128) in held
+    assert (Reason.POLICY, 128) in held
     del y, z
 
 
@@ -307,12 +308,13 @@ def test_what_is_on_the_host_and_what_hooks_have_is_listed(transfers):
     with checkpoint_region(policy=offload_ops(aten.exp.default)) as region:
         y = (x * 2).exp()
     assert [kept[:3] for kept in region.kept()] == [
-        ("float64[1024] on the host", "kept by the policy, as a result of aten.exp.default", 8192)
+        (Reason.OFFLOADED, "kept by the policy, as a result of aten.exp.default", 8192)
     ]
+    assert [kept.description for kept in region.kept()] == ["float64[1024] on the host"]
     del y
     there = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: there.append(tensor) or len(there), lambda n: there[n - 1])
     with hooks, checkpoint_region(policy=save_ops(aten.mm.default)) as region:
         y = (w @ w).sin()
-    assert [kept[:3] for kept in region.kept()] == [("float64[4, 4]", "kept by the policy", 128)]
+    assert [kept[:3] for kept in region.kept()] == [(Reason.HOOKS, "kept by the policy", 128)]
     y.sum().backward()

@@ -13,7 +13,7 @@ import torch
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import is_without_values, pause_modes, resume_modes
 from ckpt_hooks._core.paths import RegionPath, format_path
@@ -247,13 +247,13 @@ class FunctionFrame(HandleFrame):
         call = self.call
         seen: set[int] = set()
         parts = (
-            ("argument", call.arguments),
-            ("state that the function reaches", (call.state, None if call.names is None else call.names.contents())),
-            ("random state", (call.ambient, call.draws)),
-            ("kept by the policy", call.selection),
-            ("recomputed", [opened.values for opened in self.passes.values()]),
+            (Reason.INPUT, call.arguments),
+            (Reason.STATE, (call.state, None if call.names is None else call.names.contents())),
+            (Reason.RANDOM_STATE, (call.ambient, call.draws)),
+            (Reason.POLICY, call.selection),
+            (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )
-        return [found for reason, part in parts for found in holdings_in(part, reason, seen, (Frame, ModulePlan))]
+        return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, ModulePlan))]
 
     def owners(self) -> list[Frame]:
         """Returns the frames around whose tensors are arguments, or pass through their hooks; see :meth:`Frame.owners`."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import mutated_leaf
+from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.saved import Kept, TrackedKept
@@ -253,7 +254,7 @@ class RecordedFrame(ReplayedFrame):
             elif store.external and tape.hooks is None and self.hooks_around is None and not of_function:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
-                self.externals.append((weakref.ref(external), store.reason))
+                self.externals.append((weakref.ref(external), store.cause))
                 return external
             else:
                 value = tape.value_of(tensor, None)
@@ -278,7 +279,7 @@ class RecordedFrame(ReplayedFrame):
         decision = self._decisions.of_name(name)
         value = tape.tables.known.get(id(tensor))
         if decision != RECOMPUTE and value is not None and value.saved is None and not value.store.external:
-            tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, by the name of {name!r}")
+            tape.held.keep(value, tensor, decision, tape.path, Cause(Reason.NAME, f"by the name of {name!r}"))
 
 
 @skipped

@@ -23,6 +23,7 @@ import torch
 from ckpt_hooks._ambient import autocast, function_modes, rng
 from ckpt_hooks._ambient.streams import find_devices, is_capturing
 from ckpt_hooks._ambient.tracking import TRACKED
+from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import Written
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of
@@ -326,5 +327,5 @@ class FunctionCall(RunningFunction):
         self._facts.results.append((number, is_saved, place, tensor.shape, tensor.dtype))
         self._made.append(value)
         if address in self._decisions and address in self._born:
-            reason = f"kept by the policy, as a result of {self._facts.name}"
-            tape.held.keep(value, tensor, self._decisions[address], tape.path, reason)
+            cause = Cause(Reason.POLICY, f"as a result of {self._facts.name}")
+            tape.held.keep(value, tensor, self._decisions[address], tape.path, cause)

@@ -10,6 +10,7 @@ import weakref
 
 import torch
 
+from ckpt_hooks._core.holdings import Cause
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Hooks, Lost, hold
@@ -56,16 +57,16 @@ class TensorsHeld:
         if self.is_in_frame:
             self._for_frame.append(value)
 
-    def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, reason: str) -> None:
+    def keep(self, value: Value, tensor: torch.Tensor, decision: int, path: RegionPath, cause: Cause) -> None:
         """Keeps the tensor of a value, or sends it to the host; drops the value's history, which is not needed then."""
         alias = counted_detach(tensor)
         to_host = decision == OFFLOAD and not self.is_in_frame and not _is_cast_of_leaf(value)
         transfers = transfers_for(tensor) if to_host else None
         if transfers is not None:
             self._batch = self._batch or Batch()
-            self._hold(value, HeldOnHost(alias, self._batch, transfers, path, reason))
+            self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
         else:
-            self._hold(value, hold(alias, path, reason))
+            self._hold(value, hold(alias, path, cause))
         value.op = value.before = None
 
     def _hold(self, value: Value, saved: HeldTensor) -> None:
@@ -96,7 +97,7 @@ class TensorsHeld:
             value = reference()
             if value is not None and value.saved is not None:
                 saved = value.saved
-                value.saved = saved.sealed(None if saved.by_policy and not respect_hooks else hooks)
+                value.saved = saved.sealed(hooks if respect_hooks or not saved.by_policy else None)
         self._for_frame.clear()
 
 

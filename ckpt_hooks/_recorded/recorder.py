@@ -18,6 +18,7 @@ from typing_extensions import Self
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import drops_nothing
 from ckpt_hooks._ambient.flags import read_common, read_fast
+from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
@@ -50,7 +51,6 @@ _Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}
 _CAST = Kind.CAST
-_BY_POLICY = "kept by the policy"
 
 
 class Recorder(SelectiveCheckpointContext):
@@ -248,10 +248,9 @@ class Recorder(SelectiveCheckpointContext):
             saved = HeldTensor()
             saved.tensor = counted_detach(tensor)
             saved.version = None
-            saved.reason = _BY_POLICY
+            saved.cause = BY_POLICY
             saved.path = tape.path
             saved.is_fickle = False
-            saved.by_policy = True
             value.saved = saved
             holder = _weakref(value)
             store.held = [holder]
@@ -265,7 +264,7 @@ class Recorder(SelectiveCheckpointContext):
         store = tables.stores[address] = new_store(address, tables.number)
         value = new_value(tables.number, store, store)
         tables.register(tensor, value)
-        tape.held.keep(value, tensor, SAVE, tape.path, _BY_POLICY)
+        tape.held.keep(value, tensor, SAVE, tape.path, BY_POLICY)
 
     def _record(self, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
         """Runs and records an operator of any kind."""

@@ -12,7 +12,7 @@ import torch
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
-from ckpt_hooks._core.holdings import Holding, holdings_in, owners_in
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
@@ -126,7 +126,7 @@ class ReplayedFrame(Replayable):
     """A recorded frame's handles and replays.
 
     Attributes:
-        externals: Stand-ins for saved tensors from outside, and the reasons why these are.
+        externals: Stand-ins for saved tensors from outside, and the reasons for holding these.
         handles: The frame's handles.
         is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split`).
     """
@@ -142,7 +142,7 @@ class ReplayedFrame(Replayable):
         Frame.__init__(self, name, parent, observers)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
-        self.externals: list[tuple[weakref.ref[TrackedKept], str]] = []
+        self.externals: list[tuple[weakref.ref[TrackedKept], Cause]] = []
         self.lines = None if outer is None else outer.lines
         self.unseen: list[tuple[torch.Tensor, str]] = []
         self.outer = outer
@@ -159,18 +159,18 @@ class ReplayedFrame(Replayable):
         """Returns the tensors kept alive by this frame, in the order of their making; see :meth:`Frame.held`."""
         seen: set[int] = set()
         held = [
-            found
-            for reference, reason in self.externals
+            found._replace(why=f"saved, {found.why}")
+            for reference, cause in self.externals
             if (external := reference()) is not None
-            for found in holdings_in(external[0], f"saved, {reason}", seen)
+            for found in holdings_in(external[0], cause, seen)
         ]
         for value in self._values():
             if value.saved is not None:
-                held += holdings_in(value.saved, value.saved.reason, seen, (Frame,))
+                held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
-                held += holdings_in(value.op.draw, "random state", seen, (Frame,))
+                held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
         replays = [[*replay.tensors.values(), *replay.held.values()] for replay in self.passes.values()]
-        return held + list(holdings_in(replays, "recomputed", seen))
+        return held + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
 
     def _values(self) -> list[Value]:
         """Returns the values needed by the living handles, in the order of their making."""

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._torch import storage_of
 
 from .values import Store, Value, new_store
@@ -66,13 +67,13 @@ class Tables:
             self.stores[address] = store
         return store
 
-    def make_external(self, store: Store, reason: str) -> None:
-        """Makes a storage an outside storage: from now on its tensors are kept where needed."""
+    def make_external(self, store: Store, detail: str) -> None:
+        """Makes a storage, which cannot be replayed, an outside storage: from now on its tensors are kept where needed."""
         if not store.external:
             store.external = True
             store.uninitialized = False
             self.forget_members(store)
-        store.reason = reason
+        store.cause = Cause(Reason.NOT_REPLAYED, detail)
 
     def forget_members(self, store: Store) -> None:
         """Forgets the tensors in a storage."""

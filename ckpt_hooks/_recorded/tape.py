@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.threads import RegionThread
 from ckpt_hooks._core.watch import Watch
@@ -38,6 +39,7 @@ __all__ = ["Tape"]
 _Tensor = torch.Tensor
 _weakref = weakref.ref
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default
+_GATHERED = Cause(Reason.PARAMETER, "a parameter gathered for its unit")
 
 
 class Tape:
@@ -164,23 +166,22 @@ class Tape:
                 if value is not None:
                     made.append(value)
                     if decision != RECOMPUTE and value.store.birth == value.number:
-                        self.held.keep(
-                            value, tensor, decision, self.path, f"kept by the policy, as a result of {op.facts.operator}"
-                        )
+                        cause = Cause(Reason.POLICY, f"as a result of {op.facts.full_name}")
+                        self.held.keep(value, tensor, decision, self.path, cause)
             elif isinstance(tensor, (list, tuple)):
                 return self.note(op, values, flatten(out), decision)
             elif isinstance(tensor, _Tensor):
-                self.note_external(tensor, _reason_for(tensor))
+                self.note_external(tensor, _of_class(tensor))
         return made
 
-    def note_external(self, tensor: torch.Tensor, reason: str) -> None:
+    def note_external(self, tensor: torch.Tensor, detail: str) -> None:
         """Makes a tensor's storage an outside storage, since the tensor's operator cannot be replayed."""
         address = storage_of(tensor)
         if address is not None:
             store = self.tables.stores.get(address)
             if store is None or not store.is_alive():
                 store = self.tables.external_store(address)
-            self.tables.make_external(store, reason)
+            self.tables.make_external(store, detail)
             store.members.append(_weakref(tensor))
 
     def note_uninitialized(self, tensor: Any) -> None:
@@ -219,7 +220,7 @@ class Tape:
         if store is None or not store.is_alive():
             store = self.tables.external_store(address)
             if type(tensor) not in PLAIN_OR_FAKE:
-                store.reason = _reason_for(tensor)
+                store.cause = Cause(Reason.NOT_REPLAYED, _of_class(tensor))
         elif not store.external:
             value = alias_of(self.tables, store, tensor, self.surroundings)
             if value is not None:
@@ -243,9 +244,8 @@ class Tape:
         else:
             saved, self.has_refilled = HeldRefilled(tensor, origin), True
         saved.tensor = tensor
-        saved.reason = store.reason if origin is None else "a parameter gathered for its unit"
+        saved.cause = store.cause if origin is None else _GATHERED
         saved.path = self.path
-        saved.by_policy = False
         value.saved = saved
         self.tables.inputs[id(tensor)] = holder = _weakref(value)
         if store.held is None:
@@ -290,5 +290,5 @@ class Tape:
         self.held.close(self.hooks, respect_hooks=self.respect_hooks)
 
 
-def _reason_for(tensor: torch.Tensor) -> str:
+def _of_class(tensor: torch.Tensor) -> str:
     return f"a {type(tensor).__name__}, which is kept as it is"

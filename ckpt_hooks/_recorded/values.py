@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._tensors.held import HeldTensor
 from ckpt_hooks._torch import storage_of
@@ -51,18 +52,18 @@ class Store:
         members: The tensors in the storage seen by the tape, weakly.
         handles: The handles of tensors in the storage, or None.
         held: The values in the storage whose tensor is kept, or None.
-        reason: The reason why the contents come from outside; unset for other storages.
+        cause: The reason for holding tensors in the storage; unset for a storage made by an operator on the tape.
     """
 
     __slots__ = (
         "__weakref__",
         "address",
         "birth",
+        "cause",
         "external",
         "handles",
         "held",
         "members",
-        "reason",
         "uninitialized",
         "written",
     )
@@ -75,7 +76,7 @@ class Store:
     members: list[weakref.ref[torch.Tensor]]
     handles: list[weakref.ref[Any]] | None
     held: list[weakref.ref[Value]] | None
-    reason: str
+    cause: Cause
 
     def is_alive(self) -> bool:
         """Whether a known tensor is still in the storage, so that no other storage has taken the address."""
@@ -91,6 +92,8 @@ class Store:
         """Whether a tensor is in the storage, and was not given another storage (``tensor.data = other``)."""
         return tensor is not None and (storage_of(tensor) or 0) == self.address
 
+
+_FROM_OUTSIDE = Cause(Reason.INPUT)
 
 #: Stands for the state that an operator drew from, where a replay is to draw what comes next.
 ANEW: Any = object()
@@ -155,7 +158,7 @@ class Value:
 def new_store(address: int, birth: int) -> Store:
     """Returns a storage. Code which runs for each operator has this written out instead."""
     store = Store()
-    store.address, store.birth, store.reason = address, birth, "from outside of the region"
+    store.address, store.birth, store.cause = address, birth, _FROM_OUTSIDE
     store.external = store.uninitialized = store.written = False
     store.members = []
     store.handles = store.held = None

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, Written
@@ -192,7 +193,7 @@ def after_inside(tape: Tape, op: Op, store: Store, bumped: list[object], decisio
             store.members.append(member)
         made.append(value)
         if decision != RECOMPUTE:
-            tape.held.keep(value, tensor, decision, tape.path, f"kept by the policy, as written by {facts.operator}")
+            tape.held.keep(value, tensor, decision, tape.path, Cause(Reason.POLICY, f"as written by {facts.full_name}"))
     # What autograd saved without a version in common is what was written, now.
     store.handles = None
     for handle in quiet:
@@ -227,10 +228,8 @@ def _overwritten(value: Value, name: str, path: Any) -> Value:
 def _handed_over(handle: Any, tensor: torch.Tensor, hooks: Hooks) -> Value:
     """Returns the value of a handle whose tensor goes to saved-tensor hooks, as in plain autograd when it saves the tensor."""
     value = new_value(handle.value.number, handle.value.store, handle.value.counter)
-    value.tensor, value.saved = (
-        handle.value.tensor,
-        HeldByHooks(tensor, hooks, handle.frame.path, handle.value.store.reason, by_policy=False),
-    )
+    value.tensor = handle.value.tensor
+    value.saved = HeldByHooks(tensor, hooks, handle.frame.path, handle.value.store.cause)
     return value
 
 

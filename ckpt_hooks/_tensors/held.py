@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.holdings import Holding, size_of
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import mutated
@@ -38,6 +38,8 @@ __all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
+_LOST = Cause(Reason.LOST)
+
 
 class HeldTensor:
     """A tensor held as it is.
@@ -45,30 +47,28 @@ class HeldTensor:
     Attributes:
         tensor: The tensor; None where hooks or the host have it.
         version: Its version when sealed; None before, and where writes are not counted.
-        reason: The reason for holding, in words.
+        cause: The reason for holding.
         path: The region which needs the tensor.
         is_fickle: Whether later writes are likely, as for a tensor written to by the region.
-        by_policy: Whether a policy asked for the tensor.
         is_on_host: Whether the tensor was moved to the host.
         is_packed: Whether getting the tensor takes work, which a replay does once for all readers.
         steps: The number of steps of fused optimizers when sealed; unset before.
     """
 
     is_on_host = is_packed = False
-    __slots__ = ("by_policy", "is_fickle", "path", "reason", "steps", "tensor", "version")
+    __slots__ = ("cause", "is_fickle", "path", "steps", "tensor", "version")
 
     tensor: torch.Tensor | None
     version: int | None
-    reason: str
+    cause: Cause
     path: RegionPath
     is_fickle: bool
-    by_policy: bool
     steps: int
 
-    def describe(self) -> str:
-        """Returns dtype and shape in words; nothing for parameters and the like, which exist in any case."""
-        tensor = self.tensor
-        return "" if tensor is None or is_kept_anyway(tensor) else describe_kind(tensor)
+    @property
+    def by_policy(self) -> bool:
+        """Whether a policy asked for the tensor."""
+        return self.cause.reason in (Reason.POLICY, Reason.NAME)
 
     def copy(self, clones: Clones) -> None:
         """Holds a copy instead, before a write to the tensor; see :func:`copy_in`."""
@@ -92,7 +92,7 @@ class HeldTensor:
         if is_kept_anyway(tensor):
             return self
         if hooks is not None:
-            return HeldByHooks(tensor, hooks, self.path, self.reason, by_policy=self.by_policy)
+            return HeldByHooks(tensor, hooks, self.path, self.cause)
         if not tensor.requires_grad:
             return self
         # The tensor itself would own this graph after a later write in place.
@@ -116,7 +116,7 @@ class HeldTensor:
         return tensor
 
     def _modified(self, tensor: torch.Tensor, kind: str = "") -> MutationError:
-        holder = f"that {region_in_words(self.path)} needs ({self.reason})"
+        holder = f"that {region_in_words(self.path)} needs ({self.cause.in_words()})"
         more = " Or have what was computed from it kept, by a policy or by leaving it out of the region."
         return mutated(tensor, self.version or 0, self.path, holder, kind=kind, more=more)
 
@@ -132,11 +132,11 @@ class HeldTensor:
         )
 
 
-def hold(tensor: torch.Tensor, path: RegionPath, reason: str) -> HeldTensor:
+def hold(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
     """Returns the holder of a tensor, as it is, for a policy; not sealed yet."""
     held = HeldTensor()
-    held.tensor, held.version, held.reason, held.path = tensor, None, reason, path
-    held.is_fickle, held.by_policy = False, True
+    held.tensor, held.version, held.cause, held.path = tensor, None, cause, path
+    held.is_fickle = False
     return held
 
 
@@ -158,12 +158,8 @@ class HeldRefilled(HeldTensor):
         self.source_steps = self.steps
         self.source_version = _version_of(origin.source)
 
-    def describe(self) -> str:
-        """Returns nothing: the memory is the owner's."""
-        return ""
-
-    def holding(self, reason: str) -> None:
-        """Returns no report, likewise."""
+    def holding(self, cause: Cause) -> None:
+        """Returns no report: the memory is the owner's."""
 
     def copy(self, clones: Clones) -> None:
         """Does nothing: the owner writes to the memory what was there. Another write shows in the version."""
@@ -192,7 +188,7 @@ class HeldRefilled(HeldTensor):
             source._version != self.source_version
             or (self.source_steps != num_fused_steps() and stepped_since(source, self.source_steps))
         ):
-            holder = f"that {region_in_words(self.path)} needs ({self.reason})"
+            holder = f"that {region_in_words(self.path)} needs ({self.cause.in_words()})"
             raise mutated(source, self.source_version, self.path, holder)
         return tensor
 
@@ -219,9 +215,9 @@ class HeldByHooks(HeldTensor):
     __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
 
     @unseen
-    def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, reason: str, *, by_policy: bool) -> None:
-        self.tensor, self.version, self.reason, self.path = None, tensor._version, reason, path
-        self.is_fickle, self.by_policy = False, by_policy
+    def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause) -> None:
+        self.tensor, self.version, self.cause, self.path = None, tensor._version, cause, path
+        self.is_fickle = False
         self._kind = kind_of(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
@@ -229,11 +225,7 @@ class HeldByHooks(HeldTensor):
         with torch.no_grad():  # as autograd calls the hooks
             self._packed: Any = pack(tensor)
 
-    def describe(self) -> str:
-        """Returns dtype and shape in words."""
-        return kind_in_words(self._kind)
-
-    def holding(self, reason: str) -> Holding | None:
+    def holding(self, cause: Cause) -> Holding | None:
         """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself.
 
         Of other hooks the report has the memory of the tensors in their result, or the size of the held tensor if none show.
@@ -241,8 +233,8 @@ class HeldByHooks(HeldTensor):
         if recomputes(self._unpack):
             return None
         if type(self._packed) is Moved:
-            return self._packed.holding(reason)
-        found = _holding(self.describe(), reason, self._kind, None)
+            return self._packed.holding(cause)
+        found = _holding(Reason.HOOKS, cause, self._kind, None)
         packed = instances_in(self._packed, torch.Tensor)
         if not packed:
             return found
@@ -285,20 +277,16 @@ class HeldOnHost(HeldTensor):
     __slots__ = ("_kind", "_sent", "_witness")
 
     @unseen
-    def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, reason: str) -> None:
-        self.tensor, self.version, self.reason, self.path = None, None, reason, path
-        self.is_fickle, self.by_policy = False, True
+    def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, cause: Cause) -> None:
+        self.tensor, self.version, self.cause, self.path = None, None, cause, path
+        self.is_fickle = False
         self._kind = kind_of(tensor)
         self._witness: torch.Tensor | None = version_witness(tensor)
         self._sent = batch.send(tensor, transfers)
 
-    def describe(self) -> str:
-        """Returns dtype and shape in words, and the place."""
-        return f"{kind_in_words(self._kind)} on the host"
-
-    def holding(self, reason: str) -> Holding:
+    def holding(self, cause: Cause) -> Holding:
         """Returns a report of the copy on the host."""
-        return _holding(self.describe(), reason, self._kind, torch.device("cpu"))
+        return _holding(Reason.OFFLOADED, cause, self._kind, torch.device("cpu"))
 
     def copy(self, clones: Clones) -> None:
         """Makes the write wait until the copy on the host is complete."""
@@ -335,8 +323,8 @@ class Lost(HeldTensor):
     __slots__ = ("what", "why")
 
     def __init__(self, what: str, why: str, path: RegionPath) -> None:
-        self.tensor, self.version, self.reason, self.path = None, None, "", path
-        self.is_fickle = self.by_policy = False
+        self.tensor, self.version, self.cause, self.path = None, None, _LOST, path
+        self.is_fickle = False
         self.what, self.why = what, why
 
     def copy(self, clones: Clones) -> None:
@@ -356,14 +344,13 @@ class Lost(HeldTensor):
         raise MutationError(message, region=format_path(self.path), tensor=self.what, expected=None, found=None)
 
 
-def _holding(
-    description: str, reason: str, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None
-) -> Holding:
+def _holding(reason: Reason, cause: Cause, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None) -> Holding:
     dtype, shape = kind
     nbytes = None if shape is None else nbytes_of(shape, dtype)
-    return Holding(description, reason, nbytes or 0, None, 0, shape, dtype, device)
+    return Holding(reason, cause.in_words(), nbytes or 0, None, 0, shape, dtype, device)
 
 
 def recomputes(unpack: Callable[[Any], Any]) -> bool:
     """Whether an unpack hook belongs to a region, torch's included, which runs operators again."""
+    # Torch makes its hook anew in each call: only the module tells whose it is.
     return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.holdings import Holding, size_of
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.mutation import mutated
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.paths import RegionPath, region_in_words
@@ -97,11 +97,11 @@ class Moved:
             saved.batch = batch
         return saved
 
-    def holding(self, reason: str) -> Holding:
+    def holding(self, cause: Cause) -> Holding:
         """Returns a report of the tensor, or of the copy on the host."""
-        tensor, place = (self._tensor, "") if self._sent is None else (self._sent.host, " on the host")
-        words, storage = describe_kind(tensor) + place, storage_and_size(tensor)
-        return Holding(words, reason, size_of(tensor), *storage, tensor.shape, tensor.dtype, tensor.device)
+        sent, why = self._sent, cause.in_words()
+        tensor, reason = (self._tensor, cause.reason) if sent is None else (sent.host, Reason.OFFLOADED)
+        return Holding(reason, why, size_of(tensor), *storage_and_size(tensor), tensor.shape, tensor.dtype, tensor.device)
 
     def get(self) -> torch.Tensor:
         """Returns the tensor on its device.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,46 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_hooks._core.holdings import Reason
+
 __all__ = ["Reason", "Residual", "SavedResiduals"]
-
-
-class Reason(str, enum.Enum):
-    """The reason why backward holds memory. Of several reasons for one storage, the first in this list counts."""
-
-    #: An argument of the function, which its caller has.
-    ARGUMENT = "argument"
-    #: A parameter, or another leaf which requires grad.
-    PARAMETER = "parameter"
-    #: Memory that was there before: a buffer, or a constant.
-    OUTSIDE = "outside"
-    #: Saved by autograd, outside of any region.
-    SAVED = "saved"
-    #: Packed by saved-tensor hooks of the user.
-    HOOKS = "hooks"
-    #: An attribute of the ``ctx`` of an ``autograd.Function``, past ``save_for_backward``.
-    CTX = "ctx"
-    #: Kept by a region, since its operator cannot be replayed.
-    NOT_REPLAYED = "cannot be replayed"
-    #: An argument of a region, or a tensor from outside of a recorded region.
-    INPUT = "region input"
-    #: Kept by a policy.
-    POLICY = "policy"
-    #: Kept by a policy, by the tensor's name.
-    NAME = "name"
-    #: Moved to the host.
-    OFFLOADED = "offloaded"
-    #: State that a region's function reaches: copies of buffers, and aliases.
-    STATE = "state"
-    #: The state of a random generator, for a recompute.
-    RANDOM_STATE = "random state"
-    #: Brought back by a running backward.
-    RECOMPUTED = "recomputed"
-    #: Freed with the graph, and found in no node: torch does not show all that C++ nodes hold.
-    UNSEEN = "unseen"
-    #: Dropped, and brought back in backward: takes no memory until then.
-    DROPPED = "dropped"
-    #: Dropped, and written to since: backward raises an error.
-    LOST = "lost"
 
 
 #: Reasons of memory that is there without backward, too.

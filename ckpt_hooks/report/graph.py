@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import Frame, describe_packed, frame_of
-from ckpt_hooks._core.holdings import Holding, holdings_in
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import format_path
@@ -17,38 +17,15 @@ from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of
 from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_in
 
-from .entries import Reason, Residual, SavedResiduals, order_of
+from .entries import Residual, SavedResiduals, order_of
 from .notes import NOWHERE, Known, Notes, Origin
 
 __all__ = ["GraphReader"]
-
-#: Reasons by the first words of a holding's reason. All else that a region keeps cannot be replayed.
-_REASONS = {
-    "argument": Reason.INPUT,
-    "from outside of the region": Reason.INPUT,
-    "saved, from outside of the region": Reason.INPUT,
-    "kept by the policy, by the name of": Reason.NAME,
-    "kept by the policy": Reason.POLICY,
-    "state that the function reaches": Reason.STATE,
-    "random state": Reason.RANDOM_STATE,
-    "recomputed": Reason.RECOMPUTED,
-}
-
 
 _NO_STORAGE: tuple[int | None, int] = (None, 0)
 _NO_VIEWS: tuple[Residual, ...] = ()
 # Without the constructor: half the cost.
 _new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residual)
-
-
-def _reason_of(holding: Holding) -> Reason:
-    if holding.is_on_host:
-        return Reason.OFFLOADED
-    if holding.device is None:
-        return Reason.HOOKS
-    if holding.reason == "kept by the policy, and written to since":
-        return Reason.NOT_REPLAYED
-    return next((reason for words, reason in _REASONS.items() if holding.reason.startswith(words)), Reason.NOT_REPLAYED)
 
 
 class GraphReader:
@@ -105,8 +82,8 @@ class GraphReader:
         for saved in found:
             self._read_saved(saved, origin, name)
         for attribute, value in attributes.items():
-            for holding in holdings_in(value, f"ctx.{attribute}", set()):
-                self._claim_holding(holding, (), origin, Reason.CTX, name)
+            for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
+                self._claim_holding(holding, (), origin, name)
 
     def _name_of(self, node: Any) -> tuple[str, ...]:
         found = self._names.get(type(node))
@@ -156,10 +133,9 @@ class GraphReader:
             entry = Residual(Reason.DROPPED, 0, None, None, None, why, None, None, origin.site, origin.module, (), name)
             self._dropped.append((None, entry))
             return
-        found = list(holdings_in(packed, "packed by saved-tensor hooks", set(), (Frame,)))
+        found = list(holdings_in(packed, Cause(Reason.HOOKS, "packed by saved-tensor hooks"), set(), (Frame,)))
         for holding in found:
-            reason = Reason.OFFLOADED if holding.is_on_host else Reason.HOOKS
-            self._claim_holding(holding, (), origin, reason, name)
+            self._claim_holding(holding, (), origin, name)
         if not found:
             why = f"packed by saved-tensor hooks as {type(packed).__name__}, of unknown size"
             entry = Residual(Reason.HOOKS, 0, None, None, None, why, None, origin.operator, origin.site, origin.module)
@@ -187,17 +163,9 @@ class GraphReader:
         found = self._numbers[address] = storage_and_size(tensor)
         return found
 
-    def _claim_holding(
-        self,
-        holding: Holding,
-        region: tuple[str, ...],
-        origin: Origin,
-        reason: Reason | None = None,
-        name: tuple[str, ...] = (),
-    ) -> None:
-        reason = _reason_of(holding) if reason is None else reason
-        words, shape, dtype, device = holding.reason, holding.shape, holding.dtype, holding.device
-        entry = Residual(reason, holding.nbytes, shape, dtype, device, words, None, None, None, None, region, name)
+    def _claim_holding(self, holding: Holding, region: tuple[str, ...], origin: Origin, name: tuple[str, ...] = ()) -> None:
+        reason, why, nbytes, _, _, shape, dtype, device, _ = holding
+        entry = Residual(reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name)
         for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
             self._add(storage, size, entry, origin)
 

@@ -25,8 +25,8 @@ class RegionTrace:
             ``"layers.0"``; None without a module.
         operators: The number of operators in forward, without those of regions inside; None unless asked for.
         dropped_bytes: The size of the storages saved for backward and freed all the same, before backward.
-        held_bytes: The size of the storages held from the end of forward on, by the reason in words. Parameters and tensors on
-            the host are left out.
+        held_bytes: The size of the storages held from the end of forward on, by the value of their :class:`Reason`. Parameters
+            and tensors on the host are left out.
         offloaded_bytes: The size of tensors moved to the host.
         recomputes: The number of recomputes.
         recomputed_operators: The number of operators in recomputes; None unless asked for.

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
-from ckpt_hooks._core.holdings import Holding
+from ckpt_hooks._core.holdings import Holding, Reason
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Fate, Saved
@@ -61,7 +61,7 @@ class _Running(threading.local):
 
     def __init__(self) -> None:
         self.recomputes: list[tuple[int, float]] = []
-        self.ranges: list[tuple[int, bool, Any]] = []
+        self.ranges: list[tuple[int, Any]] = []
 
 
 class _Tracer(Observer):
@@ -151,15 +151,16 @@ class _Tracer(Observer):
         if entry is None:
             return
         for holding in holdings:
-            if holding.is_on_host:
+            if holding.reason is Reason.OFFLOADED:
                 continue
+            reason = holding.reason.value
             for storage, size in holding.parts or ((holding.storage, holding.storage_nbytes),):
                 if storage is None:
-                    if holding.device is None:  # with hooks of the user's, who knows where
-                        entry.held[holding.reason] = entry.held.get(holding.reason, 0) + holding.nbytes
+                    if holding.reason is Reason.HOOKS:  # of the user's, who knows where
+                        entry.held[reason] = entry.held.get(reason, 0) + holding.nbytes
                 elif storage not in self._billed:
                     self._billed.add(storage)
-                    entry.held[holding.reason] = entry.held.get(holding.reason, 0) + size
+                    entry.held[reason] = entry.held.get(reason, 0) + size
 
     def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
         entry = self._entries.get(region.id)
@@ -209,13 +210,13 @@ class _Tracer(Observer):
         if self._ranges:
             opened = profiler_range(f"{what} of region {region.module or '/'.join(region.path)}")
             opened.__enter__()
-            self._running.ranges.append((region.id, what == "recompute", opened))
+            self._running.ranges.append((region.id, opened))
 
     def _end_range(self, region: Region) -> None:
         ranges = self._running.ranges
-        if any(number == region.id for number, _, _ in ranges):
+        if any(number == region.id for number, _ in ranges):
             while ranges:  # regions that were left without an end are inside
-                number, _, opened = ranges.pop()
+                number, opened = ranges.pop()
                 opened.__exit__(None, None, None)
                 if number == region.id:
                     break

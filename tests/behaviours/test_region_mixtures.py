@@ -10,6 +10,7 @@ import torch
 from ckpt_hooks import GraphExecGroup, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks._recorded import replay
 from ckpt_hooks._torch import num_dispatch_modes
+from ckpt_hooks.report import Reason
 
 ATEN = torch.ops.aten
 
@@ -134,7 +135,7 @@ def test_noise_that_is_saved_before_it_is_drawn_is_not_kept():
     with checkpoint_region() as region:
         torch.nn.functional.rrelu(x.sin(), training=True).exp()
         y = torch.nn.functional.rrelu(x.sin(), training=True).exp()
-    assert {kept.reason for kept in region.kept()} == {"random state"}
+    assert {kept.reason for kept in region.kept()} == {Reason.RANDOM_STATE}
     assert y.requires_grad
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import weakref
 
@@ -12,8 +13,15 @@ from torch import nn
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.offload import offload_saved_tensors
-from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
-from ckpt_hooks.report import Reason, format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
+from ckpt_hooks.policies import offload_ops, save_from_both_policies, save_only_these_names, save_ops
+from ckpt_hooks.report import (
+    Reason,
+    format_saved_residuals,
+    print_saved_residuals,
+    saved_residuals,
+    saved_tensors_report,
+    trace,
+)
 from tests.behaviours.runs import same
 from tests.measure import CountOps, Frames, SavesItsResult, allocated, leaf
 from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net, in_checkpoint, in_region
@@ -132,6 +140,25 @@ def test_reasons_of_a_recorded_region():
     assert only(report, Reason.NOT_REPLAYED).operator.startswith("aten.fill_")
     text = format_saved_residuals(report)
     assert "memory that was written to in part" in text
+
+
+@pytest.mark.parametrize("with_hooks", [False, True])
+def test_one_reason_in_what_a_region_says_in_reports_and_in_traces(with_hooks):
+    x, w = leaf(4, 4), leaf(4, 4)
+    h = x * 2
+    policy = save_from_both_policies([aten.mm.default], save_only_these_names("h"))
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: [tensor], lambda packed: packed[0])
+    with trace() as found, hooks if with_hooks else contextlib.nullcontext(), checkpoint_region(policy=policy) as region:
+        named = checkpoint_name((h.sin() @ w).exp() * 1.5, "h")
+        mask = torch.empty(4, 4, dtype=torch.float64)
+        mask[:2] = 1  # in part
+        y = torch.nn.functional.dropout(named.sin() * mask, 0.5).exp()
+    reasons = {kept.reason for kept in region.kept()}
+    kinds = {Reason.HOOKS} if with_hooks else {Reason.INPUT, Reason.POLICY, Reason.NAME}
+    assert reasons == {*kinds, Reason.NOT_REPLAYED, Reason.RANDOM_STATE}
+    assert set(found.steps[0].held_bytes) == set(reasons)
+    there = {Reason.PARAMETER, Reason.SAVED}  # of what is no region's
+    assert {entry.reason for entry in saved_tensors_report(y).tensors} - there == reasons
 
 
 def test_offloaded_tensors(transfers):

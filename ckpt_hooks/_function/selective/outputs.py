@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.draws import Draw, skip_draw
+from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.paths import RegionPath
@@ -42,7 +43,6 @@ from ckpt_hooks.errors import MutationError
 
 __all__ = ["KeptOutputs"]
 
-_BY_POLICY = "kept by the policy"
 _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 
@@ -183,10 +183,10 @@ class KeptOutputs:
         tensor = counted_detach(output)
         if offload and not self.is_in_frame and (transfers := transfers_for(tensor)) is not None:
             self.batch = self.batch or Batch()
-            return HeldOnHost(tensor, self.batch, transfers, self.path, _BY_POLICY).sealed(None)
+            return HeldOnHost(tensor, self.batch, transfers, self.path, BY_POLICY).sealed(None)
         if hooks is not None:
-            return HeldByHooks(tensor, hooks, self.path, _BY_POLICY, by_policy=True)
-        return hold(tensor, self.path, _BY_POLICY).sealed(None)
+            return HeldByHooks(tensor, hooks, self.path, BY_POLICY)
+        return hold(tensor, self.path, BY_POLICY).sealed(None)
 
     def forget(self, args: Any) -> None:
         """Drops outputs which share memory with the arguments of a writing operator."""
