@@ -12,7 +12,6 @@ from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._core.saved import Fate
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from ckpt_hooks.report import Reason
 from tests.behaviours.runs import same
@@ -69,7 +68,7 @@ class Ledger(Observer):
         assert saved.region == region.path
         assert saved.position not in self.tensors[region.id]
         self.tensors[region.id][saved.position] = [saved.fate, saved.nbytes, True]
-        if saved.fate in (Fate.EXTERNAL, Fate.POLICY):
+        if saved.fate in (Reason.INPUT, Reason.NOT_REPLAYED, Reason.POLICY, Reason.NAME):
             self.reasons[tensor.storage] = (saved.fate, tensor.storage_nbytes)
 
     def settled(self, region, position, fate):
@@ -181,9 +180,10 @@ def test_a_region(region):
     assert ledger.tree() == [("function" if region is function_region else "recorded", "block", [])]
     assert ledger.operators[min(ledger.regions)] == ["mm", "sin", "mm", "exp"]
     size = 32 * 32 * 8
-    kept = {} if region is function_region else {Fate.EXTERNAL: (1, size)}
+    kept = {} if region is function_region else {Reason.INPUT: (1, size)}
+    dropped = 4 - len(kept)
     # h, then what sin, the second product and exp save: their inputs, or the result.
-    assert ledger.fates("block") == {Fate.LEAF: (2, 2 * size), Fate.DROPPED: (4 - len(kept), (4 - len(kept)) * size), **kept}
+    assert ledger.fates("block") == {Reason.PARAMETER: (2, 2 * size), Reason.DROPPED: (dropped, dropped * size), **kept}
     assert ledger.kept_bytes(x, w, v, before=before) + y.nbytes == nbytes
     assert ledger.alive() == 6
     (cos,) = {storage for storage, (_, nbytes) in ledger.reasons.items() if nbytes == size}
@@ -230,7 +230,7 @@ def test_nested_regions(region, inner, policy):
     ran = ledger.operators_again
     assert {name: ran[name] for name in ("cosh", "tanh")} == {name: backward.counts[name] for name in ("cosh", "tanh")}
     assert backward.counts["mm"] == ran["mm"] + 2 * 2
-    assert bool(policy) == any(fate is Fate.POLICY for fate in ledger.fates("inner"))
+    assert bool(policy) == any(fate is Reason.POLICY for fate in ledger.fates("inner"))
     del y, other
     assert ledger.alive() == 0
     assert ledger.kept_bytes(x, w, v, before=before) == 0
@@ -312,7 +312,7 @@ def test_offloading(region, transfers):
     assert ledger.moved_bytes == {True: 2 * size}
     assert ledger.on_host == 2 * size
     # The second product is read by nobody that saves it: exp saves its result.
-    assert ledger.fates("block")[Fate.OFFLOADED] == (1, size)
+    assert ledger.fates("block")[Reason.OFFLOADED] == (1, size)
     y.sum().backward()
     assert ledger.moved_bytes[False] == 2 * size
     del y
@@ -332,11 +332,11 @@ def test_an_output_that_is_overwritten_is_not_kept_by_the_policy():
     ledger = Ledger()
     with observe(ledger):
         function_region(block, "block", save_ops(aten.mm.default))(x)
-    assert Fate.POLICY not in ledger.fates("block")
+    assert Reason.POLICY not in ledger.fates("block")
     ledger = Ledger()
     with observe(ledger):
         y = recorded_region(block, "block")(x)
-    assert ledger.fates("block")[Fate.LOST][0] == 1
+    assert ledger.fates("block")[Reason.LOST][0] == 1
     del y
 
 
@@ -347,7 +347,7 @@ def test_a_name_changes_the_fate_of_what_was_saved():
         h = x.sin()
         y = h.cos()
         checkpoint_name(h, "h")
-    assert ledger.fates("region")[Fate.POLICY] == (1, 32)
+    assert ledger.fates("region")[Reason.NAME] == (1, 32)
     del y
 
 

@@ -113,7 +113,7 @@ def test_events_in_order():
         with pytest.raises(KeyError):
             checkpoint(lambda x: {}[0], x)
     y.sum().backward()
-    forward = ["entered", "dropped 0", "dropped 1", "leaf 2", "dropped 3", "exited None"]
+    forward = ["entered", "dropped 0", "dropped 1", "parameter 2", "dropped 3", "exited None"]
     backward = ["recomputing", "recomputed None", "restored 3", "restored 1", "restored 0"]
     assert inner.events == forward + backward
     others = ["entered", "exited None", "entered", "exited KeyError(0)"]

@@ -11,7 +11,6 @@ from ckpt_hooks._core.frame import describe_packed
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._core.saved import Fate
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from tests.measure import CountOps, leaf
 
@@ -69,8 +68,8 @@ def test_dropped_tensors(region):
 
     (frame,), (saved,), y = told(region, program)
     assert [(one.position, one.fate, one.shape, one.dtype, one.nbytes) for one in saved] == [
-        (0, Fate.DROPPED, (4, 3), torch.float64, 96),
-        (1, Fate.DROPPED, (4, 3), torch.float64, 96),
+        (0, Reason.DROPPED, (4, 3), torch.float64, 96),
+        (1, Reason.DROPPED, (4, 3), torch.float64, 96),
     ]
     assert {one.region for one in saved} == {("region",)}
     made_by = ["aten.mul.Tensor", "aten.exp.default"] if region is in_block else [None, None]
@@ -111,10 +110,10 @@ def test_fates_in_a_recorded_region(transfers):
             d = c.exp()
     outer, inner = (frame.saved() for frame in log.frames)
     assert [(one.fate, one.made_by) for one in outer] == [
-        (Fate.POLICY, None),
-        (Fate.DROPPED, "aten.tanh.default"),
+        (Reason.NAME, None),
+        (Reason.DROPPED, "aten.tanh.default"),
     ]
-    assert [(one.fate, one.nbytes, one.region) for one in inner] == [(Fate.OFFLOADED, 8192, ("outer", "inner"))]
+    assert [(one.fate, one.nbytes, one.region) for one in inner] == [(Reason.OFFLOADED, 8192, ("outer", "inner"))]
     del a, d
 
 
@@ -125,7 +124,7 @@ def test_a_tensor_that_was_overwritten_is_lost():
         h = x * 2
         y = h.sin()
         h.mul_(2)
-    assert [one.fate for one in log.frames[0].saved()] == [Fate.LOST]
+    assert [one.fate for one in log.frames[0].saved()] == [Reason.LOST]
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
 
@@ -154,7 +153,7 @@ def test_what_stands_in_the_graph_is_described(region):
     descriptions = [describe_packed(packed) for packed in packed_by(product).values()]
     assert sorted((one.fate.value, one.position, one.nbytes, one.region) for one in descriptions) == [
         ("dropped", 1 if region is in_block else 2, 32, ("region",)),
-        ("leaf", -1, 32, ("region",)),
+        ("parameter", -1, 32, ("region",)),
     ]
     assert describe_packed(w) is None
     assert describe_packed((1, 2)) is None

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 
-from .holdings import Holding
-from .saved import Fate, Saved
+from .holdings import Holding, Reason
+from .saved import Saved
 
 __all__ = ["Observer", "Operator", "Region", "TensorInfo", "Watchable"]
 
@@ -128,7 +128,7 @@ class Observer:
             tensor: The tensor, with its storage at the moment of saving.
         """
 
-    def settled(self, region: Region, position: int, fate: Fate) -> None:
+    def settled(self, region: Region, position: int, fate: Reason) -> None:
         """A later operator, or a name, has changed the fate of a saved tensor by the end of the outermost region."""
 
     def let_go(self, region: Region, position: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +10,9 @@ import torch
 from ckpt_hooks._torch import is_kept_anyway
 from ckpt_hooks.errors import CheckpointError
 
-__all__ = ["Fate", "Kept", "Saved", "TrackedKept", "fate_of_kept", "nbytes_of"]
+from .holdings import Reason
+
+__all__ = ["Kept", "Saved", "TrackedKept", "fate_of_kept", "nbytes_of"]
 
 # Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
@@ -31,23 +32,6 @@ class TrackedKept(list[Any]):
     needed_by: Callable[[CheckpointError], None]
 
 
-class Fate(enum.Enum):
-    """The fate of a tensor saved in a region."""
-
-    #: Dropped, and computed again.
-    DROPPED = "dropped"
-    #: A leaf which requires grad, kept: the graph holds the leaf in any case.
-    LEAF = "leaf"
-    #: From outside of the region, kept.
-    EXTERNAL = "external"
-    #: Kept by a policy.
-    POLICY = "by policy"
-    #: On the host.
-    OFFLOADED = "offloaded"
-    #: Cannot be brought back, since the memory was written to or given away.
-    LOST = "lost"
-
-
 class Saved(NamedTuple):
     """The description of a saved tensor.
 
@@ -55,7 +39,7 @@ class Saved(NamedTuple):
         region: Names of the region and of the regions around, outermost first.
         position: The number of tensors the region saved before. A recorded region counts tensors with a handle alone; others
             have a negative position.
-        fate: The tensor's fate.
+        fate: DROPPED, LOST, or the reason for holding the tensor.
         shape: Its sizes; None for a nested tensor, or where unknown: in a recorded region without observers, and where
             metadata is not compared.
         dtype: Its dtype; None where unknown, likewise.
@@ -65,16 +49,16 @@ class Saved(NamedTuple):
 
     region: tuple[str, ...]
     position: int
-    fate: Fate
+    fate: Reason
     shape: torch.Size | None
     dtype: torch.dtype | None
     nbytes: int | None
     made_by: str | None = None
 
 
-def fate_of_kept(tensor: torch.Tensor) -> Fate:
-    """Returns the fate of a tensor that stands in the graph itself."""
-    return Fate.LEAF if is_kept_anyway(tensor) else Fate.EXTERNAL
+def fate_of_kept(tensor: torch.Tensor) -> Reason:
+    """Returns the reason for a tensor that stands in the graph itself."""
+    return Reason.PARAMETER if is_kept_anyway(tensor) else Reason.INPUT
 
 
 def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int | None:

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from .events import Observer, Operator, Region, TensorInfo, Watchable
-from .holdings import size_of
+from .holdings import Reason, size_of
 from .numbers import number_of, storage_and_size, tell_when_freed
 from .paths import RegionPath, format_path
-from .saved import Fate, Kept, Saved, TrackedKept, fate_of_kept
+from .saved import Kept, Saved, TrackedKept, fate_of_kept
 from .whereabouts import module_in_call, site_of
 
 __all__ = ["Watch"]
@@ -56,7 +56,7 @@ class Watch:
         """
         self._observers = observers
         self._num_kept = self._num_operators = 0
-        self._fates: dict[int, Fate] = {}
+        self._fates: dict[int, Reason] = {}
         self.wants_operators = any(observer.wants_operators for observer in observers)
         self.region = Region(
             _next_region(),
@@ -111,7 +111,7 @@ class Watch:
         read, made = tuple(map(self._info_of, inputs)), tuple(map(self._info_of, outputs))
         self._tell("ran", Operator(place, operator, read, made, site, in_recompute))
 
-    def saved(self, position: int | None, fate: Fate, tensor: torch.Tensor, made_by: str | None = None) -> int:
+    def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
         """A tensor was saved; returns its position.
 
         Args:

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._operators.watched import OperatorWatch, wants_operators
 from ckpt_hooks._torch import active_fake_mode
 from ckpt_hooks.errors import DeterminismError
@@ -183,7 +183,7 @@ class Selects(Protocol):
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
         """Notes a tensor saved by forward, perhaps a kept output."""
 
-    def fate_at(self, index: int) -> Fate:
+    def fate_at(self, index: int) -> Reason:
         """Returns the fate of a saved tensor."""
 
     def kept_operators(self) -> Collection[Any]:

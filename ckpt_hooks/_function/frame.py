@@ -17,7 +17,6 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owner
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import is_without_values, pause_modes, resume_modes
 from ckpt_hooks._core.paths import RegionPath, format_path
-from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
@@ -238,9 +237,9 @@ class FunctionFrame(HandleFrame):
         if self.call.selection is not None:
             self.call.selection.note_saved(index, tensor)
 
-    def fate_at(self, index: int) -> Fate:
+    def fate_at(self, index: int) -> Reason:
         """Returns the fate of a saved tensor; the policy's part is known where observers watch."""
-        return Fate.DROPPED if self.call.selection is None else self.call.selection.fate_at(index)
+        return Reason.DROPPED if self.call.selection is None else self.call.selection.fate_at(index)
 
     def held(self) -> list[Holding]:
         """Returns the tensors kept alive by this frame; see :meth:`Frame.held`."""

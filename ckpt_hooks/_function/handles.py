@@ -20,8 +20,9 @@ from ckpt_hooks._ambient.positions import Position
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, Mark, overlap_error
 from ckpt_hooks._core.groups import group_scope
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import Fate, Saved, nbytes_of
+from ckpt_hooks._core.saved import Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
 from ckpt_hooks._core.split import Uses
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
@@ -131,9 +132,9 @@ class HandleFrame(Frame):
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
         """Notes a tensor dropped for a handle, where observers watch."""
 
-    def fate_at(self, index: int) -> Fate:
+    def fate_at(self, index: int) -> Reason:
         """Returns the fate of a tensor dropped for a handle."""
-        return Fate.DROPPED
+        return Reason.DROPPED
 
     def alive(self) -> list[bool]:
         """Returns for each packed tensor whether its handle is alive."""

@@ -14,11 +14,10 @@ from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import Fate, Saved, TrackedKept
+from ckpt_hooks._core.saved import Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
 from ckpt_hooks._core.split import Uses
 from ckpt_hooks._tensors.copies import copies_of, is_plain
-from ckpt_hooks._tensors.held import Lost
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, storage_of
 from ckpt_hooks._torch.functions import num_holders
 
@@ -318,13 +317,9 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
     return replay.take(value)
 
 
-def fate_of(value: Value) -> Fate:
+def fate_of(value: Value) -> Reason:
     """Returns the fate of a handle's tensor."""
     kept = value.saved
     if kept is None:
-        return Fate.DROPPED
-    if isinstance(kept, Lost):
-        return Fate.LOST
-    if kept.is_on_host:
-        return Fate.OFFLOADED
-    return Fate.POLICY if kept.by_policy else Fate.EXTERNAL
+        return Reason.DROPPED
+    return Reason.OFFLOADED if kept.is_on_host else kept.cause.reason

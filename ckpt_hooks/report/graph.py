@@ -13,7 +13,6 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of
 from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_in
 
@@ -111,7 +110,7 @@ class GraphReader:
     def _read_handle(self, frame: Frame, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
         self._frames[id(frame)] = frame
         saved = frame.describe(packed)
-        if saved.fate is not Fate.DROPPED and saved.fate is not Fate.LOST:
+        if saved.fate is not Reason.DROPPED and saved.fate is not Reason.LOST:
             return  # the frame has the tensor among its holdings
         storage, operator, site, module = None, saved.made_by, origin.site, origin.module
         if self._notes is not None and frame.watch is not None:
@@ -120,10 +119,9 @@ class GraphReader:
                 storage = tensor.storage
                 made = self._notes.origin_of_storage(storage)
                 operator, site, module = made.operator or operator, made.site or site, made.module or module
-        reason = Reason.DROPPED if saved.fate is Fate.DROPPED else Reason.LOST
         region = self._region_of(frame)[0]
         size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
-        entry = _new_entry((reason, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
+        entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
         self._dropped.append((storage, entry))
 
     def _read_hooks(self, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:

@@ -13,7 +13,7 @@ from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._core.saved import Fate, Saved
+from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._torch import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
@@ -130,7 +130,7 @@ class _Tracer(Observer):
             entry.operators += 1
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
-        if saved.fate is Fate.DROPPED and tensor.storage is not None and region.id in self._entries:
+        if saved.fate is Reason.DROPPED and tensor.storage is not None and region.id in self._entries:
             self._dropped.setdefault(tensor.storage, (region.id, saved.position, tensor.storage_nbytes))
             self._positions[region.id, saved.position] = tensor.storage
 

@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._core.saved import Fate
 from ckpt_hooks._tensors.held import HeldOnHost
 from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_of
@@ -149,12 +149,12 @@ class Selection:
         if place is not None:
             self.places_of_saved[index] = place
 
-    def fate_at(self, index: int) -> Fate:
+    def fate_at(self, index: int) -> Reason:
         """Returns the fate of a saved tensor; see :meth:`Selects.fate_at`."""
         entry = self.outputs.entries.get(self.places_of_saved.get(index, -1))
         if entry is None:
-            return Fate.DROPPED
-        return Fate.OFFLOADED if any(instances_in(entry.value, HeldOnHost)) else Fate.POLICY
+            return Reason.DROPPED
+        return Reason.OFFLOADED if any(instances_in(entry.value, HeldOnHost)) else Reason.POLICY
 
     def kept_operators(self) -> Collection[Any]:
         """Returns the operators with an output kept by forward, taken since or not."""
