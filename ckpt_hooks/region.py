@@ -313,16 +313,22 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
 
         @skipped
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_dynamo_compiling():
-                with traced_region(self._policy, lambda: self):
-                    return function(*args, **kwargs)
-            with self:
-                result = function(*args, **kwargs)
-            if type(result) in UNRUN:
-                refuse_unrun(function, result)
+            result: R = self._run(function, args, kwargs)
             return result
 
         return functools.update_wrapper(run, function, updated=())
+
+    @skipped
+    def _run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls a function as a region, as the curried form of ``checkpoint`` does."""
+        if torch.compiler.is_dynamo_compiling():
+            with traced_region(self._policy, lambda: self):
+                return function(*args, **kwargs)
+        with self:
+            result = function(*args, **kwargs)
+        if type(result) in UNRUN:
+            refuse_unrun(function, result)
+        return result
 
     def __getstate__(self) -> dict[str, Any]:
         # A model that holds a region is copied and saved without what its latest forward left.

@@ -17,7 +17,7 @@ from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 
 from .patch_torch import TorchPatch, patch_torch
-from .transformers_models import FLAG, Engine, Switch, Taken, check_support, switch_of, transformers_model
+from .transformers_models import FLAG, Switch, Taken, check_support, switch_of, transformers_model
 
 __all__ = ["EnabledCheckpointing", "enable_in_transformers"]
 
@@ -89,7 +89,8 @@ def enable_in_transformers(
     recorded = checked_flag(recorded, "recorded")
     input_require_grads = checked_flag(input_require_grads, "input_require_grads")
     options["policy"] = policy
-    Engine(type(owner).__name__, recorded, options)  # checks the options before the model is touched
+    taken = Taken(recorded, options)
+    taken.runner(type(owner).__name__)  # checks the options before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     if switch_of(owner) is None:
         return _enable_by_patch(owner, flagged, every_n_layers, recorded, options)
@@ -101,7 +102,7 @@ def enable_in_transformers(
 
     handle = EnabledCheckpointing(owner, flagged)
     try:
-        handle.take_over(owner, every_n_layers, Taken(recorded, options))
+        handle.take_over(owner, every_n_layers, taken)
         if input_require_grads:
             handle.require_grads(owner)
     except BaseException:
@@ -141,7 +142,7 @@ class EnabledCheckpointing:
         Args:
             owner: The model.
             n: Which layers are regions: each n-th one.
-            taken: The engine of the regions.
+            taken: The functions that call the layers.
         """
         models = [(name, module) for name, module in owner.named_modules() if switch_of(module) is not None]
         self._switches = [Switch(module, name, n, taken) for name, module in models]

@@ -16,51 +16,24 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-import torch
 from torch.nn import Module, ModuleList
 
-from ckpt_hooks._checkpoint.checkpoint import checkpoint
 from ckpt_hooks._core.misuse import described_as
 from ckpt_hooks._core.words import warn_user
-from ckpt_hooks._recorded.traced import traced_region
-from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.modules import apply_checkpointing, every
-from ckpt_hooks.modules.forward import region_forward_of
+from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
-from ckpt_hooks.region import checkpoint_region
 
-__all__ = ["FLAG", "Engine", "Switch", "Taken", "check_support", "switch_of", "transformers_model"]
+__all__ = ["FLAG", "Switch", "Taken", "check_support", "switch_of", "transformers_model"]
 
 #: The attribute of a module whose layers are checkpointed while it is True.
 FLAG = "gradient_checkpointing"
 
 
-class Engine:
-    """A function for ``gradient_checkpointing_func``: its calls are regions of one name.
-
-    Copied and pickled with the model, by its options.
-    """
-
-    def __init__(self, name: str, recorded: bool, options: dict[str, Any]) -> None:
-        self._made_of = name, recorded, options
-        self._region: Any = checkpoint_region(name=name, **options) if recorded else checkpoint(name=name, **options)
-        self._recorded = recorded
-
-    @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
-    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function as a region."""
-        region = self._region
-        if not self._recorded:
-            return region.run(function, args, kwargs)
-        with traced_region(self._made_of[2]["policy"], lambda: region) if torch.compiler.is_dynamo_compiling() else region:
-            return function(*args, **kwargs)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Engine, self._made_of
-
-
 class Taken:
-    """The engines of the regions of one model, by the names of modules. Copied and pickled with the model.
+    """The functions for ``gradient_checkpointing_func`` of one model, by the names of modules.
+
+    Copied and pickled with the model.
 
     Attributes:
         options: The options of regions.
@@ -69,17 +42,17 @@ class Taken:
 
     def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
         self.recorded, self.options = recorded, options
-        self._engines: dict[str, Engine] = {}
+        self._runners: dict[str, RegionRunner] = {}
 
-    def engine(self, name: str) -> Engine:
-        """Returns the engine of a module."""
-        if name not in self._engines:
-            self._engines[name] = Engine(name, self.recorded, self.options)
-        return self._engines[name]
+    def runner(self, name: str) -> RegionRunner:
+        """Returns the function for a module."""
+        if name not in self._runners:
+            self._runners[name] = RegionRunner(self.recorded, {"name": name, **self.options})
+        return self._runners[name]
 
     def has(self, function: Any) -> bool:
-        """Whether a function is one of the engines."""
-        return any(engine is function for engine in self._engines.values())
+        """Whether a function is one of these."""
+        return any(runner is function for runner in self._runners.values())
 
 
 class Switch:
@@ -90,7 +63,7 @@ class Switch:
 
     Attributes:
         handle: Returns the handle of the regions; None in copies, or where nobody holds it.
-        taken: The engines of the model.
+        taken: The functions of the model.
     """
 
     __slots__ = ("_before", "_n", "_name", "_owner", "handle", "taken")
@@ -102,7 +75,7 @@ class Switch:
             owner: The model.
             name: Its name in the outermost model.
             n: Which layers are regions: each n-th one.
-            taken: The engines of the outermost model.
+            taken: The functions of the outermost model.
         """
         self._owner, self._name, self._n, self.taken = weakref.ref(owner), name, n, taken
         self._before: Any = None
@@ -150,15 +123,15 @@ class Switch:
         flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
         if switch is None:
             return
-        engine = taken.engine(self._name or type(owner).__name__)
+        runner = taken.runner(self._name or type(owner).__name__)
         n = self._n if every_n_layers == 1 else every_n_layers
         if enable:
             _warn_of_options(gradient_checkpointing_func)
-            _switch_on(owner, switch, engine, n, flagged.values())
+            _switch_on(owner, switch, runner, n, flagged.values())
         else:
-            switch(owner, enable=False, gradient_checkpointing_func=engine)
+            switch(owner, enable=False, gradient_checkpointing_func=runner)
         for name, module in flagged.items():
-            setattr(module, FUNCTION, taken.engine(self._path(name) or type(owner).__name__))
+            setattr(module, FUNCTION, taken.runner(self._path(name) or type(owner).__name__))
         callers = _callers(flagged.values())
         for module in callers:
             setattr(module, FLAG, False)
@@ -283,7 +256,7 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
             raise RuntimeError(
                 f"{path!r} of {name} is a region by apply_checkpointing. Call `ckpt_hooks.remove_checkpointing(model)` before."
             )
-        if type(vars(module).get(FUNCTION)) is Engine and getattr(module, FLAG):
+        if type(vars(module).get(FUNCTION)) is RegionRunner and getattr(module, FLAG):
             public = "activation" if hasattr(owner, "activation_checkpointing_disable") else "gradient"
             raise RuntimeError(
                 f"{path!r} of {name} is a region by enable_in_transformers already. Call undo() of what the earlier call "
@@ -291,12 +264,12 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
             )
 
 
-def _switch_on(owner: Module, switch: Callable[..., Any], engine: Engine, n: int, flagged: Collection[Module]) -> None:
+def _switch_on(owner: Module, switch: Callable[..., Any], runner: RegionRunner, n: int, flagged: Collection[Module]) -> None:
     """Calls the switch for each n-th layer."""
     if n == 1:
-        switch(owner, enable=True, gradient_checkpointing_func=engine)
+        switch(owner, enable=True, gradient_checkpointing_func=runner)
     elif "every_n_layers" in inspect.signature(switch).parameters:
-        switch(owner, enable=True, gradient_checkpointing_func=engine, every_n_layers=n)
+        switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
     else:
         layers = [module for module in flagged if _is_layer(module)]
         if not layers and any(calls_function(module) for module in flagged):
@@ -305,7 +278,7 @@ def _switch_on(owner: Module, switch: Callable[..., Any], engine: Engine, n: int
                 "GradientCheckpointingLayer, which Transformers has since 4.52. Write "
                 f"`ckpt_hooks.apply_checkpointing(model, ckpt_hooks.every({n}))`."
             )
-        switch(owner, enable=True, gradient_checkpointing_func=engine)
+        switch(owner, enable=True, gradient_checkpointing_func=runner)
         for index, module in enumerate(layers):
             setattr(module, FLAG, index % n == 0)
 

@@ -16,7 +16,7 @@ from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.region import checkpoint_region
 
-from .forward import RegionForward, forward_of_class, region_forward_of
+from .forward import RegionForward, RegionRunner, forward_of_class, region_forward_of
 from .own_switches import own_switches
 from .selecting import Select, select_modules
 
@@ -226,7 +226,7 @@ def _forward_for(module: Module, name: str, policy: Any, recorded: bool, options
         if getattr(found, "__func__", None) is Module.forward:
             raise ValueError(f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it.")
         check_runs(found)
-    return RegionForward(module, {"policy": policy, "name": name, **options}, recorded=recorded)
+    return RegionForward(module, RegionRunner(recorded, {"policy": policy, "name": name, **options}))
 
 
 def _in_words(policy: Any) -> str:

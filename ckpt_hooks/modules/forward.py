@@ -12,18 +12,41 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._checkpoint.checkpoint import checkpoint
-from ckpt_hooks._checkpoint.curried import Curried
-from ckpt_hooks._function.callables import UNRUN, refuse_unrun
-from ckpt_hooks._recorded.traced import traced_region
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.region import checkpoint_region
 
 from .own_switches import OwnSwitch
 
-__all__ = ["RegionForward", "forward_of_class", "region_forward_of"]
+__all__ = ["RegionForward", "RegionRunner", "forward_of_class", "region_forward_of"]
 
 # The method by which DataParallel copies a module. The copy would share the attribute ``forward``, and run the other's.
 _REPLICATE = "_replicate_for_data_parallel"
+
+
+class RegionRunner:
+    """Calls functions as regions of the same options, of either kind.
+
+    Copied and pickled by its options.
+    """
+
+    def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
+        """Checks the options.
+
+        Args:
+            recorded: Whether the regions are recorded.
+            options: Keyword arguments of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region`.
+        """
+        self._made_of = recorded, options
+        region: Any = checkpoint_region(**options) if recorded else checkpoint(**options)
+        self._run = region._run if recorded else region.run
+
+    @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Calls a function as a region."""
+        return self._run(function, args, kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RegionRunner, self._made_of
 
 
 @skipped  # compiled, it would return ``module.forward`` (see ``__call__``)
@@ -44,39 +67,24 @@ class RegionForward:
     Holds the module weakly, since the module holds this object. Copies and pickles belong to the copied module.
 
     Attributes:
-        options: The region's options.
-        recorded: Whether the region is recorded.
+        run: Calls a function as this region.
         own_switch: The checkpointing switch that the model has itself, as far as it bears on this module; None without, and in
             copies.
         replaced: The instance's own ``forward`` before; None for the class's.
         is_active: Whether calls are regions. Not where checkpointing was removed, and another object calls this one.
     """
 
-    _reference: weakref.ref[Module]
-    _region: Any
     own_switch: OwnSwitch | None = None
 
-    def __init__(self, module: Module, options: dict[str, Any], *, recorded: bool) -> None:
-        """Checks the options.
-
-        Args:
-            module: The module.
-            options: Keyword arguments of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region`.
-            recorded: Whether the region is recorded.
-        """
-        self.options = options
-        self.recorded = recorded
+    def __init__(self, module: Module, run: RegionRunner) -> None:
+        self.run = run
         self.replaced: Callable[..., Any] | None = None
         self.is_active = True
-        self._bind(module)
-
-    def _bind(self, module: Module) -> None:
         self._reference = weakref.ref(module)
-        self._region = checkpoint_region(**self.options) if self.recorded else checkpoint(**self.options)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the module's forward as a region."""
-        function, region = self.__wrapped__, self._region
+        function = self.__wrapped__
         if torch.compiler.is_dynamo_compiling() and self.replaced is None:
             # After a graph break Dynamo hands a bound method to Python by its name, ``module.forward``, which is this object.
             function = functools.partial(type(self.module).forward, self.module)
@@ -84,16 +92,7 @@ class RegionForward:
             return function(*args, **kwargs)
         if self.own_switch is not None and not torch.compiler.is_dynamo_compiling():
             self.own_switch.look()
-        if type(region) is Curried:
-            return region.run(function, args, kwargs)
-        if torch.compiler.is_dynamo_compiling():
-            with traced_region(self.options["policy"], lambda: region):
-                return function(*args, **kwargs)
-        with region:
-            result = function(*args, **kwargs)
-        if type(result) in UNRUN:
-            refuse_unrun(function, result)
-        return result
+        return self.run(function, *args, **kwargs)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -151,31 +150,24 @@ class RegionForward:
         del own[_REPLICATE]
         if own["forward"] is self:
             del own["forward"]
-            forward = RegionForward(replica, self.options, recorded=self.recorded)
+            forward = RegionForward(replica, self.run)
             forward.put(replica)
             forward.replaced = self.replaced
         return replica
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RegionForward:
         module = self.module
-        found = RegionForward(memo.get(id(module), module), copy.deepcopy(self.options, memo), recorded=self.recorded)
+        found = RegionForward(memo.get(id(module), module), copy.deepcopy(self.run, memo))
         memo[id(self)] = found
         found.replaced, found.is_active = copy.deepcopy(self.replaced, memo), self.is_active
         return found
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {
-            "module": self.module,
-            "options": self.options,
-            "recorded": self.recorded,
-            "replaced": self.replaced,
-            "is_active": self.is_active,
-        }
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.module, self.run, self.replaced, self.is_active
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.options, self.recorded = state["options"], state["recorded"]
-        self.replaced, self.is_active = state["replaced"], state["is_active"]
-        self._bind(state["module"])
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        module, self.run, self.replaced, self.is_active = state
+        self._reference = weakref.ref(module)
 
 
 class _Replication:
