@@ -7,6 +7,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, _ambient, checkpoint
+from ckpt_hooks._ambient.switches import Switch
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log, leaf
 
@@ -151,8 +152,8 @@ def test_switches_for_devices_are_looked_at_on_the_fast_way(install, monkeypatch
     install("fake_one", FakeDevices(1))
     setting, wrote = [1], Log()
     monkeypatch.setattr(_ambient.flags, "are_devices_in_use", lambda: True)
-    flag = (lambda: setting[0], lambda value: (wrote.append(value), setting.__setitem__(0, value)))
-    monkeypatch.setattr(_ambient.flags, "DEVICE_FLAGS", [flag])
+    switch = Switch((), lambda: setting[0], lambda value: (wrote.append(value), setting.__setitem__(0, value)))
+    monkeypatch.setattr(_ambient.flags, "DEVICES", [switch])
     monkeypatch.setattr(_ambient.flags, "_read_device_flags", lambda: [setting[0]])
     seen = Log()
 

@@ -14,75 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint, checkpoint_region
 from ckpt_hooks._ambient import flags, streams, switches
-from tests.behaviours.test_ambient import SETTINGS, written
+from ckpt_hooks._operators.facts import facts_of
+from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
 from tests.measure import Log, leaf
 
-#: Restored: seen in a recompute as in forward, and left as found. Tests here and in tests/behaviours/test_ambient.py show each.
-RESTORED = {
-    "torch._C._set_cpu_allow_fp16_reduced_precision_reduction",
-    "torch._C._set_cublas_allow_bf16_reduced_precision_reduction",
-    "torch._C._set_cublas_allow_fp16_accumulation",
-    "torch._C._set_cublas_allow_fp16_reduced_precision_reduction",
-    "torch._C._set_cublas_allow_tf32",
-    "torch._C._set_cudnn_allow_tf32",
-    "torch._C._set_cudnn_benchmark",
-    "torch._C._set_cudnn_deterministic",
-    "torch._C._set_cudnn_enabled",
-    "torch._C._set_default_dtype",
-    "torch._C._set_default_tensor_type",
-    "torch._C._set_deterministic_algorithms",
-    "torch._C._set_float32_matmul_precision",
-    "torch._C._set_fp32_precision_setter",
-    "torch._C._set_math_sdp_allow_fp16_bf16_reduction",
-    "torch._C._set_mkldnn_deterministic",
-    "torch._C._set_mkldnn_enabled",
-    "torch._C._set_nnpack_enabled",
-    "torch._C._set_sdp_priority_order",
-    "torch._C._set_sdp_use_cudnn",
-    "torch._C._set_sdp_use_fa3",
-    "torch._C._set_sdp_use_fa4",
-    "torch._C._set_sdp_use_flash",
-    "torch._C._set_sdp_use_math",
-    "torch._C._set_sdp_use_mem_efficient",
-    "torch._C._set_sdp_use_overrideable",
-    "torch._C.set_autocast_cache_enabled",
-    "torch._C.set_autocast_dtype",
-    "torch._C.set_autocast_enabled",
-    "torch._C.set_num_threads",
-    "torch.backends.cudnn.allow_tf32",
-    "torch.backends.cudnn.benchmark",
-    "torch.backends.cudnn.deterministic",
-    "torch.backends.cudnn.enabled",
-    "torch.backends.cudnn.fp32_precision",
-    "torch.backends.cudnn.rnn.fp32_precision",
-    "torch.backends.fp32_precision",
-    "torch.backends.mha.set_fastpath_enabled",
-    "torch.backends.mkldnn.deterministic",
-    "torch.backends.mkldnn.enabled",
-    "torch.backends.mkldnn.fp32_precision",
-    "torch.backends.opt_einsum._set_enabled",
-    "torch.backends.opt_einsum._set_strategy",
-}
+#: Restored by a row of the table: seen in a recompute as in forward, and left as found. Tests here and in
+#: tests/behaviours/test_ambient.py show each.
+RESTORED = {f"torch.{setter}" for switch in switches.SWITCHES for setter in switch.setters}
 
-#: Restored where a CUDA device is in use; where none is, no operator looks at them.
-RESTORED_FOR_DEVICES = {
-    "torch._C._set_blas_preferred_backend",
-    "torch._C._set_cublaslt_prefer_grouped_gemm",
-    "torch._C._set_cudnn_depthwise_kernel",
-    "torch._C._set_linalg_preferred_backend",
-    "torch._C._set_native_aot_enabled",
-    "torch._C._set_sm_carveout_experimental",
-    "torch.backends.cudnn.depthwise_kernel",
-}
-
-#: Restored in builds whose kernels look at them.
-RESTORED_IN_SOME_BUILDS = {
-    "torch._C._set_miopen_immediate": "ROCm",
-    "torch._C._set_onednn_allow_tf32": "XPU",
-    "torch._C._set_rocm_fa_preferred_backend": "ROCm",
-    "torch.backends.miopen.immediate": "ROCm",
-    "torch.backends.mkldnn.allow_tf32": "XPU",
-}
+#: Restored by ``_ambient/autocast.py``.
+RESTORED_WITH_AUTOCAST = {"torch._C.set_autocast_dtype", "torch._C.set_autocast_enabled"}
 
 _MODES = "A state of this thread, not of the process, which a frame sets for its recompute by other means."
 _ERRORS = "It decides on warnings and errors, not on results."
@@ -187,7 +128,7 @@ def is_setter(name):
 
 
 def setters():
-    """Yields the names of all switches that the installed torch has."""
+    """Yields the names of all switches that the installed torch has; those of ``torch._C`` for properties around them."""
     for name in dir(torch._C):
         if is_setter(name) and callable(getattr(torch._C, name)):
             yield f"torch._C.{name}"
@@ -196,18 +137,21 @@ def setters():
             continue
         for kind in type(module).__mro__:
             if kind.__module__.startswith("torch.backends"):
-                yield from (f"{module_name}.{name}" for name, value in vars(kind).items() if hasattr(type(value), "__set__"))
+                for name, value in vars(kind).items():
+                    if hasattr(type(value), "__set__"):
+                        behind = getattr(getattr(value, "setter", None), "__name__", "")
+                        yield f"torch._C.{behind}" if hasattr(torch._C, behind) else f"{module_name}.{name}"
         for name, value in vars(getattr(module, "m", module)).items():
             if callable(value) and getattr(value, "__module__", None) == module_name and is_setter(name) and name not in WAYS:
                 yield f"{module_name}.{name}"
 
 
 def verdicts():
-    return {*RESTORED, *RESTORED_FOR_DEVICES, *RESTORED_IN_SOME_BUILDS, *NOT_RESTORED}
+    return {*RESTORED, *RESTORED_WITH_AUTOCAST, *NOT_RESTORED}
 
 
 def test_every_switch_has_a_verdict():
-    """One that a new torch brings gets one here: restored, by an entry in ``_ambient/switches.py``, or a sentence why not."""
+    """One that a new torch brings gets one here: restored, by a row in ``_ambient/switches.py``, or a sentence why not."""
     for name in ("quantized", "xnnpack", "cudnn.rnn"):
         importlib.import_module(f"torch.backends.{name}")
     found = sorted(set(setters()))
@@ -219,7 +163,7 @@ def test_every_switch_has_a_verdict():
 def test_verdicts_are_sentences_and_exclude_each_other():
     """A switch is restored or it is not."""
     assert all(sentence.endswith(".") for sentence in {**NOT_RESTORED, **NOT_RESTORED_FAMILIES}.values())
-    sets = [RESTORED, RESTORED_FOR_DEVICES, set(RESTORED_IN_SOME_BUILDS), set(NOT_RESTORED)]
+    sets = [RESTORED, RESTORED_WITH_AUTOCAST, set(NOT_RESTORED)]
     assert sum(map(len, sets)) == len(verdicts())
 
 
@@ -228,6 +172,46 @@ def test_a_switch_without_a_verdict_fails(monkeypatch):
     monkeypatch.setattr(torch._C, "_set_something_new", lambda value: None, raising=False)
     with pytest.raises(AssertionError, match="_set_something_new"):
         test_every_switch_has_a_verdict()
+
+
+def rows():
+    """Returns the rows of the table that hold without a device."""
+    used = [switch for switch in switches.SWITCHES if switch.is_used and switch.compared is not switches.Compared.ON_DEVICES]
+    return [pytest.param(switch, id=f"{position} {switch.setters[-1]}") for position, switch in enumerate(used)]
+
+
+#: In force where the precisions of convolutions and recurrent layers are not set, as a test may have set them.
+CUDNN_DEFAULT = attribute(torch.backends.cudnn, "fp32_precision", "tf32")
+
+
+@pytest.mark.parametrize("switch", rows())
+def test_every_row_has_a_setting(switch):
+    """Which moves it, and which tests of recomputes go through."""
+    before, moved = switch.read(), []
+    for setting in (*SETTINGS.values(), *PRECISIONS.values(), AUTOCAST_CACHE, CUDNN_DEFAULT):
+        with written(setting):
+            moved.append(switch.read() != before)
+    assert any(moved)
+    assert switch.read() == before
+
+
+def test_recorded_regions_compare_what_operators_heed():
+    """By value, ahead of each operator; guards tell of the rest."""
+    unguarded = [switch for switch in switches.SWITCHES if switch.is_used and switch.compared is switches.Compared.BY_VALUE]
+    assert len(flags.read_fast()) == len(unguarded)
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if not isinstance(packet, torch._ops.OpOverloadPacket):
+            continue
+        facts = facts_of(getattr(packet, packet.overloads()[0]))
+        heeded = {id(switch) for switch in unguarded if any(part in facts.name for part in switch.heeded_by)}
+        assert facts.looks_at_switches == bool(heeded)
+        assert facts.looks_at_all_switches or heeded <= set(map(id, switches.COMMON))
+
+
+def test_operators_of_other_libraries_may_heed_any_switch():
+    """Nothing is known of them."""
+    assert facts_of(torch.ops.quantized.add.default).looks_at_all_switches
 
 
 class Reading(TorchDispatchMode):
@@ -244,7 +228,7 @@ class Reading(TorchDispatchMode):
 
 
 #: Those that functions of Python look at: a recorded region runs no Python again.
-OF_PYTHON = {"opt_einsum.enabled", "opt_einsum.strategy", "opt_einsum.set_flags", "transformers' fast path"}
+OF_PYTHON = {name for name in SETTINGS if name.startswith("opt_einsum")} | {"transformers' fast path"}
 
 
 @pytest.mark.parametrize("around", ["forward", "backward"])
@@ -307,7 +291,7 @@ def device_flags():
         "_set_cudnn_depthwise_kernel": lambda: "cudnn",
         "_set_native_aot_enabled": lambda: False,
     }
-    present = {setter.__name__ for _, setter in switches.DEVICE_FLAGS}
+    present = {switch.setters[0].rpartition(".")[2] for switch in switches.DEVICES}
     return [pytest.param(name, other, id=name) for name, other in others.items() if name in present]
 
 

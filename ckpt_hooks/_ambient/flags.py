@@ -10,22 +10,18 @@ set it. The getters of the old way, which are faster, raise where both ways were
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .switches import (
     ABSENT,
-    CUDNN_PRECISION,
-    DEVICE_FLAGS,
-    FLAGS,
-    GUARDED_FLAGS,
-    MKLDNN_PRECISION,
-    PRECISION_DEFAULTS,
-    RARER_PRECISIONS,
-    VARIABLES,
-    Flag,
+    COMMON,
+    DEFAULTS,
+    DEVICES,
+    FURTHER,
+    GUARDED,
     StateGuard,
+    Switch,
     are_devices_in_use,
     new_state_guard,
 )
@@ -33,37 +29,31 @@ from .switches import (
 __all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_common", "read_devices", "read_fast"]
 
 
-def _reader(getters: list[Callable[[], Any]], variables: list[tuple[dict[str, Any], str]]) -> Callable[[], list[Any]]:
+def _reader(switches: Sequence[Switch], *, fast: bool = True) -> Callable[[], list[Any]]:
     """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
-    names: dict[str, Any] = {f"get_{index}": getter for index, getter in enumerate(getters)}
-    terms = [f"{name}()" for name in names]
-    names["absent"] = ABSENT
-    for index, (there, name) in enumerate(variables):
-        names[f"there_{index}"] = there
-        terms.append(f"there_{index}[{name!r}]" if name in there else f"there_{index}.get({name!r}, absent)")
+    names: dict[str, Any] = {"absent": ABSENT}
+    terms = []
+    for index, switch in enumerate(switches):
+        if switch.place is None:
+            names[f"get_{index}"] = (switch.read_fast if fast else None) or switch.read
+            terms.append(f"get_{index}()")
+        else:
+            names[f"there_{index}"], name = switch.place
+            terms.append(f"there_{index}[{name!r}]" if name in switch.place[0] else f"there_{index}.get({name!r}, absent)")
     read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(terms)}]", names)
     return read
 
 
-def _set_variable(variables: dict[str, Any], name: str, value: Any) -> None:
-    if value is ABSENT:
-        variables.pop(name, None)
-    else:
-        variables[name] = value
-
-
-_some, _more = [getter for getter, _ in (*FLAGS, MKLDNN_PRECISION)], [getter for getter, _ in RARER_PRECISIONS]
 #: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
-read_fast = _reader([*_some, CUDNN_PRECISION[0], *_more], VARIABLES)
-_read_slow = _reader([*_some, CUDNN_PRECISION[1], *_more], VARIABLES)
-#: Reads the first of these: the switches for operators besides convolutions and recurrent layers.
-read_common = _reader([*_some, CUDNN_PRECISION[0]], [])
-_NUM_COMMON = len(_some) + 1
-_read_defaults = _reader([getter for getter, _ in PRECISION_DEFAULTS], [])
-_read_guarded = _reader([getter for getter, _ in GUARDED_FLAGS], [])
-_read_device_flags = _reader([getter for getter, _ in DEVICE_FLAGS], [])
+read_fast = _reader([*COMMON, *FURTHER])
+_read_slow = _reader([*COMMON, *FURTHER], fast=False)
+#: Reads the first of these: the switches for operators which heed no rarer ones.
+read_common = _reader(COMMON)
+_read_defaults = _reader(DEFAULTS)
+_read_guarded = _reader(GUARDED)
+_read_device_flags = _reader(DEVICES)
 # The first two guarded switches are compared after a recompute.
-(_get_default_dtype, _), (_are_deterministic, _) = GUARDED_FLAGS[:2]
+_get_default_dtype, _are_deterministic = (switch.read for switch in GUARDED[:2])
 
 
 def _read_unguarded() -> list[Any]:
@@ -75,26 +65,13 @@ def _read_unguarded() -> list[Any]:
 
 def read_devices() -> list[Any] | None:
     """Returns the switches for devices; None where no device is in use."""
-    return _read_device_flags() if DEVICE_FLAGS and are_devices_in_use() else None
+    return _read_device_flags() if DEVICES and are_devices_in_use() else None
 
 
-def _read_cudnn_precision() -> Any:
-    try:
-        return CUDNN_PRECISION[0]()
-    except RuntimeError:
-        return CUDNN_PRECISION[1]()
-
-
-# In the order of a snapshot's values. A default comes before the switches it holds for.
-_SWITCHES: list[Flag] = [
-    *PRECISION_DEFAULTS,
-    *FLAGS,
-    MKLDNN_PRECISION,
-    (_read_cudnn_precision, CUDNN_PRECISION[2]),
-    *RARER_PRECISIONS,
-    *((partial(there.get, name, ABSENT), partial(_set_variable, there, name)) for there, name in VARIABLES),
-    *GUARDED_FLAGS,
-]
+def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
+    for switch, value in zip(switches, values, strict=True):
+        if value != switch.read():
+            switch.write(value)
 
 
 class Snapshot:
@@ -113,7 +90,7 @@ class Snapshot:
     def __init__(self, unguarded: list[Any], devices: list[Any] | None) -> None:
         self.guard: StateGuard = new_state_guard()
         self.unguarded = unguarded
-        self.common = unguarded[:_NUM_COMMON]
+        self.common = unguarded[: len(COMMON)]
         self.guarded = _read_guarded()
         self.devices = devices
         self._defaults = _read_defaults()
@@ -124,16 +101,12 @@ class Snapshot:
 
     def write(self) -> None:
         """Sets the switches to these values."""
-        wanted = [*self._defaults, *self.unguarded, *self.guarded]
-        # A switch of the old kind may move a switch of the new kind, so a second pass sets the rest.
+        # A default comes before the switches which it holds for. A switch of the old kind may move a switch of the new kind, so
+        # a second pass sets the rest.
         for _ in range(2):
-            for (read, write), value in zip(_SWITCHES, wanted, strict=True):
-                if value != read():
-                    write(value)
+            _write((*DEFAULTS, *COMMON, *FURTHER, *GUARDED), (*self._defaults, *self.unguarded, *self.guarded))
         if self.devices is not None:
-            for (read, write), value in zip(DEVICE_FLAGS, self.devices, strict=True):
-                if value != read():
-                    write(value)
+            _write(DEVICES, self.devices)
 
 
 #: The captured switches, and the different switches found before a recompute, if any.

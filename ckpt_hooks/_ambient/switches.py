@@ -1,106 +1,110 @@
-"""Every switch of torch which decides on kernels and roundings, with its getter and setter.
+"""The table of the switches of torch which decide on kernels and roundings.
+
+A row says how a switch is read and set, how a region sees that the switch has moved, and which operators heed the switch. A
+switch restored anew is one more row here; the lists for fast paths are taken from the table once.
 
 Private calls into torch, like the calls in :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``,
 ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler. The
 private forms may go when the public forms cost as little. ``tests/test_switches.py`` goes through the switches of the installed
-torch, and fails for a switch without a verdict.
+torch, and fails for a switch which has no row here and no reason there.
 
 Times are for torch 2.13 on one x86-64 core: a switch of the process is read in 0.04 us, a precision of float32 in 0.3.
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 import platform
 import threading
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C._dynamo.guards import GlobalStateGuard
 
 __all__ = [
     "ABSENT",
-    "CUDNN_PRECISION",
-    "DEVICE_FLAGS",
-    "FLAGS",
-    "GUARDED_FLAGS",
-    "MKLDNN_PRECISION",
-    "PRECISION_DEFAULTS",
-    "RARER_PRECISIONS",
-    "VARIABLES",
-    "Flag",
+    "COMMON",
+    "DEFAULTS",
+    "DEVICES",
+    "FURTHER",
+    "GUARDED",
+    "SWITCHES",
+    "Compared",
     "StateGuard",
+    "Switch",
     "are_devices_in_use",
+    "heeds",
     "new_state_guard",
 ]
 
 _c: Any = torch._C
 
-#: The getter and the setter of a switch.
-Flag = tuple[Callable[[], Any], Callable[[Any], object]]
+
+class Compared(enum.Enum):
+    """The ways in which a region sees that a switch has moved."""
+
+    BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
+    BY_GUARD = enum.auto()  # by a ``GlobalStateGuard`` for all, in one call of 0.13 us: a region, a recompute, an operator
+    ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
+    BY_OTHERS = enum.auto()  # a default: the switches which it holds for tell
 
 
-def _flags(*names: tuple[str, str]) -> list[Flag]:
-    """Returns the switches among these getters and setters which the installed torch has."""
-    return [(getattr(_c, getter), getattr(_c, setter)) for getter, setter in names if hasattr(_c, getter)]
+# Parts of names of operators: those which choose among kernels, and those among them with switches of their own. Which switch
+# chooses a kernel depends on device, dtype and build, so a recorded region compares all of the first list for each operator.
+_KERNELS = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
+_LAYERS = ("conv", "gru", "lstm", "rnn")
 
 
-# Switches read by a dispatcher to kernels, or by a kernel. 2.11 to 2.15; the fourth flash attention since 2.15.
-FLAGS: list[Flag] = _flags(
-    ("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    ("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    ("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    ("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    ("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    ("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
-    ("_get_fa4_sdp_enabled", "_set_sdp_use_fa4"),
-    ("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
-    ("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    ("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    ("_get_nnpack_enabled", "_set_nnpack_enabled"),
-    ("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    ("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    ("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    ("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-)
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    FLAGS += _flags(("_get_sdp_priority_order", "_set_sdp_priority_order"))
-if platform.machine() in ("aarch64", "arm64"):  # others refuse to reduce in fp16
-    FLAGS += _flags(("_get_cpu_allow_fp16_reduced_precision_reduction", "_set_cpu_allow_fp16_reduced_precision_reduction"))
-if torch.version.hip is not None:
-    FLAGS += _flags(("_get_miopen_immediate", "_set_miopen_immediate"))
-if torch.xpu._is_compiled():
-    FLAGS += _flags(("_get_onednn_allow_tf32", "_set_onednn_allow_tf32"))
+class Switch(NamedTuple):
+    """A switch.
 
-# Switches of operators on CUDA devices, without a context manager. Some take 0.5 us to read, so these are read once a region,
-# and only where such a device is in use. The depthwise kernel since 2.13, grouped products and embedded kernels since 2.15.
-DEVICE_FLAGS: list[Flag] = []
-if torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-    DEVICE_FLAGS += _flags(
-        ("_get_blas_preferred_backend", "_set_blas_preferred_backend"),
-        ("_get_linalg_preferred_backend", "_set_linalg_preferred_backend"),
-        ("_get_sm_carveout_experimental", "_set_sm_carveout_experimental"),
-        ("_get_cublaslt_prefer_grouped_gemm", "_set_cublaslt_prefer_grouped_gemm"),
-        ("_get_cudnn_depthwise_kernel", "_set_cudnn_depthwise_kernel"),
-        ("_get_native_aot_enabled", "_set_native_aot_enabled"),
-    )
-if torch.version.hip is not None:
-    DEVICE_FLAGS += _flags(("_get_rocm_fa_preferred_backend", "_set_rocm_fa_preferred_backend"))
+    Attributes:
+        setters: The names in ``torch`` of all functions and properties which set the switch.
+        read: The getter.
+        write: The setter.
+        compared: How a region sees that the switch has moved.
+        heeded_by: Of a switch compared by value: parts of the names of the operators of ``aten`` which heed the switch. Empty
+            where functions of Python heed it, which no replay runs. Operators of other libraries may heed any switch.
+        is_used: Whether the installed torch has the switch, and kernels which look at it.
+        read_fast: A getter which costs less, and raises ``RuntimeError`` where both ways to set a precision were used.
+        place: The dictionary and the name of a variable of Python.
+    """
 
-#: Whether a CUDA device is in use; the call initialises no device.
-are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
+    setters: tuple[str, ...]
+    read: Callable[[], Any]
+    write: Callable[[Any], object]
+    compared: Compared = Compared.BY_VALUE
+    heeded_by: tuple[str, ...] = ()
+    is_used: bool = True
+    read_fast: Callable[[], Any] | None = None
+    place: tuple[dict[str, Any], str] | None = None
 
-# Python variables read by functions of torch, as a dictionary and a name. An attribute set on the module
-# ``torch.backends.opt_einsum`` hides the variable behind it, which ``torch.backends.opt_einsum.flags`` sets. 2.11 to 2.15.
-_einsum: Any = torch.backends.opt_einsum
-VARIABLES: list[tuple[dict[str, Any], str]] = [
-    (vars(_einsum), "enabled"),
-    (vars(_einsum), "strategy"),
-    (vars(_einsum.m), "enabled"),
-    (vars(_einsum.m), "strategy"),
-    (vars(torch.backends.mha), "_is_fastpath_enabled"),
-]
+
+def _flag(getter: str, setter: str, *, used: bool = True) -> Switch:
+    read: Any = getattr(_c, getter, None)
+    write: Any = getattr(_c, setter, None)
+    return Switch((f"_C.{setter}",), read, write, heeded_by=_KERNELS, is_used=used and read is not None)
+
+
+def _device_flag(name: str, *, used: bool) -> Switch:
+    return _flag(f"_get_{name}", f"_set_{name}", used=used)._replace(compared=Compared.ON_DEVICES, heeded_by=())
+
+
+def _guarded(read: Callable[[], Any], write: Callable[[Any], object], *setters: str) -> Switch:
+    return Switch(setters, read, write, Compared.BY_GUARD)
+
+
+# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way, whose getters cost a
+# third, but raise for settings which only the newer way can express.
+_precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
+_set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
+
+
+def _precision(backend: str, operator: str, *others: str, compared: Compared, heeded_by: tuple[str, ...] = ()) -> Switch:
+    read, write = functools.partial(_precision_of, backend, operator), functools.partial(_set_precision_of, backend, operator)
+    return Switch(("_C._set_fp32_precision_setter", *others), read, write, compared, heeded_by)
 
 
 class _Absent:
@@ -112,25 +116,25 @@ class _Absent:
 
 ABSENT = _Absent()
 
-# The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way, whose getters cost a
-# third, but raise for settings which only the newer way can express.
-_precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
-_set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
+
+def _variable(module: Any, name: str, setter: str) -> Switch:
+    variables = vars(module)
+
+    def write(value: Any) -> None:
+        if value is ABSENT:
+            variables.pop(name, None)
+        else:
+            variables[name] = value
+
+    return Switch((setter,), functools.partial(variables.get, name, ABSENT), write, place=(variables, name))
 
 
-def _precision(backend: str, operator: str) -> Flag:
-    return functools.partial(_precision_of, backend, operator), functools.partial(_set_precision_of, backend, operator)
-
-
-#: Defaults for operators without a precision of their own, the widest first.
-PRECISION_DEFAULTS: list[Flag] = [_precision("generic", "all"), _precision("cuda", "all"), _precision("mkldnn", "all")]
-MKLDNN_PRECISION: Flag = _precision("mkldnn", "matmul")
-#: Precisions of rarer operators: convolutions and recurrent layers on the host.
-RARER_PRECISIONS: list[Flag] = [_precision("mkldnn", "conv"), _precision("mkldnn", "rnn")]
-
-
-def _cudnn_precision() -> tuple[str, str]:
-    return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
+def _cudnn_precision() -> bool | tuple[str, str]:
+    try:
+        allow_tf32: bool = _c._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return _precision_of("cuda", "conv"), _precision_of("cuda", "rnn")
+    return allow_tf32
 
 
 def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
@@ -139,14 +143,6 @@ def _set_cudnn_precision(allow_tf32: bool | tuple[str, str]) -> None:
     else:
         for operator, precision in zip(("conv", "rnn"), allow_tf32, strict=True):
             _set_precision_of("cuda", operator, precision)
-
-
-#: A getter which may raise if both ways to set a precision were used, a getter which does not, and a setter for both.
-CUDNN_PRECISION: tuple[Callable[[], Any], Callable[[], Any], Callable[[Any], object]] = (
-    _c._get_cudnn_allow_tf32,
-    _cudnn_precision,
-    _set_cudnn_precision,
-)
 
 
 def _older_matmul_precision() -> str | None:
@@ -170,10 +166,10 @@ def _set_warn_only(warn_only: bool) -> None:
     _c._set_deterministic_algorithms(_c._get_deterministic_algorithms(), warn_only=warn_only)
 
 
-def _reduced_precision(dtype: str) -> Flag:
+def _reduced_precision(dtype: str) -> Switch:
     name = f"cublas_allow_{dtype}_reduced_precision_reduction"
     setter = getattr(_c, f"_set_{name}")
-    return getattr(_c, f"_get_{name}"), lambda values: setter(*values)
+    return _guarded(getattr(_c, f"_get_{name}"), lambda values: setter(*values), f"_C._set_{name}")
 
 
 def _set_num_threads(count: int) -> None:
@@ -182,20 +178,98 @@ def _set_num_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-# Switches compared by a ``GlobalStateGuard`` in one call of 0.13 us. Compiled code asks such a guard whether it still applies;
-# the guard is in a C++ module which does not import the compiler. Autocast and gradient mode, which it compares too, are not
-# set from here. 2.11 to 2.15.
-GUARDED_FLAGS: list[Flag] = [
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (_c._get_deterministic_algorithms, _set_deterministic),
-    (_c._get_deterministic_algorithms_warn_only, _set_warn_only),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (_older_matmul_precision, _set_older_matmul_precision),
-    _precision("cuda", "matmul"),
+_CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+_ROCM = torch.version.hip is not None
+_einsum: Any = torch.backends.opt_einsum
+
+#: The table. Switches of 2.11 to 2.15; the depthwise kernel since 2.13; the fourth flash attention, grouped products and
+#: embedded kernels since 2.15.
+SWITCHES: tuple[Switch, ...] = (
+    # Defaults for operators without a precision of their own, the widest first.
+    _precision("generic", "all", "backends.fp32_precision", compared=Compared.BY_OTHERS),
+    _precision("cuda", "all", "backends.cudnn.fp32_precision", compared=Compared.BY_OTHERS),
+    _precision("mkldnn", "all", "backends.mkldnn.fp32_precision", compared=Compared.BY_OTHERS),
+    # Read by a dispatcher to kernels, or by a kernel.
+    _flag("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
+    _flag("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
+    _flag("_get_math_sdp_enabled", "_set_sdp_use_math"),
+    _flag("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
+    _flag("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
+    _flag("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
+    _flag("_get_fa4_sdp_enabled", "_set_sdp_use_fa4"),
+    _flag("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
+    _flag("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
+    _flag("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
+    _flag("_get_nnpack_enabled", "_set_nnpack_enabled"),
+    _flag("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
+    _flag("_get_cudnn_enabled", "_set_cudnn_enabled"),
+    _flag("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
+    _flag("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
+    _flag("_get_sdp_priority_order", "_set_sdp_priority_order", used=_CUDA),
+    _flag(
+        "_get_cpu_allow_fp16_reduced_precision_reduction",
+        "_set_cpu_allow_fp16_reduced_precision_reduction",
+        used=platform.machine() in ("aarch64", "arm64"),  # others refuse to reduce in fp16
+    ),
+    _flag("_get_miopen_immediate", "_set_miopen_immediate", used=_ROCM),
+    _flag("_get_onednn_allow_tf32", "_set_onednn_allow_tf32", used=torch.xpu._is_compiled()),
+    _precision("mkldnn", "matmul", compared=Compared.BY_VALUE, heeded_by=_KERNELS),
+    Switch(
+        ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision"),
+        _cudnn_precision,
+        _set_cudnn_precision,
+        heeded_by=_KERNELS,
+        read_fast=_c._get_cudnn_allow_tf32,
+    ),
+    # Convolutions and recurrent layers on the host.
+    _precision("mkldnn", "conv", compared=Compared.BY_VALUE, heeded_by=_LAYERS),
+    _precision("mkldnn", "rnn", compared=Compared.BY_VALUE, heeded_by=_LAYERS),
+    # An attribute set on the module ``torch.backends.opt_einsum`` hides the variable behind it, which
+    # ``torch.backends.opt_einsum.flags`` sets.
+    _variable(_einsum, "enabled", "backends.opt_einsum._set_enabled"),
+    _variable(_einsum, "strategy", "backends.opt_einsum._set_strategy"),
+    _variable(_einsum.m, "enabled", "backends.opt_einsum._set_enabled"),
+    _variable(_einsum.m, "strategy", "backends.opt_einsum._set_strategy"),
+    _variable(torch.backends.mha, "_is_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
+    # The first two of those with a guard are compared at the end of a recompute, too.
+    _guarded(torch.get_default_dtype, torch.set_default_dtype, "_C._set_default_dtype", "_C._set_default_tensor_type"),
+    _guarded(_c._get_deterministic_algorithms, _set_deterministic, "_C._set_deterministic_algorithms"),
+    _guarded(_c._get_deterministic_algorithms_warn_only, _set_warn_only, "_C._set_deterministic_algorithms"),
+    _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "_C.set_autocast_cache_enabled"),
+    _guarded(_older_matmul_precision, _set_older_matmul_precision, "_C._set_float32_matmul_precision"),
+    _precision("cuda", "matmul", "_C._set_cublas_allow_tf32", compared=Compared.BY_GUARD),
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
-    (torch.get_num_threads, _set_num_threads),
-]
+    _guarded(torch.get_num_threads, _set_num_threads, "_C.set_num_threads"),
+    # Without a context manager.
+    _device_flag("blas_preferred_backend", used=_CUDA),
+    _device_flag("linalg_preferred_backend", used=_CUDA),
+    _device_flag("sm_carveout_experimental", used=_CUDA),
+    _device_flag("cublaslt_prefer_grouped_gemm", used=_CUDA),
+    _device_flag("cudnn_depthwise_kernel", used=_CUDA),
+    _device_flag("native_aot_enabled", used=_CUDA),
+    _device_flag("rocm_fa_preferred_backend", used=_ROCM),
+)
+
+
+def _used(compared: Compared) -> list[Switch]:
+    return [switch for switch in SWITCHES if switch.is_used and switch.compared is compared]
+
+
+DEFAULTS, GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUARD), _used(Compared.ON_DEVICES)
+#: Compared by value for every operator which chooses among kernels.
+COMMON = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by == _KERNELS]
+#: Compared by value for other operators, or a few of these, and then along with the common ones.
+FURTHER = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by != _KERNELS]
+
+
+def heeds(name: str, switches: Sequence[Switch]) -> bool:
+    """Whether an operator of ``aten``, by its name, heeds any of some switches."""
+    return any(part in name for switch in switches for part in switch.heeded_by)
+
+
+#: Whether a CUDA device is in use; the call initialises no device.
+are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
 
 
 class StateGuard(Protocol):
@@ -205,4 +279,6 @@ class StateGuard(Protocol):
         """Returns whether the state is the same."""
 
 
+# Compiled code asks such a guard whether it still applies; the guard is in a C++ module which does not import the compiler.
+# Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
 new_state_guard: Callable[[], StateGuard] = GlobalStateGuard

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_hooks._ambient import switches
+from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch import OVERLOAD
 
 from . import unsaid
@@ -172,8 +174,8 @@ class OpFacts:
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
         self.is_trusted = namespace in unsaid.TRUSTED
-        self.looks_at_switches = not aten or any(part in self.name for part in unsaid.LOOKS_AT_SWITCHES)
-        self.looks_at_all_switches = not aten or any(part in self.name for part in unsaid.LOOKS_AT_ALL_SWITCHES)
+        self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
+        self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
         self.has_buffered_masks = aten and self.name in unsaid.BUFFERED_MASKS
         self.is_routing = is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags

@@ -15,9 +15,7 @@ __all__ = [
     "BUFFERED_MASKS",
     "LAYOUT",
     "LIKE",
-    "LOOKS_AT_ALL_SWITCHES",
     "LOOKS_AT_GRAD",
-    "LOOKS_AT_SWITCHES",
     "OVERWRITES",
     "PURE_HIGHER_ORDER",
     "RECORD_STREAM",
@@ -98,12 +96,6 @@ LAYOUT = frozenset(
         *("sym_storage_offset", "sym_stride"),
     }
 )
-
-#: Choose among kernels by switches of the process which no guard compares.
-LOOKS_AT_SWITCHES = ("attention", "conv", "dot", "gelu", "gru", "linalg", "linear", "lstm", "mm", "mv", "rnn")
-
-#: The operators among these with further switches of their own.
-LOOKS_AT_ALL_SWITCHES = ("conv", "gru", "lstm", "rnn")
 
 #: Return more where an argument requires grad, as no argument of a replay does: the results are kept.
 LOOKS_AT_GRAD = frozenset({"_sparse_mm_reduce_impl"})

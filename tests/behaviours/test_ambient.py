@@ -98,6 +98,7 @@ SETTINGS = {
     "opt_einsum.enabled": attribute(opt_einsum, "enabled", not opt_einsum.enabled),
     "opt_einsum.strategy": attribute(opt_einsum, "strategy", "optimal"),
     "opt_einsum.set_flags": attribute(opt_einsum.m, "enabled", not opt_einsum.enabled),
+    "opt_einsum.set_flags of the strategy": attribute(opt_einsum.m, "strategy", "optimal"),
     "transformers' fast path": (mha.get_fastpath_enabled, mha.set_fastpath_enabled, False),
     "number of threads": (torch.get_num_threads, torch.set_num_threads, 3),
     "cudnn.enabled": attribute(cudnn, "enabled", False),
@@ -211,10 +212,13 @@ def test_autocast_of_several_accelerator_types(run, around):
     assert_seen(run, around, *AUTOCAST.values())
 
 
+AUTOCAST_CACHE = (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False)
+
+
 @pytest.mark.parametrize("around", ["forward", "backward"])
 @runs(*FORMS)
 def test_autocast_cache_flag(run, around):
-    assert_seen(run, around, (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, False))
+    assert_seen(run, around, AUTOCAST_CACHE)
 
 
 @runs(*FORMS)
