@@ -128,6 +128,7 @@ class RecordedFrame(ReplayedFrame):
             tape.users_modes = users
             self._recorder = Recorder(tape)
             self._recorder.__enter__()
+            tape.recorder = self._recorder
             if self._debug:
                 self.lines = Lines(tape.tables)
                 self.lines.enter()

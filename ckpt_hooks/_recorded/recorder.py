@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from typing_extensions import Self
 
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.draws import drops_nothing
@@ -70,11 +69,6 @@ class Recorder(SelectiveCheckpointContext):
         self._seen: list[Surroundings] = []
         tape.current = capture_current()
         self._look()
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._tape.recorder = self
-        return self
 
     def abandoned(self) -> None:
         """See :meth:`QuietDispatchMode.abandoned`."""

@@ -18,7 +18,10 @@ from ckpt_hooks._torch import storage_of
 __all__ = ["SelectiveCheckpointContext"]
 
 
-class SelectiveCheckpointContext(WatchesUnseen, torch.utils.checkpoint.SelectiveCheckpointContext):
+_TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
+
+
+class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
     """The dispatch mode of a region under a policy, and what the policy is told: facts of the operator that has just run.
 
     A region has one context, which runs its operators and hands itself to the policy. The facts hold while the policy decides,
