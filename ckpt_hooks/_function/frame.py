@@ -22,7 +22,6 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
 from ckpt_hooks._torch import (
-    graph_task_id,
     num_dispatch_modes,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
@@ -34,7 +33,7 @@ from .arguments import Arguments
 from .captured_call import CapturedCall
 from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
 from .explain import late_write_error, name_of, uninitialized
-from .handles import HandleFrame, Pass
+from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
 from .rerouted import RoutingWatch
@@ -105,6 +104,7 @@ class FunctionFrame(HandleFrame):
         else:
             arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
         self.call = CapturedCall(function, arguments, options, contexts)
+        self.is_split = options.split_backward
         self.scripted: ScriptedCalls | None = None
         self._keeps_all = False
         watch_scripted()
@@ -193,13 +193,6 @@ class FunctionFrame(HandleFrame):
             collector.marks.append((len(collector.values), count, path))
         else:
             self.marks.append((len(self.numbers), count, path))
-
-    def open_pass(self, index: int) -> Pass:
-        """Returns the pass with the value of a handle; see :meth:`HandleFrame.open_pass`."""
-        if not self.call.options.split_backward or graph_task_id() == -1:
-            return HandleFrame.open_pass(self, index)
-        with self._lock:
-            return self.open_split_pass(index)
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`HandleFrame.recompute`."""

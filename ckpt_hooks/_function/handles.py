@@ -87,6 +87,7 @@ class HandleFrame(Frame):
 
     Attributes:
         collector: The collector of the running rerun (:class:`.collector.Collector`); None outside of reruns.
+        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split`).
         marks: Marks of the regions inside, in forward.
         numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
             number without a handle.
@@ -97,7 +98,7 @@ class HandleFrame(Frame):
         without_grad: The numbers of packed tensors that require no grad.
     """
 
-    __slots__ = ("collector", "facts", "fingerprints", "marks", "numbers", "positions", "without_grad")
+    __slots__ = ("collector", "facts", "fingerprints", "is_split", "marks", "numbers", "positions", "without_grad")
 
     kind = "function"
     passes: dict[int, Pass]
@@ -107,6 +108,7 @@ class HandleFrame(Frame):
     ) -> None:
         Frame.__init__(self, name, parent, observers, module)
         self.collector: Any = None
+        self.is_split = False
         self.marks: list[Mark] = []
         self.numbers: list[int] = []
         self.facts: list[Any] = []
@@ -170,30 +172,27 @@ class HandleFrame(Frame):
         with self._lock:
             if key == -1:
                 return Pass(self.recompute((index,)), self.made())
+            if self.is_split and graph_task_id() != -1:
+                return self._open_split_pass(index)
             opened = self.passes.get(key)  # a group's, or one that another engine thread has just made (Rule 11)
             if opened is None:
                 opened = Pass(self.recompute(None), self.made())
                 self.keep_pass(opened, graph_task_scope(key) if group is None else group_scope(group))
             return opened
 
-    def open_split_pass(self, index: int) -> Pass:
-        """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts.
-
-        Args:
-            index: The handle being unpacked.
-        """
-        with self._lock:
-            kept = self.passes.get(SPLIT)
-            value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
-            if not isinstance(kept, SplitPass) or value is MISSING:
-                kept = SplitPass(self.recompute(None), self.made())
-                self.passes = {SPLIT: kept}
-                value = kept.values[index]
-                if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
-                    return Pass(self.recompute((index,)), self.made())
-            if not kept.uses.hand_out(index, value):
-                kept.values[index] = MISSING
-            return Pass({index: value}, kept.made)
+    def _open_split_pass(self, index: int) -> Pass:
+        """Returns a pass, for the caller alone, with the value of one handle in a backward in two parts."""
+        kept = self.passes.get(SPLIT)
+        value = kept.value_at(index, self.alive) if isinstance(kept, SplitPass) else MISSING
+        if not isinstance(kept, SplitPass) or value is MISSING:
+            kept = SplitPass(self.recompute(None), self.made())
+            self.passes = {SPLIT: kept}
+            value = kept.values[index]
+            if value is MISSING:  # modified in the course of the recompute: such a value has to be asked for alone
+                return Pass(self.recompute((index,)), self.made())
+        if not kept.uses.hand_out(index, value):
+            kept.values[index] = MISSING
+        return Pass({index: value}, kept.made)
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
         """Brings back a value missing in a pass: taken before, or packed after the recompute.
