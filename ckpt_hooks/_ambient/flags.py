@@ -13,27 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .switches import (
-    ABSENT,
-    COMMON,
-    DEFAULTS,
-    DEVICES,
-    FURTHER,
-    GUARDED,
-    StateGuard,
-    Switch,
-    are_devices_in_use,
-    new_state_guard,
-)
+from . import switches
+from .switches import ABSENT, DEVICES, GlobalStateGuard, Switch, are_devices_in_use
 
 __all__ = ["Snapshot", "Undo", "capture", "enter", "leave", "read_common", "read_devices", "read_fast"]
 
 
-def _reader(switches: Sequence[Switch], *, fast: bool = True) -> Callable[[], list[Any]]:
+def _reader(*which: Switch, fast: bool = True) -> Callable[[], list[Any]]:
     """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
     names: dict[str, Any] = {"absent": ABSENT}
     terms = []
-    for index, switch in enumerate(switches):
+    for index, switch in enumerate(which):
         if switch.place is None:
             names[f"get_{index}"] = (switch.read_fast if fast else None) or switch.read
             terms.append(f"get_{index}()")
@@ -45,15 +35,15 @@ def _reader(switches: Sequence[Switch], *, fast: bool = True) -> Callable[[], li
 
 
 #: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
-read_fast = _reader([*COMMON, *FURTHER])
-_read_slow = _reader([*COMMON, *FURTHER], fast=False)
+read_fast = _reader(*switches.COMMON, *switches.FURTHER)
+_read_slow = _reader(*switches.COMMON, *switches.FURTHER, fast=False)
 #: Reads the first of these: the switches for operators which heed no rarer ones.
-read_common = _reader(COMMON)
-_read_defaults = _reader(DEFAULTS)
-_read_guarded = _reader(GUARDED)
-_read_device_flags = _reader(DEVICES)
+read_common = _reader(*switches.COMMON)
+_read_defaults = _reader(*switches.DEFAULTS)
+_read_guarded = _reader(*switches.GUARDED)
+_read_device_flags = _reader(*DEVICES)
 # The first two guarded switches are compared after a recompute.
-_get_default_dtype, _are_deterministic = (switch.read for switch in GUARDED[:2])
+_get_default_dtype, _are_deterministic = (switch.read for switch in switches.GUARDED[:2])
 
 
 def _read_unguarded() -> list[Any]:
@@ -68,8 +58,8 @@ def read_devices() -> list[Any] | None:
     return _read_device_flags() if DEVICES and are_devices_in_use() else None
 
 
-def _write(switches: Sequence[Switch], values: Sequence[Any]) -> None:
-    for switch, value in zip(switches, values, strict=True):
+def _write(which: Sequence[Switch], values: Sequence[Any]) -> None:
+    for switch, value in zip(which, values, strict=True):
         if value != switch.read():
             switch.write(value)
 
@@ -88,9 +78,9 @@ class Snapshot:
     __slots__ = ("_defaults", "common", "devices", "guard", "guarded", "unguarded")
 
     def __init__(self, unguarded: list[Any], devices: list[Any] | None) -> None:
-        self.guard: StateGuard = new_state_guard()
+        self.guard = GlobalStateGuard()
         self.unguarded = unguarded
-        self.common = unguarded[: len(COMMON)]
+        self.common = unguarded[: len(switches.COMMON)]
         self.guarded = _read_guarded()
         self.devices = devices
         self._defaults = _read_defaults()
@@ -104,7 +94,9 @@ class Snapshot:
         # A default comes before the switches which it holds for. A switch of the old kind may move a switch of the new kind, so
         # a second pass sets the rest.
         for _ in range(2):
-            _write((*DEFAULTS, *COMMON, *FURTHER, *GUARDED), (*self._defaults, *self.unguarded, *self.guarded))
+            _write(switches.DEFAULTS, self._defaults)
+            _write([*switches.COMMON, *switches.FURTHER], self.unguarded)
+            _write(switches.GUARDED, self.guarded)
         if self.devices is not None:
             _write(DEVICES, self.devices)
 

@@ -18,9 +18,12 @@ import functools
 import platform
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
+
+# Compares part of torch's state with the state at its making, as compiled code asks; in a C++ module which does not import the
+# compiler. Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
 from torch._C._dynamo.guards import GlobalStateGuard
 
 __all__ = [
@@ -32,11 +35,10 @@ __all__ = [
     "GUARDED",
     "SWITCHES",
     "Compared",
-    "StateGuard",
+    "GlobalStateGuard",
     "Switch",
     "are_devices_in_use",
     "heeds",
-    "new_state_guard",
 ]
 
 _c: Any = torch._C
@@ -46,7 +48,7 @@ class Compared(enum.Enum):
     """The ways in which a region sees that a switch has moved."""
 
     BY_VALUE = enum.auto()  # once a region, once a recompute, and in recorded regions ahead of operators which heed the switch
-    BY_GUARD = enum.auto()  # by a ``GlobalStateGuard`` for all, in one call of 0.13 us: a region, a recompute, an operator
+    BY_GUARD = enum.auto()  # by one call of 0.13 us for all: once a region, a recompute, and an operator of recorded regions
     ON_DEVICES = enum.auto()  # by value once a region, where a CUDA device is in use: some take 0.5 us to read
     BY_OTHERS = enum.auto()  # a default: the switches which it holds for tell
 
@@ -76,24 +78,21 @@ class Switch(NamedTuple):
     read: Callable[[], Any]
     write: Callable[[Any], object]
     compared: Compared = Compared.BY_VALUE
-    heeded_by: tuple[str, ...] = ()
+    heeded_by: tuple[str, ...] = _KERNELS
     is_used: bool = True
     read_fast: Callable[[], Any] | None = None
     place: tuple[dict[str, Any], str] | None = None
 
 
-def _flag(getter: str, setter: str, *, used: bool = True) -> Switch:
-    read: Any = getattr(_c, getter, None)
+def _flag(getter: str, setter: str = "", compared: Compared = Compared.BY_VALUE, *, used: bool = True) -> Switch:
+    setter = f"_set_{setter or getter}"
+    read: Any = getattr(_c, f"_get_{getter}", None)
     write: Any = getattr(_c, setter, None)
-    return Switch((f"_C.{setter}",), read, write, heeded_by=_KERNELS, is_used=used and read is not None)
-
-
-def _device_flag(name: str, *, used: bool) -> Switch:
-    return _flag(f"_get_{name}", f"_set_{name}", used=used)._replace(compared=Compared.ON_DEVICES, heeded_by=())
+    return Switch((f"_C.{setter}",), read, write, compared, is_used=used and read is not None)
 
 
 def _guarded(read: Callable[[], Any], write: Callable[[Any], object], *setters: str) -> Switch:
-    return Switch(setters, read, write, Compared.BY_GUARD)
+    return Switch(tuple(f"_C.{setter}" for setter in setters), read, write, Compared.BY_GUARD)
 
 
 # The precision of float32, by kind of operator: "ieee", "tf32", "bf16", "none". Torch has an older way, whose getters cost a
@@ -102,19 +101,13 @@ _precision_of: Callable[[str, str], str] = _c._get_fp32_precision_getter
 _set_precision_of: Callable[[str, str, str], object] = _c._set_fp32_precision_setter
 
 
-def _precision(backend: str, operator: str, *others: str, compared: Compared, heeded_by: tuple[str, ...] = ()) -> Switch:
+def _precision(backend: str, operator: str, *others: str, compared: Compared = Compared.BY_VALUE) -> Switch:
     read, write = functools.partial(_precision_of, backend, operator), functools.partial(_set_precision_of, backend, operator)
-    return Switch(("_C._set_fp32_precision_setter", *others), read, write, compared, heeded_by)
+    return Switch(("_C._set_fp32_precision_setter", *others), read, write, compared)
 
 
-class _Absent:
-    """Stands for a missing variable."""
-
-    def __repr__(self) -> str:
-        return "ABSENT"
-
-
-ABSENT = _Absent()
+#: In place of the value of a variable which is missing.
+ABSENT: Any = object()
 
 
 def _variable(module: Any, name: str, setter: str) -> Switch:
@@ -126,7 +119,11 @@ def _variable(module: Any, name: str, setter: str) -> Switch:
         else:
             variables[name] = value
 
-    return Switch((setter,), functools.partial(variables.get, name, ABSENT), write, place=(variables, name))
+    read = functools.partial(variables.get, name, ABSENT)
+    return Switch((f"backends.{setter}",), read, write, heeded_by=(), place=(variables, name))
+
+
+_CUDNN_SETTERS = ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision")
 
 
 def _cudnn_precision() -> bool | tuple[str, str]:
@@ -167,9 +164,8 @@ def _set_warn_only(warn_only: bool) -> None:
 
 
 def _reduced_precision(dtype: str) -> Switch:
-    name = f"cublas_allow_{dtype}_reduced_precision_reduction"
-    setter = getattr(_c, f"_set_{name}")
-    return _guarded(getattr(_c, f"_get_{name}"), lambda values: setter(*values), f"_C._set_{name}")
+    setter = getattr(_c, name := f"_set_cublas_allow_{dtype}_reduced_precision_reduction")
+    return _guarded(getattr(_c, name.replace("set", "get", 1)), lambda values: setter(*values), name)
 
 
 def _set_num_threads(count: int) -> None:
@@ -179,6 +175,7 @@ def _set_num_threads(count: int) -> None:
 
 
 _CUDA: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+_ARM = platform.machine() in ("aarch64", "arm64")
 _ROCM = torch.version.hip is not None
 _einsum: Any = torch.backends.opt_einsum
 
@@ -190,65 +187,54 @@ SWITCHES: tuple[Switch, ...] = (
     _precision("cuda", "all", "backends.cudnn.fp32_precision", compared=Compared.BY_OTHERS),
     _precision("mkldnn", "all", "backends.mkldnn.fp32_precision", compared=Compared.BY_OTHERS),
     # Read by a dispatcher to kernels, or by a kernel.
-    _flag("_get_flash_sdp_enabled", "_set_sdp_use_flash"),
-    _flag("_get_mem_efficient_sdp_enabled", "_set_sdp_use_mem_efficient"),
-    _flag("_get_math_sdp_enabled", "_set_sdp_use_math"),
-    _flag("_get_cudnn_sdp_enabled", "_set_sdp_use_cudnn"),
-    _flag("_get_overrideable_sdp_enabled", "_set_sdp_use_overrideable"),
-    _flag("_get_fa3_sdp_enabled", "_set_sdp_use_fa3"),
-    _flag("_get_fa4_sdp_enabled", "_set_sdp_use_fa4"),
-    _flag("_get_math_sdp_allow_fp16_bf16_reduction", "_set_math_sdp_allow_fp16_bf16_reduction"),
-    _flag("_get_mkldnn_enabled", "_set_mkldnn_enabled"),
-    _flag("_get_mkldnn_deterministic", "_set_mkldnn_deterministic"),
-    _flag("_get_nnpack_enabled", "_set_nnpack_enabled"),
-    _flag("_get_cublas_allow_fp16_accumulation", "_set_cublas_allow_fp16_accumulation"),
-    _flag("_get_cudnn_enabled", "_set_cudnn_enabled"),
-    _flag("_get_cudnn_benchmark", "_set_cudnn_benchmark"),
-    _flag("_get_cudnn_deterministic", "_set_cudnn_deterministic"),
-    _flag("_get_sdp_priority_order", "_set_sdp_priority_order", used=_CUDA),
-    _flag(
-        "_get_cpu_allow_fp16_reduced_precision_reduction",
-        "_set_cpu_allow_fp16_reduced_precision_reduction",
-        used=platform.machine() in ("aarch64", "arm64"),  # others refuse to reduce in fp16
-    ),
-    _flag("_get_miopen_immediate", "_set_miopen_immediate", used=_ROCM),
-    _flag("_get_onednn_allow_tf32", "_set_onednn_allow_tf32", used=torch.xpu._is_compiled()),
-    _precision("mkldnn", "matmul", compared=Compared.BY_VALUE, heeded_by=_KERNELS),
-    Switch(
-        ("_C._set_cudnn_allow_tf32", "backends.cudnn.rnn.fp32_precision"),
-        _cudnn_precision,
-        _set_cudnn_precision,
-        heeded_by=_KERNELS,
-        read_fast=_c._get_cudnn_allow_tf32,
-    ),
-    # Convolutions and recurrent layers on the host.
-    _precision("mkldnn", "conv", compared=Compared.BY_VALUE, heeded_by=_LAYERS),
-    _precision("mkldnn", "rnn", compared=Compared.BY_VALUE, heeded_by=_LAYERS),
+    _flag("flash_sdp_enabled", "sdp_use_flash"),
+    _flag("mem_efficient_sdp_enabled", "sdp_use_mem_efficient"),
+    _flag("math_sdp_enabled", "sdp_use_math"),
+    _flag("cudnn_sdp_enabled", "sdp_use_cudnn"),
+    _flag("overrideable_sdp_enabled", "sdp_use_overrideable"),
+    _flag("fa3_sdp_enabled", "sdp_use_fa3"),
+    _flag("fa4_sdp_enabled", "sdp_use_fa4"),
+    _flag("math_sdp_allow_fp16_bf16_reduction"),
+    _flag("mkldnn_enabled"),
+    _flag("mkldnn_deterministic"),
+    _flag("nnpack_enabled"),
+    _flag("cublas_allow_fp16_accumulation"),
+    _flag("cudnn_enabled"),
+    _flag("cudnn_benchmark"),
+    _flag("cudnn_deterministic"),
+    _flag("sdp_priority_order", used=_CUDA),
+    _flag("cpu_allow_fp16_reduced_precision_reduction", used=_ARM),  # others refuse to reduce in fp16
+    _flag("miopen_immediate", used=_ROCM),
+    _flag("onednn_allow_tf32", used=torch.xpu._is_compiled()),
+    _precision("mkldnn", "matmul"),
+    Switch(_CUDNN_SETTERS, _cudnn_precision, _set_cudnn_precision, read_fast=_c._get_cudnn_allow_tf32),
+    _precision("mkldnn", "conv")._replace(heeded_by=_LAYERS),
+    _precision("mkldnn", "rnn")._replace(heeded_by=_LAYERS),
     # An attribute set on the module ``torch.backends.opt_einsum`` hides the variable behind it, which
     # ``torch.backends.opt_einsum.flags`` sets.
-    _variable(_einsum, "enabled", "backends.opt_einsum._set_enabled"),
-    _variable(_einsum, "strategy", "backends.opt_einsum._set_strategy"),
-    _variable(_einsum.m, "enabled", "backends.opt_einsum._set_enabled"),
-    _variable(_einsum.m, "strategy", "backends.opt_einsum._set_strategy"),
-    _variable(torch.backends.mha, "_is_fastpath_enabled", "backends.mha.set_fastpath_enabled"),
+    _variable(_einsum, "enabled", "opt_einsum._set_enabled"),
+    _variable(_einsum, "strategy", "opt_einsum._set_strategy"),
+    _variable(_einsum.m, "enabled", "opt_einsum._set_enabled"),
+    _variable(_einsum.m, "strategy", "opt_einsum._set_strategy"),
+    _variable(torch.backends.mha, "_is_fastpath_enabled", "mha.set_fastpath_enabled"),
     # The first two of those with a guard are compared at the end of a recompute, too.
-    _guarded(torch.get_default_dtype, torch.set_default_dtype, "_C._set_default_dtype", "_C._set_default_tensor_type"),
-    _guarded(_c._get_deterministic_algorithms, _set_deterministic, "_C._set_deterministic_algorithms"),
-    _guarded(_c._get_deterministic_algorithms_warn_only, _set_warn_only, "_C._set_deterministic_algorithms"),
-    _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "_C.set_autocast_cache_enabled"),
-    _guarded(_older_matmul_precision, _set_older_matmul_precision, "_C._set_float32_matmul_precision"),
+    _guarded(torch.get_default_dtype, torch.set_default_dtype, "_set_default_dtype", "_set_default_tensor_type"),
+    _guarded(_c._get_deterministic_algorithms, _set_deterministic, "_set_deterministic_algorithms"),
+    _guarded(_c._get_deterministic_algorithms_warn_only, _set_warn_only, "_set_deterministic_algorithms"),
+    _guarded(torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled, "set_autocast_cache_enabled"),
+    _guarded(_older_matmul_precision, _set_older_matmul_precision, "_set_float32_matmul_precision"),
     _precision("cuda", "matmul", "_C._set_cublas_allow_tf32", compared=Compared.BY_GUARD),
     _reduced_precision("fp16"),
     _reduced_precision("bf16"),
-    _guarded(torch.get_num_threads, _set_num_threads, "_C.set_num_threads"),
+    _guarded(torch.get_num_threads, _set_num_threads, "set_num_threads"),
     # Without a context manager.
-    _device_flag("blas_preferred_backend", used=_CUDA),
-    _device_flag("linalg_preferred_backend", used=_CUDA),
-    _device_flag("sm_carveout_experimental", used=_CUDA),
-    _device_flag("cublaslt_prefer_grouped_gemm", used=_CUDA),
-    _device_flag("cudnn_depthwise_kernel", used=_CUDA),
-    _device_flag("native_aot_enabled", used=_CUDA),
-    _device_flag("rocm_fa_preferred_backend", used=_ROCM),
+    _flag("blas_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
+    _flag("linalg_preferred_backend", compared=Compared.ON_DEVICES, used=_CUDA),
+    _flag("sm_carveout_experimental", compared=Compared.ON_DEVICES, used=_CUDA),
+    _flag("cublaslt_prefer_grouped_gemm", compared=Compared.ON_DEVICES, used=_CUDA),
+    _flag("cudnn_depthwise_kernel", compared=Compared.ON_DEVICES, used=_CUDA),
+    _flag("native_aot_enabled", compared=Compared.ON_DEVICES, used=_CUDA),
+    _flag("rocm_fa_preferred_backend", compared=Compared.ON_DEVICES, used=_ROCM),
 )
 
 
@@ -270,15 +256,3 @@ def heeds(name: str, switches: Sequence[Switch]) -> bool:
 
 #: Whether a CUDA device is in use; the call initialises no device.
 are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
-
-
-class StateGuard(Protocol):
-    """Compares part of torch's state with the state at its making."""
-
-    def check(self) -> bool:
-        """Returns whether the state is the same."""
-
-
-# Compiled code asks such a guard whether it still applies; the guard is in a C++ module which does not import the compiler.
-# Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
-new_state_guard: Callable[[], StateGuard] = GlobalStateGuard
