@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
+import weakref
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import grad
+from torch.autograd.graph import saved_tensors_hooks
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, region
@@ -19,6 +22,7 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import num_dispatch_modes, num_function_modes, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
 from tests.kernels import Inner
+from tests.measure import CountOps
 
 _PACKAGE = os.path.dirname(ckpt_hooks.__file__)
 #: All events of all kinds take minutes.
@@ -58,16 +62,33 @@ def left():
     }
 
 
-class Interrupt:
-    """Raises ``KeyboardInterrupt`` at the nth event in the package: a line, a call, or a return."""
+def present():
+    """Returns what regions change on this thread."""
+    modes = num_dispatch_modes(), num_function_modes(), num_draw_modes()
+    return id(stack.innermost), top_saved_tensors_hooks(False), *modes, torch.is_grad_enabled()
 
-    def __init__(self, at=None):
-        self.count, self.at = 0, at
+
+class Interrupt:
+    """Raises ``KeyboardInterrupt`` at the nth event in the package: a line, a call, or a return.
+
+    Attributes:
+        changes: The events just before and after a change of :func:`present`, where ``at`` is None.
+        count: How many events there were; of lines in the function ``within``, where one is named.
+    """
+
+    def __init__(self, at=None, within=None):
+        self.count, self.at, self.within, self.changes, self._latest = 0, at, within, [], present()
 
     def _trace(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(_PACKAGE):
+        code = frame.f_code
+        if not code.co_filename.startswith(_PACKAGE):
             return None
+        if self.within and (event != "line" or f"{code.co_filename[len(_PACKAGE) + 1 :]}:{code.co_name}" != self.within):
+            return self._trace
         self.count += 1
+        if self.at is None and (now := present()) != self._latest:
+            self._latest = now
+            self.changes += [self.count - 1, self.count]
         if self.count == self.at:
             sys.settrace(None)
             raise KeyboardInterrupt
@@ -96,6 +117,149 @@ def test_a_watcher_that_never_came_on_the_stack_of_modes_counts_no_more(monkeypa
         recorded(torch.sin, torch.rand(3, requires_grad=True))
     gc.collect()
     assert not AT_WORK
+
+
+def asked_for(y, x):
+    """Asks for one tensor, outside of a backward, without gradients."""
+    node = y.grad_fn
+    with torch.no_grad():
+        try:
+            return node._saved_self if hasattr(node, "_saved_self") else node.saved_tensors
+        finally:
+            assert not torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("back", [lambda y, x: grad(y.sum(), x, retain_graph=True), asked_for], ids=["backward", "asked for"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("_no_word_of_what_is_swallowed", "no_gc")
+def test_an_interrupt_where_the_thread_changes_brings_it_back(kind, back):
+    """In forward and in a recompute. The region's function is not held either."""
+    run, layer, x, forgotten = KINDS[kind], nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True), []
+
+    def forward():
+        def function(x):
+            return layer(x).sin()
+
+        forgotten.append(weakref.ref(function))
+        return run(function, x)
+
+    def interrupted(step, *args):
+        """Returns how often the step was interrupted."""
+        with Interrupt() as dry:
+            step(*args)
+        for at in dry.changes:
+            with contextlib.suppress(KeyboardInterrupt), Interrupt(at):
+                step(*args)
+            assert not any(left().values()), (at, left())
+        return len(dry.changes)
+
+    for _ in range(3):
+        (expected,) = grad(forward().sum(), x)
+    assert interrupted(forward) >= 2
+    assert interrupted(back, forward(), x) >= 2
+    if kind in ("function", "policy", "values"):
+        assert [function() for function in forgotten] == [None] * len(forgotten)
+    assert torch.equal(grad(forward().sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize("leaves", [lambda mode: mode.__enter__(), lambda mode: saved_tensors_hooks(abs, abs).__enter__()])
+@pytest.mark.parametrize("kind", ["function", "recorded"])
+def test_an_interrupt_takes_off_what_the_function_has_not_left(kind, leaves):
+    """As Ctrl-C just before the ``with`` block that leaves it."""
+
+    def function(x):
+        leaves(CountOps())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        KINDS[kind](function, torch.rand(3, requires_grad=True))
+    assert not any(left().values())
+
+
+def test_an_exception_leaves_a_mode_that_the_function_has_entered():
+    """As without a region."""
+    mode = CountOps()
+
+    def function(x):
+        mode.__enter__()
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        checkpoint(function, torch.rand(3, requires_grad=True))
+    assert num_dispatch_modes() == 1
+    mode.__exit__(None, None, None)
+    assert not any(left().values())
+
+
+class Moving(nn.Module):
+    """Draws, counts, and has a flag."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+        self.flag = self.calls = 0
+
+    def forward(self, x, generator):
+        self.count += 1
+        self.calls += 1
+        noise = torch.rand(3, generator=generator)
+        return (torch.dropout(x.sin(), 0.3, True) * noise).sin() + self.flag
+
+
+@pytest.mark.parametrize(
+    ("within", "dtype"),
+    [
+        ("_ambient/__init__.py:_enter_cpu", torch.float32),
+        ("_ambient/__init__.py:leave", torch.float32),
+        ("_ambient/rng.py:_enter_others", torch.float32),
+        ("_ambient/flags.py:_read_unguarded", torch.float64),
+        ("_ambient/flags.py:write", torch.float64),
+        ("_function/state/attributes.py:restore", torch.float32),
+        ("_function/state/contents_undo.py:restore", torch.float32),
+        ("_function/state/loans.py:_write", torch.float32),
+    ],
+)
+def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within, dtype):
+    """All of the state has moved on since forward."""
+    layer, x, scale, shift = Moving(), torch.rand(3, requires_grad=True), 2.0, 1.0
+    generator = torch.Generator() if "others" in within else None
+
+    def function(x):
+        return layer(x, generator) * scale + shift
+
+    def forward(to=0):
+        nonlocal scale, shift
+        torch.manual_seed(to)
+        if generator is not None:
+            generator.manual_seed(to)
+        scale, shift, layer.flag = to + 2.0, to + 1.0, to
+        return None if to else checkpoint(function, x)
+
+    def world():
+        states = [one.get_state().tolist() for one in (torch.default_generator, generator) if one is not None]
+        return [*states, torch.get_default_dtype(), scale, shift, layer.flag, layer.calls, layer.count.tolist()]
+
+    def back(interrupt):
+        y = forward().sum()
+        forward(to=7)
+        torch.set_default_dtype(dtype)
+        try:
+            before = world()
+            with contextlib.suppress(KeyboardInterrupt), interrupt:
+                return grad(y, x)[0]
+            return None
+        finally:
+            now = world()
+            torch.set_default_dtype(torch.float32)
+            assert now == before
+
+    for _ in range(6):
+        dry = Interrupt(within=within)
+        expected = back(dry)
+    assert dry.count
+    for at in range(1, dry.count + 1, 1 + dry.count // 30):
+        assert back(Interrupt(at, within)) is None
+        assert torch.equal(back(contextlib.nullcontext()), expected)
 
 
 @pytest.mark.slow

@@ -207,9 +207,12 @@ def leave(undo: Undo) -> None:
         leave(simple)
         return
     for position, leave_one in zip((3, 2, 1, 0), _LEAVE, strict=True):
-        value, undo[position] = undo[position], None  # undone once, though an exception may repeat the call
+        value = undo[position]
+        if leave_one is autocast.leave:
+            undo[position] = None  # it counts levels, and is undone once, though an exception may repeat the call
         if value is not None:
             leave_one(value)
+            undo[position] = None
 
 
 _LEAVE: list[Callable[[Any], None]] = [function_modes.leave, autocast.leave, flags.leave, rng.leave]

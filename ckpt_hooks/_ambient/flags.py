@@ -124,7 +124,11 @@ def enter(captured: Snapshot) -> Undo:
     if captured.holds(unguarded) and devices == captured.devices:
         return captured, None
     before = Snapshot(unguarded, devices)
-    captured.write()
+    try:
+        captured.write()
+    except BaseException:  # Ctrl-C
+        before.write()
+        raise
     return captured, before
 
 

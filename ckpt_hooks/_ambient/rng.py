@@ -168,10 +168,10 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
             elif cpu is not None and stream.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
                 stream.restart()
+        return undo
     except BaseException:
         leave((None, undo))
         raise
-    return undo
 
 
 def leave(before: Undo) -> None:

@@ -64,7 +64,8 @@ def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bo
 
 def close_frame(frame: Frame) -> None:
     """Ends the forward of the innermost frame, well or by an exception; the parent is innermost again."""
+    release = frame.release
+    del frame.release  # first: with it, and out of the stack, an interrupted frame would be a cycle
     pop_saved_tensors_hooks()
     stack.innermost, frame.parent = frame.parent, None
-    frame.release()
-    del frame.release
+    release()

@@ -270,31 +270,33 @@ class Rerun:
                 exchanged = rewound.put_back()
                 if is_complete:
                     changed = state.changed()
-            if names is not None:
-                lent = lend(names, stand_ins)
-                if type(lent) is Loan:
-                    collector.lent.append((lent.lent, names.changes))
-            args, kwargs = call.arguments.build(tensors, collector.lent)
-            if is_complete:
-                changed += [one for contents, _ in collector.lent for one in contents.changed]
-            hook = collector.hook(self._wanted, exchanged)
-            if changed or (self._selection is None and num_dispatch_modes()):
-                hook = collector.noting_versions(hook)
-            push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
             try:
-                if changed:
-                    with WatchReads(changed, collector, self._mutated):
+                if names is not None:
+                    lent = lend(names, stand_ins)
+                    if type(lent) is Loan:
+                        collector.lent.append((lent.lent, names.changes))
+                args, kwargs = call.arguments.build(tensors, collector.lent)
+                if is_complete:
+                    changed += [one for contents, _ in collector.lent for one in contents.changed]
+                hook = collector.hook(self._wanted, exchanged)
+                if changed or (self._selection is None and num_dispatch_modes()):
+                    hook = collector.noting_versions(hook)
+                push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
+                try:
+                    if changed:
+                        with WatchReads(changed, collector, self._mutated):
+                            _call_in_context(call, self._contexts, args, kwargs)
+                    elif in_context:
                         _call_in_context(call, self._contexts, args, kwargs)
-                elif in_context:
-                    _call_in_context(call, self._contexts, args, kwargs)
-                else:
-                    call.function(*args, **kwargs)
-                collector.end()
+                    else:
+                        call.function(*args, **kwargs)
+                    collector.end()
+                finally:
+                    pop_saved_tensors_hooks()
             finally:
-                pop_saved_tensors_hooks()
+                if lent is not None:
+                    _undo(take_back, lent)
         finally:
-            if lent is not None:
-                _undo(take_back, lent)
             if rewound is not None:
                 _undo(rewound.restore)
 

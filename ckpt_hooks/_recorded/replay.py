@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._core import interrupts
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
@@ -316,7 +317,12 @@ def _check_unseen(frame: Replayable) -> None:
 
 def bring_back(replay: Replay, value: Value) -> None:
     """Brings back an expected, absent value, on the devices and streams on which the tape began."""
-    run_on(replay.frame.current, _bring_back, replay, value)
+    mark = interrupts.mark_thread()
+    try:
+        run_on(replay.frame.current, _bring_back, replay, value)
+    except BaseException as error:
+        interrupts.bring_back(mark, error)
+        raise
 
 
 def _bring_back(replay: Replay, value: Value) -> None:
