@@ -107,6 +107,19 @@ def test_a_recompute_draws_what_forward_drew_on_each_device(install, has_offset,
     assert all(map(torch.equal, found, expected))
 
 
+def test_a_device_that_forward_is_the_first_to_use_draws_from_its_start_again(install, monkeypatch):  # noqa: F811
+    x = leaf(8)
+
+    def run(call):
+        in_use = Log()
+        monkeypatch.setattr(FakeDevices, "is_initialized", lambda devices: len(in_use) > 0)
+        (generator,) = install("fake_one", FakeDevices()).default_generators
+        y = call(lambda x: in_use.append(True) or (x * generator.draw()).sin(), x)
+        return [generator.draw(), grad(y.sum(), x)[0], generator.draw()]
+
+    assert all(map(torch.equal, run(checkpoint), run(lambda function, x: function(x))))
+
+
 def test_a_device_that_draws_in_the_recompute_alone_is_put_back(install):  # noqa: F811
     devices = install("fake_one", FakeDevices(2))
     generator, runs = devices.default_generators[1], Log()

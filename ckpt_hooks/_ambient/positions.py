@@ -17,7 +17,7 @@ from . import streams
 from .engine_image import HEAD, NEXT
 from .streams import TORCH_NAMES, device_streams, find_devices
 
-__all__ = ["Position", "Where", "where_streams_are"]
+__all__ = ["Position", "Where", "WithDevices", "where_streams_are"]
 
 #: See above; equal positions of one run and another are equal states, if both runs began in one state.
 Position = Any
@@ -39,7 +39,7 @@ _CPU: Where = (
 )
 
 
-class _WithDevices:
+class WithDevices:
     """The position where devices are in use."""
 
     __slots__ = ("_offsets",)
@@ -63,4 +63,4 @@ def where_streams_are(*, watched: bool = True) -> Where:
         return _CPU
     moving = [stream for stream in (device_streams(needed=False) if find_devices() else ()) if stream.has_offset()]
     offsets = [stream.generator.get_offset for stream in moving if stream.generator is not None]
-    return _WithDevices(offsets) if offsets else _CPU
+    return WithDevices(offsets) if offsets else _CPU
