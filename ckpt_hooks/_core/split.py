@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_hooks._torch import graph_task_id, keeps_graph, storage_address, version_witness
+from ckpt_hooks._torch import graph_task_id, keeps_graph, storage_of, version_witness
 
 __all__ = ["Uses"]
 
@@ -21,13 +21,15 @@ class Uses:
         used: Indices of the handles unpacked once, and kept for a second time.
     """
 
-    __slots__ = ("_handed_out", "_task", "used")
+    __slots__ = ("_handed_out", "_task", "_versions", "used")
 
     def __init__(self) -> None:
         self._task = graph_task_id()
         # A witness and the version of each tensor handed out, by the address of its storage. A view made by a replay does not
         # count versions with its base.
         self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        # The version of each tensor without a storage, such as a sparse one, by the index of its handle.
+        self._versions: dict[int, int] = {}
         self.used: set[int] = set()
 
     def is_next_part(self) -> bool:
@@ -35,9 +37,12 @@ class Uses:
         latest, self._task = self._task, graph_task_id()
         return latest != self._task
 
-    def is_untouched(self, tensor: torch.Tensor) -> bool:
-        """Whether no backward has written to a tensor's memory."""
-        return all(witness._version == version for witness, version in self._handed_out.get(storage_address(tensor), ()))
+    def is_untouched(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether no backward has written to the memory of a handle's value."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return self._versions.get(index, tensor._version) == tensor._version
+        return all(witness._version == version for witness, version in self._handed_out.get(storage, ()))
 
     def hand_out(self, index: int, tensor: torch.Tensor) -> bool:
         """Notes that a handle is unpacked; returns whether the value stays for a second time.
@@ -46,7 +51,11 @@ class Uses:
             index: The index of the handle.
             tensor: The value.
         """
-        self._handed_out.setdefault(storage_address(tensor), []).append((version_witness(tensor), tensor._version))
+        storage = storage_of(tensor)
+        if storage is None:
+            self._versions[index] = tensor._version
+        else:
+            self._handed_out.setdefault(storage, []).append((version_witness(tensor), tensor._version))
         if index in self.used or not keeps_graph():
             return False
         self.used.add(index)

@@ -79,7 +79,7 @@ class SplitPass(Pass):
         if self.uses.is_next_part():
             self.values = [value if lives else MISSING for value, lives in zip(self.values, alive(), strict=False)]
         value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
-        return value if value is MISSING or self.uses.is_untouched(value) else MISSING
+        return value if value is MISSING or self.uses.is_untouched(index, value) else MISSING
 
 
 class HandleFrame(Frame):

@@ -245,7 +245,7 @@ class Rerun:
                 undone.enter_context(shared_streams_lock)
             for plan in sorted(plans, key=id):
                 undone.enter_context(plan.lock)
-            undone.callback(_ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
+            undone.callback(_undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
             if not self._borrows:

@@ -97,7 +97,7 @@ class SplitReplay(Replay):
             return False
         number = self.handles[index][1]
         tensor = self.held.get(number, self.tensors.get(number))
-        return tensor is None or self.uses.is_untouched(tensor)
+        return tensor is None or self.uses.is_untouched(index, tensor)
 
     def hand_out(self, index: int, tensor: torch.Tensor) -> None:
         """Notes a use of a handle.
