@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_hooks._core.interrupts import undo
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._core.parts import parts_of
 from ckpt_hooks._torch import cuda_device, cuda_stream_data
@@ -207,11 +208,7 @@ def run_on(current: Current | None, function: Callable[..., R], *args: Any) -> R
     try:
         return function(*args)
     finally:
-        try:
-            current.leave(before)
-        except BaseException:
-            current.leave(before)
-            raise
+        undo(current.leave, before)
 
 
 class Made:

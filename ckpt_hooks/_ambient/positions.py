@@ -17,7 +17,7 @@ from . import streams
 from .engine_image import HEAD, NEXT
 from .streams import TORCH_NAMES, device_streams, find_devices
 
-__all__ = ["Position", "Where", "WithDevices", "where_streams_are"]
+__all__ = ["Position", "Where", "where_streams_are"]
 
 #: See above; equal positions of one run and another are equal states, if both runs began in one state.
 Position = Any
@@ -39,7 +39,7 @@ _CPU: Where = (
 )
 
 
-class WithDevices:
+class _WithDevices:
     """The position where devices are in use."""
 
     __slots__ = ("_offsets",)
@@ -51,16 +51,18 @@ class WithDevices:
         return (_CPU[0], *[offset() for offset in self._offsets]) if index == 0 else _CPU[1]
 
 
-def where_streams_are(*, watched: bool = True) -> Where:
+def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
     """Returns what tells the position, for as long as the same devices are in use.
 
     Args:
         watched: Whether draws matter; if not, the position never moves.
+        begin: In a recompute, the first number of the position where forward began. Forward may have been the first to use a
+            device: its positions tell of the CPU alone, and so do those of its recomputes.
     """
     if not watched:
         return _NOWHERE
-    if len(TORCH_NAMES) == streams.names_without_devices:
+    if len(TORCH_NAMES) == streams.names_without_devices or isinstance(begin, int):
         return _CPU
     moving = [stream for stream in (device_streams(needed=False) if find_devices() else ()) if stream.has_offset()]
     offsets = [stream.generator.get_offset for stream in moving if stream.generator is not None]
-    return WithDevices(offsets) if offsets else _CPU
+    return _WithDevices(offsets) if offsets else _CPU

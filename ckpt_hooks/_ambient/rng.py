@@ -168,7 +168,7 @@ def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
             elif cpu is not None and stream.restart is not None:
                 # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
                 stream.restart()
-        return undo
+        return undo  # here, since Ctrl-C may come between the last step and a line behind
     except BaseException:
         leave((None, undo))
         raise

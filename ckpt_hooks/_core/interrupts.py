@@ -7,6 +7,9 @@ that back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from ckpt_hooks._torch import Hook, dispatch_mode_at, num_dispatch_modes, pop_saved_tensors_hooks, top_saved_tensors_hooks
@@ -16,7 +19,7 @@ from .hooks import are_of_frame
 from .modes import is_quiet, leave_modes
 from .stack import stack
 
-__all__ = ["ThreadMark", "bring_back", "mark_thread"]
+__all__ = ["ThreadMark", "bring_back", "mark_thread", "undo"]
 
 #: The innermost saved-tensor hooks, the number of dispatch modes, the innermost frame, and whether gradients are enabled.
 ThreadMark = tuple["tuple[Hook, Hook] | None", int, "Frame | None", bool]
@@ -50,6 +53,15 @@ def bring_back(mark: ThreadMark, error: BaseException | None) -> None:
         left = parent
     if torch.is_grad_enabled() != grad_enabled:
         torch.set_grad_enabled(grad_enabled)
+
+
+def undo(step: Callable[..., object], *args: Any) -> None:
+    """Calls an undo step; once more if an exception, such as Ctrl-C, interrupts it."""
+    try:
+        step(*args)
+    except BaseException:
+        step(*args)
+        raise
 
 
 def _is_anything_left(mark: ThreadMark) -> bool:

@@ -28,7 +28,8 @@ class Uses:
         # A witness and the version of each tensor handed out, by the address of its storage. A view made by a replay does not
         # count versions with its base.
         self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
-        # The version of each tensor without a storage, such as a sparse one, by the index of its handle.
+        # The version of each tensor without a storage, such as a sparse one, by the index of its handle: a witness of such a
+        # tensor is an alias, which would hold the memory.
         self._versions: dict[int, int] = {}
         self.used: set[int] = set()
 

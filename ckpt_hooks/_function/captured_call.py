@@ -33,10 +33,10 @@ class CapturedCall:
     """One call of a region's function.
 
     Attributes:
-        ambient: Random streams, autocast and switches, as forward found them.
+        ambient: Random streams, autocast and switches, as forward found them; unset until :meth:`capture`.
         arguments: The arguments, with their tensors saved.
         compared: Dispatch modes around forward, where values are compared; None where they are not.
-        context: The context variables; None if there are none.
+        context: The context variables; None if there are none; unset until :meth:`capture`.
         contexts: Entered around forward, and around each rerun.
         draws: What forward drew from the default generators, where other threads draw from them too.
         explain: Turns an error of a rerun into an error with more words.

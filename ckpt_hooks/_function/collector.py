@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._ambient.positions import Position, WithDevices, where_streams_are
+from ckpt_hooks._ambient.positions import Position, where_streams_are
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.paths import format_path
@@ -166,10 +166,7 @@ class Collector:
         plain, detach = torch.Tensor, self._detach
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
         positions = self.frame.positions if self.watches_draws else None
-        here = where = where_streams_are(watched=positions is not None)
-        if type(here) is WithDevices and positions is not None and type(positions[-1][0]) is not tuple:
-            positions = None  # forward was the first to use a device, and its positions do not tell of that
-            where = where_streams_are(watched=False)
+        here = where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
         # Where forward drew nothing so far, one look at the last value tells as much as one at each: at the first number alone,
         # for seeds set before the region and in it differ in the second.
         begin = here[0] if stop != -1 and positions is not None and len(positions) == 1 else None

@@ -15,7 +15,7 @@ from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
-from ckpt_hooks._core.modes import is_without_values, pause_modes, resume_modes
+from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
@@ -113,7 +113,7 @@ class FunctionFrame(HandleFrame):
         call = self.call
         paused = pause_modes() if num_dispatch_modes() else None
         try:
-            if call.options.check.fingerprint is not None or (paused is not None and len(paused) != num_dispatch_modes()):
+            if call.options.check.fingerprint is not None or (paused is not None and not only_quiet_modes()):
                 call.compare_values()
             if not call.capture():
                 if call.contexts is not None:

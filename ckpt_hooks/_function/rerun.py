@@ -5,7 +5,7 @@ Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
 from typing import Any
@@ -18,7 +18,7 @@ from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
 from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
-from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.interrupts import bring_back, mark_thread, undo
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
@@ -115,9 +115,9 @@ class Rerun:
     def run(self) -> list[torch.Tensor]:
         """Calls the function again; see :meth:`HandleFrame.recompute`."""
         frame, collector, compared, outer = self._frame, self.collector, self._call.compared, self._frame.collector
-        place = None if frame.current is None else frame.current.enter()
         images: Images = {} if compared is None else take_images()
         frame.collector = collector
+        place = None if frame.current is None else frame.current.enter()
         try:
             try:
                 self._enter()
@@ -143,7 +143,7 @@ class Rerun:
             frame.collector = outer
             collector.let_go()
             if frame.current is not None:
-                _undo(frame.current.leave, place)
+                undo(frame.current.leave, place)
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self._frame.path)
@@ -196,11 +196,11 @@ class Rerun:
                 self._explain(error)
             return own or not stopped
         if self._restored is not None and not stopped:
-            num_saved, explain = len(self.collector.values), None if self._selection is None else self._explain
-            if self._selection is not None:
-                self._selection.check(num_saved - 1, self._explain, error)
+            num_saved, selection = len(self.collector.values), self._selection
+            if selection is not None:
+                selection.check(num_saved - 1, self._explain, error)
             if self._frame.complete:
-                explain_failure(error, self._region(), num_saved, explain)
+                explain_failure(error, self._region(), num_saved, None if selection is None else self._explain)
         return not stopped
 
     def _explain(self, found: DeterminismError) -> None:
@@ -230,11 +230,11 @@ class Rerun:
             self._call_with_more(plans)
             return
         with plans[0].lock if plans else _NOTHING:
-            undo = _ambient.enter(ambient)
+            before = _ambient.enter(ambient)
             try:
                 self._call_in_state()
             finally:
-                _undo(_ambient.leave, undo)
+                undo(_ambient.leave, before)
 
     def _call_with_more(self, plans: Sequence[ModulePlan]) -> None:
         """Calls the function with explicit streams, with the draws of one thread among others, or with several modules."""
@@ -245,7 +245,7 @@ class Rerun:
                 undone.enter_context(shared_streams_lock)
             for plan in sorted(plans, key=id):
                 undone.enter_context(plan.lock)
-            undone.callback(_undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
+            undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
             if not self._borrows:
@@ -295,24 +295,15 @@ class Rerun:
                     pop_saved_tensors_hooks()
             finally:
                 if lent is not None:
-                    _undo(take_back, lent)
+                    undo(take_back, lent)
         finally:
             if rewound is not None:
-                _undo(rewound.restore)
+                undo(rewound.restore)
 
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         call = self._call
         will_copy = call.state is not None and call.state.note_written(tensor)
         return mutation_error(name_of(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
-
-
-def _undo(step: Callable[..., object], *args: Any) -> None:
-    """Calls an undo step; once more if an exception interrupts it."""
-    try:
-        step(*args)
-    except BaseException:
-        step(*args)
-        raise
 
 
 def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
