@@ -14,9 +14,10 @@ from typing_extensions import Never, ParamSpec, Self
 
 from ._core.holdings import Holding
 from ._core.interrupts import ThreadMark, bring_back, mark_thread
-from ._core.misuse import check_alone, check_callable, checked_flag, described_as, name_of
+from ._core.misuse import check_alone, check_callable, described_as, name_of
 from ._core.stack import stack
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
+from ._function.options import Form, defaults_of, values_of
 from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
 from ._recorded.traced import traced_name, traced_region, warn_of_instance
@@ -28,6 +29,9 @@ __all__ = ["checkpoint_name", "checkpoint_region"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PASSED_ON = defaults_of(Form.RECORDED)
+_DEFAULTS = tuple(_PASSED_ON.values())
 
 
 class _Entry(weakref.ref[Any]):
@@ -175,6 +179,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         policy: What to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function. None keeps nothing.
         name: The region's name in errors.
         respect_saved_tensors_hooks: Whether outputs kept by the policy go through the saved-tensor hooks around the region.
+            None is True.
         preserve_rng_state: Whether a replay draws the random numbers of forward. If not, forward reads no generator state (as
             is needed while a CUDA graph is captured), and a replay draws new numbers and puts the streams outside back, unless
             a graph is being captured. The innermost region's option counts.
@@ -242,7 +247,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         *misplaced: Never,
         policy: Any = None,
         name: str | None = None,
-        respect_saved_tensors_hooks: bool = True,
+        respect_saved_tensors_hooks: bool | None = None,
         preserve_rng_state: bool = True,
         replay_whole: bool | None = None,
         offload_inputs: bool = False,
@@ -252,13 +257,10 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
             raise _misplaced_error(misplaced[0])
         self._policy: Policy | None = None if policy is None else policy_from(policy)
         self._name = name or "region"
-        self._respect_hooks = respect_saved_tensors_hooks is True or checked_flag(
-            respect_saved_tensors_hooks, "respect_saved_tensors_hooks"
-        )
-        self._preserve_rng_state = preserve_rng_state is True or checked_flag(preserve_rng_state, "preserve_rng_state")
-        self._replay_whole = None if replay_whole is None else checked_flag(replay_whole, "replay_whole", others=(None,))
-        self._offload_inputs = offload_inputs is not False and checked_flag(offload_inputs, "offload_inputs")
-        self._split_backward = split_backward is not False and checked_flag(split_backward, "split_backward")
+        self._options: dict[str, Any] = {}
+        given = preserve_rng_state, respect_saved_tensors_hooks, offload_inputs, split_backward, replay_whole
+        if given != _DEFAULTS:
+            self._options = values_of(zip(_PASSED_ON, given, strict=True))
         self._latest: weakref.ref[RecordedFrame] | None = None
 
     @skipped
@@ -277,15 +279,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
                 if is_any_transform_active():
                     warn_of_transform(stacklevel=3)
                 elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-                    entry.frame = RecordedFrame(
-                        self._name,
-                        self._policy,
-                        respect_hooks=self._respect_hooks,
-                        preserve_rng_state=self._preserve_rng_state,
-                        replay_whole=self._replay_whole,
-                        split_backward=self._split_backward,
-                        offload_inputs=self._offload_inputs,
-                    )
+                    entry.frame = RecordedFrame(self._name, self._policy, **self._options)
                     entry.frame.__enter__()
                     self._latest = weakref.ref(entry.frame)
         except BaseException as error:

@@ -9,12 +9,11 @@ from typing import Any, TypeVar, overload
 import torch
 from typing_extensions import ParamSpec
 
-from ckpt_hooks._core.misuse import checked_flag, explain_call, reentrant_error
+from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._function.callables import check_swallowed
 from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
-from ckpt_hooks._tensors.determinism import DEFAULT_CHECK, check_of
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, options_of, values_of
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
 from .curried import curried
@@ -24,6 +23,11 @@ __all__ = ["checkpoint", "noop_context_fn", "set_checkpoint_early_stop"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PASSED_ON = defaults_of(Form.DIRECT)
+_DEFAULTS = tuple(_PASSED_ON.values())
+#: Options that in a direct call are keyword arguments of the function, as in torch.
+_CURRIED_ONLY = frozenset(options_of(Form.CURRIED)) - frozenset(options_of(Form.DIRECT))
 
 
 @contextlib.contextmanager
@@ -44,7 +48,7 @@ def set_checkpoint_early_stop(enable: bool | None) -> Iterator[None]:
         ...     y = checkpoint(torch.sin, x)
         >>> y.sum().backward()  # runs torch.sin to its end once more
     """
-    with override(early_stop=None if enable is None else checked_flag(enable, "enable", others=(None,))):
+    with override(early_stop=flag_or_none(enable, "enable")):
         yield
 
 
@@ -201,32 +205,21 @@ def checkpoint(
         raise reentrant_error(use_reentrant)
     if function is not None and torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
-    check = DEFAULT_CHECK if determinism_check == "default" else check_of(determinism_check)
     options = DEFAULT_OPTIONS
-    if not (
-        preserve_rng_state is True
-        and early_stop is True
-        and check is DEFAULT_CHECK
-        and (respect_saved_tensors_hooks is None or respect_saved_tensors_hooks is True)
-    ):
-        options = RegionOptions(
-            checked_flag(preserve_rng_state, "preserve_rng_state"),
-            checked_flag(early_stop, "early_stop"),
-            check=check,
-            respect_hooks=respect_saved_tensors_hooks is None
-            or checked_flag(respect_saved_tensors_hooks, "respect_saved_tensors_hooks", others=(None,)),
-        )
+    given = determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
+    if given != _DEFAULTS:
+        options = RegionOptions(**values_of(zip(_PASSED_ON, given, strict=True)))
     if function is None:
         if args:
             raise TypeError(
                 "checkpoint got arguments, but None for the function. Write `checkpoint(function, *args)`, or "
                 "`checkpoint(...)(function)(*args)` to give options first."
             )
-        return curried(options, context_fn, debug, kwargs)
-    if kwargs and not _CURRIED_OPTIONS.isdisjoint(kwargs):
-        check_swallowed(function, _CURRIED_OPTIONS, kwargs)
+        return curried(options, context_fn, kwargs)
+    if kwargs and not _CURRIED_ONLY.isdisjoint(kwargs):
+        check_swallowed(function, _CURRIED_ONLY, kwargs)
     try:
-        return run(function, args, kwargs, options, context_fn, debug)
+        return run(function, args, kwargs, options, context_fn)
     except (TypeError, AttributeError):
         explained = explain_call(function, args, kwargs)
         if explained is None:
@@ -235,7 +228,3 @@ def checkpoint(
         raise explained
     finally:
         del explained  # its traceback has this call, and the arguments with it
-
-
-#: Options that in a direct call are keyword arguments of the function, as in torch.
-_CURRIED_OPTIONS = frozenset({"name", "policy", "preserve_buffers", "offload_inputs", "split_backward"})

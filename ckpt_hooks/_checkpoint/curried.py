@@ -14,10 +14,10 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
-from ckpt_hooks._core.misuse import check_alone, check_callable, checked_flag
+from ckpt_hooks._core.misuse import check_alone, check_callable
 from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
-from ckpt_hooks._function.options import RegionOptions
+from ckpt_hooks._function.options import Form, RegionOptions, defaults_of, options_of, values_of
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.traced import key_for
@@ -30,6 +30,8 @@ __all__ = ["Curried", "curried"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+_PASSED_ON = defaults_of(Form.CURRIED)
 
 
 class CheckpointedFunction(Generic[P, R]):
@@ -128,12 +130,7 @@ def _fill(namespace: dict[str, Any]) -> None:
 
 
 def checkpointed_module(module: Module, region: Curried) -> Module:
-    """Returns a module whose calls run another module as a region.
-
-    Args:
-        module: The other module, whose attributes the result has.
-        region: The options.
-    """
+    """Returns a module whose calls run another module as a region, and which has the attributes of the other."""
     kind = _class_for(type(module))
     checkpointed = object.__new__(kind)
     put = object.__setattr__  # nn.Module's own would look for parameters, in a dictionary that is not there yet
@@ -150,12 +147,10 @@ class Curried:
     Attributes:
         options: Options of recomputes.
         context_fn: Makes the contexts of a region.
-        debug: Whether errors list operators.
     """
 
     options: RegionOptions
     context_fn: Callable[[], ContextPair]
-    debug: bool
 
     def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
         """Returns a function, or a module, whose calls are regions; in a function that Dynamo traces always a function."""
@@ -172,17 +167,11 @@ class Curried:
     @skipped
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function as a region."""
-        return run(function, args, kwargs, self.options, self.context_fn, self.debug)
+        return run(function, args, kwargs, self.options, self.context_fn)
 
 
-def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], debug: bool, own_options: dict[str, Any]) -> Curried:
-    """Checks the options of the curried form.
-
-    Args:
-        options: Options that the direct form has, too.
-        context_fn: Makes the contexts of a region.
-        debug: Whether errors list operators.
-        own_options: Other keyword arguments.
+def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
+    """Checks the options of the curried form: those of the direct form, made already, and its own by their names.
 
     Raises:
         ValueError: If an option is unknown.
@@ -192,23 +181,16 @@ def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], debug
     if policy is not None:
         is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)
         context_fn = _with_policy(context_fn, key_for(policy) if is_traced else policy_from(policy))
-    options = dataclasses.replace(
-        options,
-        name=own_options.pop("name", None),
-        preserve_buffers=checked_flag(own_options.pop("preserve_buffers", True), "preserve_buffers"),
-        offload_inputs=checked_flag(own_options.pop("offload_inputs", False), "offload_inputs"),
-        split_backward=checked_flag(own_options.pop("split_backward", False), "split_backward"),
-    )
-    if own_options:
+    known = {name: value for name, value in own_options.items() if name in _PASSED_ON}
+    options = dataclasses.replace(options, name=own_options.pop("name", None), **values_of(known.items()))
+    if unknown := [name for name in own_options if name not in known]:
         raise ValueError(
-            f"Unexpected keyword arguments: {', '.join(own_options)}. Without a function, checkpoint takes its options only: "
-            "context_fn, determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks, "
-            "use_reentrant, name, policy, preserve_buffers, offload_inputs, split_backward. Arguments of the function go "
-            "to what that returns: checkpoint(...)(function)(*args)."
+            f"Unexpected keyword arguments: {', '.join(unknown)}. Without a function, checkpoint takes its options only: "
+            f"{', '.join(options_of(Form.CURRIED))}. Arguments of the function go to what that returns: "
+            "checkpoint(...)(function)(*args)."
         )
     check_context_fn(context_fn)
-    checked_flag(debug, "debug")
-    return Curried(options, context_fn, debug)
+    return Curried(options, context_fn)
 
 
 def _with_policy(context_fn: Callable[[], ContextPair], policy: Policy | str) -> Callable[[], ContextPair]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
-from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn
@@ -32,18 +31,8 @@ def run(
     kwargs: dict[str, Any],
     options: RegionOptions,
     context_fn: Callable[[], ContextPair],
-    debug: bool,
 ) -> Any:
-    """Calls a function, as a region where gradients are enabled.
-
-    Args:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        options: Options of recomputes.
-        context_fn: Makes the contexts of the region.
-        debug: Whether an error names the first operator that differs.
-    """
+    """Calls a function, as a region where gradients are enabled."""
     if torch.compiler.is_dynamo_compiling():
         return run_traced(function, args, kwargs, None if context_fn is noop_context_fn else context_fn)
     if not torch.is_grad_enabled():
@@ -54,7 +43,7 @@ def run(
         watch_fused_steps()
         mark = mark_thread()
         try:
-            frame = frame_of_call(function, args, kwargs, options, context_fn, debug, current_settings())
+            frame = frame_of_call(function, args, kwargs, options, context_fn, current_settings())
             with frame:
                 result = function(*args, **kwargs)
         except BaseException as error:
@@ -71,24 +60,12 @@ def frame_of_call(
     kwargs: dict[str, Any],
     options: RegionOptions,
     context_fn: Callable[[], ContextPair],
-    debug: bool,
     settings: Settings,
 ) -> FunctionFrame:
-    """Returns the frame of a call, to be entered around the call.
-
-    Args:
-        function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        options: The options of recomputes.
-        context_fn: Returns the contexts of forward and recomputes.
-        debug: Whether both runs are logged, unless the settings say so.
-        settings: The settings in force.
-    """
+    """Returns the frame of a call, to be entered around the call, under some settings."""
     contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
-    if not (debug if settings.debug is None else settings.debug):
+    if not (options.debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)
-    checked_flag(debug, "debug")
     logs = OperatorLogs(function)
     own = logs.forward, logs.recompute
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)

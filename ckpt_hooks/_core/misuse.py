@@ -6,7 +6,7 @@ A right call runs none of this: a direct call is looked at after a failure, a de
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = [
     "checked_flag",
     "described_as",
     "explain_call",
+    "flag_or_none",
     "name_of",
     "reentrant_error",
     "segments_error",
@@ -51,13 +52,7 @@ def described_as(value: Any) -> str:
 def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:
     """Returns the error for a direct call of ``checkpoint`` after a ``TypeError`` or an ``AttributeError``.
 
-    Args:
-        function: The first argument.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        None where the failure is the function's own affair.
+    None where the failure is the function's own affair.
     """
     if not callable(function):
         return TypeError(f"checkpoint takes a function and its arguments, but got {_not_callable(function, args)}")
@@ -99,11 +94,7 @@ def _parameters(function: Any) -> str:
 
 
 def check_callable(function: Any, form: str) -> None:
-    """Checks the argument of the curried form.
-
-    Args:
-        function: The argument.
-        form: The curried form in words, as in ``"checkpoint(...)"``.
+    """Checks the argument of a curried form, as in ``"checkpoint(...)"``.
 
     Raises:
         TypeError: If the argument cannot be called.
@@ -117,16 +108,10 @@ def check_callable(function: Any, form: str) -> None:
 
 
 def check_alone(function: Any, others: Sequence[Any], named: Mapping[str, Any], form: str) -> None:
-    """Checks for more arguments than a function in a call of the curried form.
-
-    Args:
-        function: The function.
-        others: More arguments by position.
-        named: Arguments by name.
-        form: The curried form in words, as in ``"checkpoint(...)"``.
+    """Checks a call of the curried form, as in ``"checkpoint(...)"``, for more arguments than the function.
 
     Raises:
-        TypeError: If there are more arguments than the function.
+        TypeError: If there are more, by position or by name.
     """
     if others or named:
         raise TypeError(
@@ -140,26 +125,26 @@ def _listed(others: Sequence[Any], named: Mapping[str, Any]) -> str:
     return words[0] if len(words) == 1 else f"the first {words[0]}"
 
 
-def checked_flag(value: Any, name: str, *, others: Iterable[Any] = ()) -> bool:
-    """Returns a yes-or-no option as a boolean.
-
-    Args:
-        value: The value given.
-        name: The option.
-        others: Other values the option may have.
+def checked_flag(value: Any, name: str, *, or_none: bool = False) -> bool:
+    """Returns a yes-or-no option as a boolean; the message of an error says None too, if that is another choice.
 
     Raises:
-        TypeError: If the value is neither a boolean, nor 0 or 1, nor among the others.
+        TypeError: If the value is neither a boolean, nor 0 or 1.
     """
     if isinstance(value, (bool, int)) and value in (0, 1):
         return bool(value)
     # By name: NumPy may be absent, and is not imported for this.
     if type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_"):
         return bool(value)
-    choices = " or ".join(map(str, (True, False, *others)))
     raise TypeError(
-        f"{name} should be {choices}, but got {value!r} of type {type(value).__name__}. Pass {name}=False where that means no."
+        f"{name} should be True or False{' or None' if or_none else ''}, but got {value!r} of type {type(value).__name__}. "
+        f"Pass {name}=False where that means no."
     )
+
+
+def flag_or_none(value: Any, name: str) -> bool | None:
+    """Returns an option which may be None besides as a boolean, as :func:`checked_flag` does."""
+    return None if value is None else checked_flag(value, name, or_none=True)
 
 
 def reentrant_error(use_reentrant: Any) -> Exception:
@@ -177,13 +162,7 @@ def reentrant_error(use_reentrant: Any) -> Exception:
 
 
 def segments_error(functions: Sequence[Callable[..., Any]], segments: Any, input: Any) -> Exception:
-    """Returns the error for a wrong number of segments.
-
-    Args:
-        functions: The argument ``functions``.
-        segments: The argument ``segments``.
-        input: The argument ``input``.
-    """
+    """Returns the error for a wrong number of segments, given the arguments of these names."""
     if isinstance(input, int) and not isinstance(segments, (int, float, str, type(None))):
         return TypeError(
             f"checkpoint_sequential takes functions, segments and input in this order, but got {described_as(segments)} for "

@@ -63,11 +63,6 @@ def _unrun_error(function: Any) -> TypeError:
 def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs: dict[str, Any]) -> None:
     """Checks keyword arguments of a direct call against the names of options of the curried form.
 
-    Args:
-        function: The function of the call.
-        names: The names of these options.
-        kwargs: The keyword arguments.
-
     Raises:
         TypeError: If the function takes no such argument, or the value is a policy: then the option is meant.
     """

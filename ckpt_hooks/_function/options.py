@@ -1,41 +1,119 @@
-"""Options of a function frame."""
+"""The options of regions: one row of a table for each, read by every form of a region.
+
+An option for one more form has the form in its row, and stands in the signature of the form, which users read.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 from torch.nn import Module
 
-from ckpt_hooks._tensors.determinism import DEFAULT_CHECK, Check
+from ckpt_hooks._core.misuse import checked_flag, flag_or_none
+from ckpt_hooks._tensors.determinism import Check, check_of
 
-__all__ = ["DEFAULT_OPTIONS", "RegionOptions", "name_of_function"]
+__all__ = ["DEFAULT_OPTIONS", "OPTIONS", "Form", "RegionOptions", "defaults_of", "name_of_function", "options_of", "values_of"]
+
+
+class Form(enum.Flag):
+    """The forms of a region which take options."""
+
+    DIRECT = enum.auto()  # checkpoint(function, *args), and torch's calls of the kind under patch_torch
+    CURRIED = enum.auto()  # checkpoint(...), by whatever makes functions and modules regions
+    RECORDED = enum.auto()  # checkpoint_region(...), likewise
+
+
+_CALLS = Form.DIRECT | Form.CURRIED
+_NOT_DIRECT = Form.CURRIED | Form.RECORDED  # in a direct call such a keyword is the function's, as in torch
+_EVERY = _CALLS | Form.RECORDED
+
+
+class Option(NamedTuple):
+    """An option.
+
+    Attributes:
+        forms: The forms which take the option.
+        default: The default, as users write it.
+        check: Returns the value for frames, or raises, given a value and the option's name. None where each form deals with
+            the option, and no frame knows it.
+        field: The name in frames, if another.
+    """
+
+    forms: Form
+    default: Any = None
+    check: Any = None
+    field: str = ""
+
+
+#: The table. Forms pass values on in this order, and errors list names in it.
+OPTIONS = {
+    "context_fn": Option(_CALLS),
+    "determinism_check": Option(_CALLS, "default", lambda value, _: check_of(value), "check"),
+    "debug": Option(_CALLS, False, checked_flag),
+    "early_stop": Option(_CALLS, True, checked_flag),
+    "preserve_rng_state": Option(_EVERY, True, checked_flag),
+    "respect_saved_tensors_hooks": Option(_EVERY, None, lambda *given: flag_or_none(*given) is not False, "respect_hooks"),
+    "use_reentrant": Option(_CALLS),
+    "name": Option(_NOT_DIRECT),
+    "policy": Option(_NOT_DIRECT),
+    "preserve_buffers": Option(Form.CURRIED, True, checked_flag),
+    "offload_inputs": Option(_NOT_DIRECT, False, checked_flag),
+    "split_backward": Option(_NOT_DIRECT, False, checked_flag),
+    "replay_whole": Option(Form.RECORDED, None, flag_or_none),
+}
+
+
+def options_of(form: Form) -> list[str]:
+    """Returns the names of the options of a form."""
+    return [name for name, option in OPTIONS.items() if form in option.forms]
+
+
+def defaults_of(form: Form) -> dict[str, Any]:
+    """Returns the defaults of the options of a form which it passes on to frames."""
+    return {name: OPTIONS[name].default for name in options_of(form) if OPTIONS[name].check is not None}
+
+
+def values_of(given: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the given values besides defaults as frames take them, by the names in frames; raises for a wrong value."""
+    values = {}
+    for name, value in given:
+        option = OPTIONS[name]
+        if value is not option.default:  # a comprehension with ``:=`` is more than Dynamo traces
+            values[option.field or name] = option.check(value, name)
+    return values
+
+
+_DEFAULTS = {option.field or name: option.check(option.default, name) for name, option in OPTIONS.items() if option.check}
 
 
 @dataclasses.dataclass(frozen=True)
 class RegionOptions:
-    """Options of a region's recomputes.
+    """Options of a function frame.
 
     Attributes:
-        preserve_rng_state: Whether a rerun draws the random numbers of forward.
-        early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
-        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them unchanged.
         check: The comparison with forward.
-        name: The region's name in errors and reports; the function's own if None.
+        debug: Whether errors name the first operator that differs.
+        early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
+        preserve_rng_state: Whether a rerun draws the random numbers of forward.
         respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
+        name: The region's name in errors and reports; the function's own if None.
+        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them unchanged.
         offload_inputs: Whether inputs go to the host, where no saved-tensor hooks are active around the region.
         split_backward: Whether values stay for a second backward; see :mod:`ckpt_hooks._core.split`.
     """
 
-    preserve_rng_state: bool = True
-    early_stop: bool = True
-    preserve_buffers: bool = True
-    check: Check = DEFAULT_CHECK
+    check: Check = _DEFAULTS["check"]
+    debug: bool = _DEFAULTS["debug"]
+    early_stop: bool = _DEFAULTS["early_stop"]
+    preserve_rng_state: bool = _DEFAULTS["preserve_rng_state"]
+    respect_hooks: bool = _DEFAULTS["respect_hooks"]
     name: str | None = None
-    respect_hooks: bool = True
-    offload_inputs: bool = False
-    split_backward: bool = False
+    preserve_buffers: bool = _DEFAULTS["preserve_buffers"]
+    offload_inputs: bool = _DEFAULTS["offload_inputs"]
+    split_backward: bool = _DEFAULTS["split_backward"]
 
 
 DEFAULT_OPTIONS = RegionOptions()

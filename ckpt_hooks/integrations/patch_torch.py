@@ -15,13 +15,12 @@ import torch.utils.checkpoint
 from ckpt_hooks._checkpoint.pairs import own_contexts
 from ckpt_hooks._checkpoint.running import frame_of_call
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
-from ckpt_hooks._core.misuse import checked_flag
+from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, RegionOptions
-from ckpt_hooks._tensors.determinism import check_of
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, values_of
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks._torch.checkpoint import Region, engine, is_compiled, reentrant_engine, settings_of_torch, without_composable
@@ -31,6 +30,9 @@ from ckpt_hooks.selective import create_selective_checkpoint_contexts
 __all__ = ["TorchPatch", "patch_torch"]
 
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
+
+_DEFAULTS = defaults_of(Form.DIRECT)
+_FLAGS = {name for name, default in _DEFAULTS.items() if isinstance(default, bool)}  # of which torch asks for the truth
 
 #: Patches that are not undone, the latest last. Exchanged under the lock, read without.
 _active: tuple[TorchPatch, ...] = ()
@@ -80,28 +82,24 @@ class TorchPatch:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         *,
-        preserve_rng_state: bool = True,
         context_fn: Callable[[], ContextPair] = _TORCHS_NOOP,
-        determinism_check: Any = "default",
-        debug: bool = False,
-        early_stop: bool = True,
-        respect_saved_tensors_hooks: bool | None = None,
+        **given: Any,
     ) -> Iterator[None]:
         """Opens a region, yields for the call of the function, and closes the region."""
         if not torch.is_grad_enabled():
             yield
             return
-        preserve = preserve_rng_state if self._preserve_rng_state is None else self._preserve_rng_state
-        respect = respect_saved_tensors_hooks is None or respect_saved_tensors_hooks
+        if self._preserve_rng_state is not None:
+            given["preserve_rng_state"] = self._preserve_rng_state
         options = DEFAULT_OPTIONS
-        if not (preserve and early_stop and respect and determinism_check == "default"):
-            check = check_of(determinism_check)
-            options = RegionOptions(bool(preserve), bool(early_stop), check=check, respect_hooks=bool(respect))
+        if not given.items() <= _DEFAULTS.items():
+            values = ((name, bool(value) if name in _FLAGS else value) for name, value in given.items())
+            options = RegionOptions(**values_of(values))
         watch_fused_steps()
         mark = mark_thread()
         left_behind = False
         try:
-            frame = frame_of_call(function, args, kwargs, options, self._context_fn(context_fn), debug, _settings())
+            frame = frame_of_call(function, args, kwargs, options, self._context_fn(context_fn), _settings())
             frame.__enter__()
             try:
                 yield
@@ -184,8 +182,8 @@ def patch_torch(*, reentrant: bool | None = None, preserve_rng_state: bool | Non
         again
     """
     patch = TorchPatch(
-        None if reentrant is None else checked_flag(reentrant, "reentrant", others=(None,)),
-        None if preserve_rng_state is None else checked_flag(preserve_rng_state, "preserve_rng_state", others=(None,)),
+        flag_or_none(reentrant, "reentrant"),
+        flag_or_none(preserve_rng_state, "preserve_rng_state"),
         None if policy is None else policy_from(policy),
     )
     _set_active(lambda active: (*active, patch))

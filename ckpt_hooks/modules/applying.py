@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -13,8 +12,8 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks._function.callables import check_runs
+from ckpt_hooks._function.options import Form, options_of
 from ckpt_hooks.policies.base import Policy
-from ckpt_hooks.region import checkpoint_region
 
 from .forward import RegionForward, RegionRunner, forward_of_class, region_forward_of
 from .own_switches import own_switches
@@ -207,7 +206,7 @@ def apply_checkpointing(
     return AppliedCheckpointing(regions, forwards)
 
 
-_REGION_OPTIONS = frozenset(inspect.signature(checkpoint_region.__init__).parameters) - {"self", "misplaced"}
+_REGION_OPTIONS = frozenset(options_of(Form.RECORDED))
 
 
 def _forward_for(module: Module, name: str, policy: Any, recorded: bool, options: dict[str, Any]) -> RegionForward:

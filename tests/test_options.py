@@ -1,0 +1,126 @@
+"""The table of options: each form of a region takes the options of its rows, by its signature, with defaults and checks."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import typing
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region, patch_torch
+from ckpt_hooks._function.options import OPTIONS, Form, RegionOptions, defaults_of, options_of, values_of
+from ckpt_hooks._recorded.frame import RecordedFrame
+from tests.measure import leaf
+
+
+def block(x):
+    return x.sin().exp()
+
+
+#: Ways to write each form with some options, and to run it.
+WAYS = {
+    "direct": (Form.DIRECT, lambda x, **options: checkpoint(block, x, **options)),
+    "curried": (Form.CURRIED, lambda x, **options: checkpoint(**options)(block)(x)),
+    "region": (Form.RECORDED, lambda x, **options: checkpoint_region(**options)(block)(x)),
+    "module": (Form.CURRIED, lambda x, **options: checkpoint_module(nn.Tanh(), **options)(x)),
+    "recorded module": (Form.RECORDED, lambda x, **options: checkpoint_module(nn.Tanh(), recorded=True, **options)(x)),
+}
+PASSED_ON = [(way, name) for way, (form, _) in WAYS.items() for name in defaults_of(form)]
+
+
+def signatures():
+    """Yields forms with the keywords and defaults of their signatures."""
+    yield Form.DIRECT, checkpoint
+    yield Form.RECORDED, checkpoint_region.__init__
+    if sys.version_info >= (3, 11):
+        direct, curried = typing.get_overloads(inspect.unwrap(checkpoint))
+        yield Form.DIRECT, direct
+        yield Form.CURRIED, curried
+
+
+@pytest.mark.parametrize(("form", "function"), list(signatures()))
+def test_signatures_have_the_options_of_their_form(form, function):
+    """With the defaults of the table."""
+    keywords = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    assert sorted(keywords) == sorted(options_of(form))
+    assert {name: keywords[name] for name in defaults_of(form)} == defaults_of(form)
+
+
+@pytest.mark.parametrize("form", list(Form))
+def test_documented(form):
+    """Each by its name."""
+    documentation = checkpoint_region.__doc__ if form is Form.RECORDED else checkpoint.__doc__
+    assert [name for name in options_of(form) if not re.search(rf"^ +(- )?`*{name}`*: ", documentation, re.MULTILINE)] == []
+
+
+def test_frames_have_the_same_defaults():
+    """By their own names."""
+    recorded = {p.name: p.default for p in inspect.signature(RecordedFrame.__init__).parameters.values()}
+    for form, known in ((Form.CURRIED, vars(RegionOptions())), (Form.RECORDED, recorded)):
+        for name, default in defaults_of(form).items():
+            option = OPTIONS[name]
+            assert known[option.field or name] == option.check(default, name)
+            assert values_of([(name, default)]) == {}
+
+
+@pytest.mark.parametrize(("way", "name"), PASSED_ON)
+def test_each_option_on_each_form(way, name):
+    """The default is taken, and a wrong value is refused by name."""
+    call = WAYS[way][1]
+    x = leaf(3)
+    call(x, **{name: OPTIONS[name].default}).sum().backward()
+    assert x.grad is not None
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} should be .* but got 3\b"):
+        call(leaf(3), **{name: 3})
+
+
+@pytest.mark.parametrize(("way", "name"), [one for one in PASSED_ON if isinstance(OPTIONS[one[1]].default, bool)])
+@pytest.mark.parametrize("value", [False, True])
+def test_flags(way, name, value):
+    """Also where another value than the default is written as a number."""
+    for flag in (value, int(value)):
+        x = leaf(3)
+        WAYS[way][1](x, **{name: flag}).sum().backward()
+        assert x.grad is not None
+
+
+@pytest.mark.parametrize("way", ["curried", "module", "recorded module"])
+def test_an_unknown_option_is_answered_by_the_known(way):
+    form, call = WAYS[way]
+    with pytest.raises(ValueError, match=r"Unexpected keyword arguments: nam\.") as caught:
+        call(leaf(3), nam="it")
+    assert [name for name in options_of(form) if name not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if Form.DIRECT not in OPTIONS[name].forms])
+def test_other_keywords_of_a_direct_call_are_the_functions(name):
+    x = leaf(3)
+    checkpoint(lambda x, **kwargs: x.sin() * kwargs[name], x, **{name: 2}).sum().backward()
+    assert torch.equal(x.grad, 2 * x.detach().cos())
+
+
+OTHERS = {"determinism_check": "none", "respect_saved_tensors_hooks": False}
+
+
+@pytest.mark.parametrize("name", list(defaults_of(Form.DIRECT)))
+def test_patch_torch_passes_on_what_torch_has(name, monkeypatch):
+    """Of a flag torch asks for its truth."""
+    torchs = torch.utils.checkpoint.checkpoint
+    if name not in inspect.signature(torchs).parameters and name != "preserve_rng_state":
+        pytest.skip("torch has no such option yet")
+    value = OTHERS.get(name, not OPTIONS[name].default)
+    seen = []
+    module = sys.modules["ckpt_hooks.integrations.patch_torch"]
+    frame_of_call = module.frame_of_call
+    monkeypatch.setattr(module, "frame_of_call", lambda *args: (seen.append(args[3]), frame_of_call(*args))[1])
+    with patch_torch():
+        torchs(block, leaf(3), use_reentrant=False, **{name: value}).sum().backward()
+        if isinstance(value, bool) and name not in OTHERS:
+            torchs(block, leaf(3), use_reentrant=False, **{name: "yes" if value else ""}).sum().backward()
+    expected = RegionOptions(**values_of([(name, value)]))
+    assert expected != RegionOptions()
+    assert seen == [expected] * len(seen)
