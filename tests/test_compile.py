@@ -137,6 +137,8 @@ def loop_of_lambdas(x):
     return x
 
 
+OPTIONS = dict(determinism_check="none", debug=True, early_stop=False, preserve_rng_state=False, preserve_buffers=False)
+
 FORMS = {
     "function": lambda x: checkpoint(function, x, w),
     "module": lambda x: checkpoint(block, x),
@@ -157,6 +159,8 @@ FORMS = {
     "decorated": lambda x: decorated(x, w),
     "decorated with a policy": lambda x: decorated_with_a_policy(x, w),
     "decorated method": lambda x: block.decorated(x),
+    "options inside": lambda x: checkpoint(early_stop=False, name="inside")(function)(x, w),
+    "all options inside": lambda x: checkpoint(**OPTIONS)(function)(x, w),
     "list inside": lambda x: checkpoint(policy=[aten.mm.default])(function)(x, w),
     "function inside": lambda x: checkpoint(policy=save_products)(function)(x, w),
     "policy made inside": lambda x: checkpoint(policy=policies.save_every(aten.mm.default, 2))(function)(x, w),

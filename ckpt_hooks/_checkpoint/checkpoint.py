@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, overload
 
@@ -13,7 +14,7 @@ from ckpt_hooks._core.misuse import explain_call, flag_or_none, reentrant_error
 from ckpt_hooks._core.settings import override
 from ckpt_hooks._function.callables import check_swallowed
 from ckpt_hooks._function.contexts import ContextPair, noop_context_fn
-from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, options_of, values_of
+from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, defaults_of, options_of, values_of
 from ckpt_hooks._torch.compiling import run_traced, skipped
 
 from .curried import curried
@@ -208,7 +209,8 @@ def checkpoint(
     options = DEFAULT_OPTIONS
     given = determinism_check, debug, early_stop, preserve_rng_state, respect_saved_tensors_hooks
     if given != _DEFAULTS:
-        options = RegionOptions(**values_of(zip(_PASSED_ON, given, strict=True)))
+        # Not a new object: Dynamo knows where a check stands that options have, and none that is the default of a class.
+        options = dataclasses.replace(options, **values_of(zip(_PASSED_ON, given, strict=True)))
     if function is None:
         if args:
             raise TypeError(
