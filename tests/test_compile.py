@@ -137,7 +137,7 @@ def loop_of_lambdas(x):
     return x
 
 
-OPTIONS = dict(determinism_check="none", debug=True, early_stop=False, preserve_rng_state=False, preserve_buffers=False)
+OPTIONS = {"determinism_check": "none", "debug": True, "early_stop": False, "preserve_rng_state": False, "name": "x"}
 
 FORMS = {
     "function": lambda x: checkpoint(function, x, w),

@@ -1,4 +1,4 @@
-"""Words for a tensor changed since forward: the change, and the advice.
+"""The errors for tensors changed since forward: all their words.
 
 A version counter rises with each operation in place, ``set_`` and ``resize_`` among them, and never falls. So a higher version
 is a write, or another tensor with more writes. A lower version is another tensor for sure.
@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_hooks._torch import is_kept_anyway
+from ckpt_hooks._torch import is_freed, is_kept_anyway
 from ckpt_hooks.errors import MutationError
 
-from .paths import RegionPath, format_path
-from .words import describe_kind
+from .paths import RegionPath, format_path, region_in_words
+from .words import describe_kind, describe_tensor
 
-__all__ = ["AFTER_BACKWARD", "advice_for", "change_in_words", "mutated"]
+__all__ = [
+    "argument_in_words",
+    "changed_argument",
+    "changed_before_rerun",
+    "exchanged",
+    "freed",
+    "mutated",
+    "overwritten",
+    "written_late",
+    "written_unseen",
+]
 
-AFTER_BACKWARD = "Modify it after backward, or let forward use a clone."
+Names = tuple[str, ...]
 
 
-def change_in_words(found: int, expected: int, since: str = "", *, is_same: bool = True, has_moved: bool = False) -> str:
+def _change_in_words(found: int, expected: int, since: str = "", *, is_same: bool = True, has_moved: bool = False) -> str:
     """Returns the predicate of a sentence about a tensor: how the tensor has changed.
 
     Args:
@@ -43,22 +53,25 @@ def change_in_words(found: int, expected: int, since: str = "", *, is_same: bool
     return f"has been modified by an inplace operation{since}{other}: {versions}."
 
 
-def advice_for(tensor: torch.Tensor, expected: int) -> str:
-    """Returns the advice on a tensor modified or exchanged too early: sentences with "it" for the tensor.
-
-    Args:
-        tensor: The tensor.
-        expected: Its version in forward.
-    """
+def _advice_for(tensor: torch.Tensor, expected: int) -> str:
+    """Returns the advice on a tensor modified or exchanged too early: sentences with "it" for the tensor."""
     if tensor._version < expected:
         return "Bind or exchange it after backward, or hand the one of forward to the function as an argument."
+    advice = "Modify it after backward, or let forward use a clone."
     if is_kept_anyway(tensor):
-        return f"{AFTER_BACKWARD} An optimizer's step before backward is the usual cause: step after backward."
-    return AFTER_BACKWARD
+        advice += " An optimizer's step before backward is the usual cause: step after backward."
+    return advice
 
 
 def mutated(
-    tensor: torch.Tensor, version: int, path: RegionPath | None, holder: str, *, kind: str = "", since: str = "", more: str = ""
+    tensor: torch.Tensor,
+    version: int,
+    path: RegionPath | None,
+    holder: str,
+    *,
+    kind: str = "",
+    since: str = "",
+    by_policy: bool = False,
 ) -> MutationError:
     """Returns the error for a tensor held until backward and changed meanwhile: one wording for all holders.
 
@@ -69,14 +82,138 @@ def mutated(
         holder: The holder, in words to follow the tensor in a sentence.
         kind: Dtype and shape in words, for a witness without them.
         since: Since when, as in ``" since forward"``.
-        more: More advice.
+        by_policy: Whether a policy may keep what was computed from the tensor.
     """
+    more = " Or have what was computed from it kept, by a policy or by leaving it out of the region." if by_policy else ""
     what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
     return MutationError(
-        f"{what} {holder} {change_in_words(tensor._version, version, since)} Backward needs the values that forward saw. "
-        f"{advice_for(tensor, version)}{more}",
+        f"{what} {holder} {_change_in_words(tensor._version, version, since)} Backward needs the values that forward saw. "
+        f"{_advice_for(tensor, version)}{more}",
         region=format_path(path),
         tensor=what,
         expected=version,
         found=tensor._version,
     )
+
+
+def changed_before_rerun(
+    name: str, tensor: torch.Tensor, expected: int, region: Names, *, is_same: bool = True, will_copy: bool = False
+) -> MutationError:
+    """Returns the error for a tensor that a rerun needs, changed since forward.
+
+    Args:
+        name: The tensor in words, for the start of a sentence.
+        tensor: The tensor.
+        expected: The tensor's version in forward.
+        region: Names of the regions, outermost first.
+        is_same: Whether this is the very tensor of forward, as far as known.
+        will_copy: Whether later forwards of the region copy the tensor.
+    """
+    change = _change_in_words(tensor._version, expected, " since forward", is_same=is_same)
+    if is_freed(tensor):
+        change = f"has no memory any more: its storage was freed. It is at version {tensor._version}."
+    more = " Or run the step again: from the next forward on the region copies it." if will_copy else ""
+    return MutationError(
+        f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
+        f"values that forward saw. {_advice_for(tensor, expected)}{more}",
+        region=region,
+        tensor=name,
+        expected=expected,
+        found=tensor._version,
+    )
+
+
+def changed_argument(place: str, tensor: torch.Tensor, expected: int, region: Names, *, has_moved: bool) -> MutationError:
+    """Returns the error for an argument modified since forward.
+
+    Args:
+        place: The argument's place, as in ``args[1]['mask']``.
+        tensor: The present tensor.
+        expected: The version in forward.
+        region: Names of the regions, outermost first.
+        has_moved: Whether the tensor is in another storage.
+    """
+    change = _change_in_words(tensor._version, expected, " since the region's forward began", has_moved=has_moved)
+    return MutationError(
+        f"{argument_in_words(place, tensor, region)} {change} Backward reruns the region and needs the values that forward "
+        "saw. Modify a clone, or use the out-of-place form of the operation.",
+        region=region,
+        tensor=place,
+        expected=expected,
+        found=tensor._version,
+    )
+
+
+def argument_in_words(place: str, tensor: torch.Tensor, region: Names) -> str:
+    """Returns an argument as messages have it, up to the predicate."""
+    return f"{place} of region {'/'.join(region)!r}, a {describe_kind(tensor)} tensor,"
+
+
+def written_late(name: str, tensor: torch.Tensor, expected: int, region: Names) -> MutationError:
+    """Returns the error for a tensor which earlier forwards only read, raised at the end of the forward that has written to it.
+
+    Args:
+        name: The tensor in words.
+        tensor: The tensor.
+        expected: The tensor's version before forward.
+        region: Names of the regions, outermost first.
+    """
+    return MutationError(
+        f"region {'/'.join(region)!r}: forward has written to {name}, {describe_tensor(tensor)}: it is at version "
+        f"{tensor._version}; expected version {expected} instead. Earlier forwards only read it, so this one took no copy, and "
+        "cannot be rerun. From the next forward on the region copies it: run this forward again, after you have put back what "
+        "the tensor held if the write must not count twice. Or bind the name to a new tensor instead of writing to the old, or "
+        "use checkpoint_region, which reruns no code.",
+        region=region,
+        tensor=name,
+        expected=expected,
+        found=tensor._version,
+    )
+
+
+# No version tells of these.
+
+
+def freed(tensor: torch.Tensor, path: RegionPath) -> MutationError:
+    """Returns the error for a held tensor with freed memory."""
+    return _unversioned(
+        f"a {describe_kind(tensor)} tensor",
+        path,
+        "the memory of {tensor} that {region} needs was freed after forward and not filled again. A framework that gathers "
+        "parameters does so for each of its units: make each unit a region of its own.",
+    )
+
+
+def exchanged(path: RegionPath) -> MutationError:
+    """Returns the error for a tensor from outside, read by a recorded region and given another storage in it."""
+    return _unversioned(
+        "a tensor from outside",
+        path,
+        "{tensor} of {region} was given another storage (`tensor.data = ...`) between two operators of the region that read "
+        "it. A replay needs the storage from before. Use two tensors, or leave the first operator out of the region.",
+    )
+
+
+def overwritten(name: str, path: RegionPath) -> MutationError:
+    """Returns the error for a saved tensor, modified in a recorded region by the operator ``name``, as in plain autograd."""
+    return _unversioned(
+        "a saved tensor",
+        path,
+        f"a tensor that {{region}} saved has been modified by an inplace operation ({name}) later in the region. "
+        "Backward needs the values from before. Modify a clone, or use the out-of-place form.",
+    )
+
+
+def written_unseen(name: str, path: RegionPath) -> MutationError:
+    """Returns the error for memory from before a recorded region, to which a kernel of the custom function ``name`` wrote."""
+    return _unversioned(
+        f"an argument of {name}",
+        path,
+        f"a kernel of the custom function `{name}` wrote to an argument from outside of the {{region}}, and no version tells. "
+        "A replay needs the values from before. Pass the function a clone, or call ctx.mark_dirty on it in forward.",
+    )
+
+
+def _unversioned(what: str, path: RegionPath, message: str) -> MutationError:
+    message = message.format(tensor=what, region=region_in_words(path))
+    return MutationError(message, region=format_path(path), tensor=what, expected=None, found=None)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.mutation import change_in_words
+from ckpt_hooks._core.mutation import argument_in_words
 from ckpt_hooks._tensors.containers import Container, TensorAt
-from ckpt_hooks.errors import CheckpointError, MutationError
+from ckpt_hooks.errors import CheckpointError
 
-__all__ = ["Captured", "flag_error", "modified_error", "path_at", "path_to"]
+__all__ = ["Captured", "flag_error", "path_at", "path_to"]
 
 #: Arguments taken apart; None for positional tensors and nothing else.
 Captured = tuple[list[Any], dict[str, Any]] | None
@@ -43,34 +43,6 @@ def path_to(captured: Captured, is_meant: Callable[[Any], bool]) -> str:
     return "an argument"
 
 
-def _in_words(path: str, tensor: torch.Tensor, region: tuple[str, ...]) -> str:
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return f"{path} of region {'/'.join(region)!r}, a {dtype}{list(tensor.shape)} tensor,"
-
-
-def modified_error(
-    path: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...], *, has_moved: bool
-) -> MutationError:
-    """Returns the error for an argument modified since forward.
-
-    Args:
-        path: The argument's place.
-        tensor: The present tensor.
-        expected: The version in forward.
-        region: Names of the regions, outermost first.
-        has_moved: Whether the tensor is in another storage.
-    """
-    change = change_in_words(tensor._version, expected, " since the region's forward began", has_moved=has_moved)
-    return MutationError(
-        f"{_in_words(path, tensor, region)} {change} Backward reruns the region and needs the values that forward saw. Modify "
-        "a clone, or use the out-of-place form of the operation.",
-        region=region,
-        tensor=path,
-        expected=expected,
-        found=tensor._version,
-    )
-
-
 def flag_error(
     path: str, tensor: torch.Tensor, before: bool | None, now: bool | None, region: tuple[str, ...]
 ) -> CheckpointError:
@@ -84,7 +56,7 @@ def flag_error(
         region: Names of the regions, outermost first.
     """
     return CheckpointError(
-        f"{_in_words(path, tensor, region)} had requires_grad={before} when the region's forward began, and has "
+        f"{argument_in_words(path, tensor, region)} had requires_grad={before} when the region's forward began, and has "
         f"requires_grad={now} now. A rerun of the region would save other tensors: change requires_grad after backward, or "
         "pass a detached tensor.",
         region=region,

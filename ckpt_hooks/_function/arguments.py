@@ -21,6 +21,7 @@ import torch
 
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
+from ckpt_hooks._core.mutation import changed_argument
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import as_kind, restore_layout
@@ -28,7 +29,7 @@ from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._tensors.saved_inputs import save_all
 from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
 
-from .argument_places import Captured, flag_error, modified_error, path_at, path_to
+from .argument_places import Captured, flag_error, path_at, path_to
 from .origins import Origins, has_history
 from .packing import unpack, unpack_watched
 from .state.notes import Lent
@@ -351,7 +352,7 @@ class Arguments:
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
         has_moved = self._saved is not None and storage_of(tensor) != self._storages[position]
-        raise modified_error(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
+        raise changed_argument(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
 
     def path_of(self, value: Any) -> str | None:
         """Returns where an object that was not taken apart is among the arguments, as a user would write it."""

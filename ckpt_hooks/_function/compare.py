@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.modes import is_without_values, past_modes
+from ckpt_hooks._core.mutation import changed_before_rerun
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.words import describe
@@ -18,7 +19,7 @@ from ckpt_hooks.errors import DeterminismError
 
 from .boundaries import first_difference
 from .collector import Collector
-from .explain import mutation_error, name_of, node_of
+from .explain import name_of, node_of
 
 __all__ = ["TIP", "result_of"]
 
@@ -96,7 +97,7 @@ def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]
     for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
-                raise mutation_error(
+                raise changed_before_rerun(
                     _name(collector, index), value, version_of(expected), format_path(collector.frame.path), is_same=False
                 )
             collector.values[index] = MISSING

@@ -8,74 +8,14 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.mutation import advice_for, change_in_words
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._core.words import describe_tensor
-from ckpt_hooks._torch import current_node, is_freed, storage_of
-from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
+from ckpt_hooks._torch import current_node, storage_of
+from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .handles import FIRST, HandleFrame
 from .state.walk import walk_from
 
-__all__ = ["blame", "draws_error", "grad_fn_of", "late_write_error", "mutation_error", "name_of", "node_of", "uninitialized"]
-
-
-def mutation_error(
-    name: str,
-    tensor: torch.Tensor,
-    expected: int,
-    region: tuple[str, ...],
-    *,
-    is_same: bool = True,
-    will_copy: bool = False,
-) -> MutationError:
-    """Returns the error for a tensor changed since forward.
-
-    Args:
-        name: The tensor in words, for the start of a sentence.
-        tensor: The tensor.
-        expected: The tensor's version in forward.
-        region: Names of the regions, outermost first.
-        is_same: Whether this is the very tensor of forward, as far as known.
-        will_copy: Whether later forwards of the region copy the tensor.
-    """
-    more = f" {_WILL_COPY}" if will_copy else ""
-    change = change_in_words(tensor._version, expected, " since forward", is_same=is_same)
-    if is_freed(tensor):
-        change = f"has no memory any more: its storage was freed. It is at version {tensor._version}."
-    return MutationError(
-        f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
-        f"values that forward saw. {advice_for(tensor, expected)}{more}",
-        region=region,
-        tensor=name,
-        expected=expected,
-        found=tensor._version,
-    )
-
-
-_WILL_COPY = "Or run the step again: from the next forward on the region copies it."
-
-
-def late_write_error(name: str, tensor: torch.Tensor, expected: int, region: tuple[str, ...]) -> MutationError:
-    """Returns the error for a tensor which earlier forwards only read, raised at the end of the forward that has written to it.
-
-    Args:
-        name: The tensor in words.
-        tensor: The tensor.
-        expected: The tensor's version before forward.
-        region: Names of the regions, outermost first.
-    """
-    return MutationError(
-        f"region {'/'.join(region)!r}: forward has written to {name}, {describe_tensor(tensor)}: it is at version "
-        f"{tensor._version}; expected version {expected} instead. Earlier forwards only read it, so this one took no copy, and "
-        "cannot be rerun. From the next forward on the region copies it: run this forward again, after you have put back what "
-        "the tensor held if the write must not count twice. Or bind the name to a new tensor instead of writing to the old, or "
-        "use checkpoint_region, which reruns no code.",
-        region=region,
-        tensor=name,
-        expected=expected,
-        found=tensor._version,
-    )
+__all__ = ["blame", "draws_error", "grad_fn_of", "name_of", "node_of", "uninitialized"]
 
 
 def draws_error(region: tuple[str, ...]) -> DeterminismError:

@@ -16,6 +16,7 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes
+from ckpt_hooks._core.mutation import written_late
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
@@ -32,7 +33,7 @@ from ckpt_hooks.errors import DeterminismError
 from .arguments import Arguments
 from .captured_call import CapturedCall
 from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
-from .explain import late_write_error, name_of, uninitialized
+from .explain import name_of, uninitialized
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
 from .packing import open_frame
@@ -178,7 +179,7 @@ class FunctionFrame(HandleFrame):
             if self._finish is not None:
                 self._finish()
             if written is not None and error is None and any(self.alive()):
-                late = late_write_error(name_of(written[0], self.call.function), *written, format_path(self.path))
+                late = written_late(name_of(written[0], self.call.function), *written, format_path(self.path))
             if self.watch is not None:
                 self.watch.exited(late or error)
             if late is not None:

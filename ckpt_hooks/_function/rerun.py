@@ -20,6 +20,7 @@ from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import bring_back, mark_thread, undo
 from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.mutation import changed_before_rerun
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
@@ -39,7 +40,7 @@ from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
 from .contexts import ContextPair, Selects, reusable
-from .explain import blame, mutation_error, name_of
+from .explain import blame, name_of
 from .failures import explain_failure
 from .handles import HandleFrame
 from .state.loans import Loan, lend, take_back
@@ -303,7 +304,7 @@ class Rerun:
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         call = self._call
         will_copy = call.state is not None and call.state.note_written(tensor)
-        return mutation_error(name_of(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
+        return changed_before_rerun(name_of(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
 
 
 def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

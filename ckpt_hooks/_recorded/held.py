@@ -13,7 +13,7 @@ import torch
 from ckpt_hooks._core.holdings import Cause
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Hooks, Lost, hold
+from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Hooks, hold
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
@@ -21,7 +21,7 @@ from ckpt_hooks.policies.decisions import OFFLOAD
 
 from .values import Value
 
-__all__ = ["TensorsHeld", "lost_to_exchange", "lost_to_write"]
+__all__ = ["TensorsHeld"]
 
 _weakref = weakref.ref
 
@@ -108,27 +108,3 @@ def _is_cast_of_leaf(value: Value) -> bool:
     source = value.op.args[0]
     saved = source.saved if type(source) is Value else None
     return saved is not None and saved.tensor is not None and is_kept_anyway(saved.tensor)
-
-
-def lost_to_exchange(path: RegionPath) -> Lost:
-    """Returns a stand-in for a tensor from outside, read by a region and given another storage in it."""
-    return Lost(
-        "a tensor from outside",
-        "a tensor from outside of {region} was given another storage (`tensor.data = ...`) between two operators of the "
-        "region that read it. A replay needs the storage from before. Use two tensors, or leave the first operator out of the "
-        "region.",
-        path,
-    )
-
-
-def lost_to_write(name: str, path: RegionPath) -> Lost:
-    """Returns a stand-in for a saved tensor, modified in place in the region by the operator ``name``.
-
-    Plain autograd raises as well.
-    """
-    return Lost(
-        "a saved tensor",
-        f"a tensor that {{region}} saved has been modified by an inplace operation ({name}) later in the region. "
-        "Backward needs the values from before. Modify a clone, or use the out-of-place form.",
-        path,
-    )

@@ -21,7 +21,7 @@ import torch
 from ckpt_hooks._ambient.current import Made, run_on
 from ckpt_hooks._core import interrupts
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.mutation import written_unseen
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held import HeldRefilled
@@ -303,16 +303,7 @@ def _check_unseen(frame: Replayable) -> None:
     if not writers:
         frame.unseen.clear()
         return
-    region, name = format_path(frame.path), writers[0]
-    raise MutationError(
-        f"a kernel of the custom function `{name}` wrote to an argument from outside of the region {'/'.join(region)!r}, and "
-        "no version tells. A replay needs the values from before. Pass the function a clone, or call ctx.mark_dirty on it in "
-        "forward.",
-        region=region,
-        tensor=f"an argument of {name}",
-        expected=None,
-        found=None,
-    )
+    raise written_unseen(writers[0], frame.path)
 
 
 def bring_back(replay: Replay, value: Value) -> None:

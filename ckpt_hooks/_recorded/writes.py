@@ -20,18 +20,18 @@ import torch
 
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
+from ckpt_hooks._core.mutation import overwritten
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
-from ckpt_hooks._tensors.held import HeldByHooks, Hooks
+from ckpt_hooks._tensors.held import HeldByHooks, Hooks, Lost
 from ckpt_hooks._tensors.walk import instances_in, tensors_in
 from ckpt_hooks._torch import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 
 from .aliases import counter_of
 from .calls import decide, op_of, run
-from .held import lost_to_write
 from .tape import Tape
 from .values import Op, Store, Value, cut, is_held_twice, new_value
 
@@ -158,7 +158,7 @@ def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], na
         if found:
             value.saved.tensor, value.saved.version = found[0], None
         else:
-            value.saved = lost_to_write(name, path)
+            value.saved = Lost(partial(overwritten, name), path)
 
 
 def are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -221,7 +221,7 @@ def _after(tape: Tape, op: Op, before: Value) -> Value:
 
 def _overwritten(value: Value, name: str, path: Any) -> Value:
     changed = new_value(value.number, value.store, value.counter)
-    changed.tensor, changed.saved = value.tensor, lost_to_write(name, path)
+    changed.tensor, changed.saved = value.tensor, Lost(partial(overwritten, name), path)
     return changed
 
 

@@ -17,12 +17,12 @@ import torch
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
-from ckpt_hooks._core.mutation import mutated
+from ckpt_hooks._core.mutation import freed, mutated
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
-from ckpt_hooks._core.paths import RegionPath, format_path, region_in_words
+from ckpt_hooks._core.paths import RegionPath, region_in_words
 from ckpt_hooks._core.saved import nbytes_of
-from ckpt_hooks._core.words import describe_kind, kind_in_words, kind_of
+from ckpt_hooks._core.words import kind_in_words, kind_of
 from ckpt_hooks._torch import counted_detach, graph_task_id, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
@@ -112,24 +112,12 @@ class HeldTensor:
         ):
             raise self._modified(tensor)
         if is_freed(tensor):
-            raise self._freed(tensor)
+            raise freed(tensor, self.path)
         return tensor
 
     def _modified(self, tensor: torch.Tensor, kind: str = "") -> MutationError:
         holder = f"that {region_in_words(self.path)} needs ({self.cause.in_words()})"
-        more = " Or have what was computed from it kept, by a policy or by leaving it out of the region."
-        return mutated(tensor, self.version or 0, self.path, holder, kind=kind, more=more)
-
-    def _freed(self, tensor: torch.Tensor) -> MutationError:
-        what = f"a {describe_kind(tensor)} tensor"
-        return MutationError(
-            f"the memory of {what} that {region_in_words(self.path)} needs was freed after forward and not filled again. A "
-            "framework that gathers parameters does so for each of its units: make each unit a region of its own.",
-            region=format_path(self.path),
-            tensor=what,
-            expected=None,
-            found=None,
-        )
+        return mutated(tensor, self.version or 0, self.path, holder, kind=kind, by_policy=True)
 
 
 def hold(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
@@ -200,7 +188,7 @@ class HeldRefilled(HeldTensor):
         """
         tensor = self.unmodified()
         if is_freed(tensor):
-            raise self._freed(tensor)
+            raise freed(tensor, self.path)
         return tensor
 
 
@@ -263,7 +251,7 @@ class HeldByHooks(HeldTensor):
         tensor: torch.Tensor = self._unpack(self._packed)
         if not recomputes(self._unpack):
             if is_freed(tensor):
-                raise self._freed(tensor)
+                raise freed(tensor, self.path)
             if storage_of(tensor) == self._storage and tensor._version > (self.version or 0):
                 raise self._modified(tensor)
         tensor = tensor.detach()
@@ -316,16 +304,15 @@ class Lost(HeldTensor):
     """Stands for a tensor whose content is gone.
 
     Attributes:
-        what: The tensor, in words.
-        why: The reason, in words; ``{region}`` stands for the region's name.
+        error: Returns the error for a region.
     """
 
-    __slots__ = ("what", "why")
+    __slots__ = ("error",)
 
-    def __init__(self, what: str, why: str, path: RegionPath) -> None:
+    def __init__(self, error: Callable[[RegionPath], MutationError], path: RegionPath) -> None:
         self.tensor, self.version, self.cause, self.path = None, None, _LOST, path
         self.is_fickle = False
-        self.what, self.why = what, why
+        self.error = error
 
     def copy(self, clones: Clones) -> None:
         """Does nothing: it is too late."""
@@ -340,8 +327,7 @@ class Lost(HeldTensor):
         Raises:
             MutationError: Always.
         """
-        message = self.why.format(region=region_in_words(self.path))
-        raise MutationError(message, region=format_path(self.path), tensor=self.what, expected=None, found=None)
+        raise self.error(self.path)
 
 
 def _holding(reason: Reason, cause: Cause, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None) -> Holding:
