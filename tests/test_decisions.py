@@ -318,6 +318,15 @@ def test_the_line_of_a_region_in_a_region(run):
     assert set(sites) == {line_of(inner, "# here")}
 
 
+@KINDS
+@pytest.mark.parametrize("inner", [checkpoint, lambda function, x: as_block(function, x, policy=None)])
+def test_a_recompute_in_the_middle_of_a_region_is_no_part_of_it(run, inner):
+    policy, x = Asked(), leaf(3)
+    y = inner(lambda x: x.exp().sin(), x)
+    run(lambda x: (y.grad_fn._saved_self, x.cos())[1], x, policy=policy)
+    assert policy.seen == [(0, "aten.cos.default")]
+
+
 @pytest.mark.parametrize("run", [as_function, as_block, as_torch])
 def test_facts_hold_while_the_policy_decides(run, no_gc):
     """The context is the mode that runs the region's operators; a policy which keeps it keeps no tensor alive."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -10,10 +11,38 @@ from torch import nn
 from torch._ops import HigherOrderOperator
 from torch.autograd import grad
 
-from ckpt_hooks import MutationError, checkpoint, checkpoint_region
+from ckpt_hooks import MutationError, checkpoint, checkpoint_region, checkpoint_sequential
+from ckpt_hooks._core.modes import QuietDispatchMode
 from tests.measure import Log, leaf
 
 aten = torch.ops.aten
+
+
+def modes(kind=QuietDispatchMode):
+    """Yields the classes of the package's dispatch modes."""
+    for one in kind.__subclasses__():
+        if one.__module__.startswith("ckpt_hooks."):
+            yield one
+            yield from modes(one)
+
+
+def test_no_handler_is_wrapped_by_the_compiler():
+    """Torch wraps that of other modes, and imports Dynamo to do so, which takes a second."""
+    found = {one.__torch_dispatch__.__code__.co_filename for one in modes() if "__torch_dispatch__" in vars(one)}
+    assert len(found) > 5
+    assert all("ckpt_hooks" in name for name in found)
+
+
+def test_a_step_asks_for_no_compiler(monkeypatch):
+    """As a first one does in a process of its own, in a slow test."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # to import it is an error
+    x = leaf(4, 4)
+    for policy in (None, [aten.mm.default]):
+        y = checkpoint(policy=policy)(lambda x: (x @ x).sin().exp())(x)
+        with checkpoint_region(policy=policy):
+            y = torch.nn.functional.dropout(y @ x, 0.5).sin()
+        with torch.autocast("cpu"):
+            checkpoint_sequential([torch.sin] * 4, 2, y).sum().backward()
 
 
 class Twice(HigherOrderOperator):

@@ -10,12 +10,13 @@ import weakref
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_region, region
+from ckpt_hooks import checkpoint, checkpoint_region, patch_torch, region
 from ckpt_hooks._ambient.draws import num_draw_modes
 from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._core.modes import QuietDispatchMode
@@ -46,6 +47,11 @@ KINDS = {
     "recorded in a function": lambda function, x: checkpoint(lambda x: recorded(function, x).sin(), x),
     "function in a recorded one": lambda function, x: recorded(lambda x: checkpoint(function, x).sin(), x),
 }
+
+
+def patched(function, x):
+    with patch_torch():
+        return torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False)
 
 
 def left():
@@ -138,11 +144,11 @@ def backward(y, x):
 
 
 @pytest.mark.parametrize("back", [backward, asked_for])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "patched"])
 @pytest.mark.usefixtures("_no_word_of_what_is_swallowed", "no_gc")
 def test_an_interrupt_where_the_thread_changes_brings_it_back(kind, back):
     """In forward and in a recompute. The region's function is not held either."""
-    run, layer, x, forgotten = KINDS[kind], nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True), []
+    run, layer, x, forgotten = KINDS.get(kind, patched), nn.Linear(3, 3), torch.rand(2, 3, requires_grad=True), []
 
     def forward():
         def function(x):

@@ -364,6 +364,17 @@ def test_results_are_kept_with_a_reason(name):
     assert Counted.runs == (1 if reason else 2)
 
 
+@pytest.mark.parametrize("act", [lambda *args: k.Statistics.apply(*args)[0], k.UnmarkedStatistics.apply])
+def test_results_are_kept_where_an_argument_from_outside_is_written_to(act):
+    (x, w), buffer = tensors(3, 3), torch.zeros(3)
+    with checkpoint_region() as region:
+        y = act(x @ w, buffer).sin()
+    reasons = [kept.why for kept in region.kept() if ".apply" in kept.why]
+    assert y.requires_grad
+    assert reasons
+    assert all("writes to memory from outside of the region" in reason for reason in reasons)
+
+
 def test_plain_functions_and_classes_are_no_objects():
     y, reasons = _region_of(abs)
     assert not reasons
@@ -596,15 +607,38 @@ def test_what_a_policy_keeps_of_a_function_counts_where_it_is_saved_or_returned(
     grad(y.sum(), (x, w))
 
 
-def test_a_policy_keeps_an_argument_as_it_was_before_the_kernel():
-    """In both kinds of region, and its product does not run again."""
+class Doubled(Function):
+    """Writes over the product that it has computed by an operator."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        out = x @ w
+        k.write(out, out * 2)
+        ctx.save_for_backward(x, w)
+        return out
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return 2 * g @ w.t(), 2 * x.t() @ g
+
+
+@pytest.mark.parametrize(
+    ("run", "function"),
+    [
+        (programs.region, lambda x, w: k.Unmarked.apply(x @ w)),
+        (programs.called, lambda x, w: k.Unmarked.apply(x @ w)),
+        (programs.called, lambda x, w: Doubled.apply(x.exp(), w)),
+    ],
+)
+def test_a_policy_keeps_a_product_as_it_was_before_the_kernel(run, function):
+    """An argument in both kinds of region, and a result of an operator inside: neither runs again."""
     x, w = tensors(4, 4)
-    for run in (programs.region, programs.called):
-        y = run(lambda x, w: k.Unmarked.apply(x @ w).exp(), x, w, policy=policies.dots_saveable)
-        with programs_count() as ops:
-            found = grad(y.sum(), (x, w))
-        assert ops.counts["mm"] == 2  # of autograd's own
-        assert all(map(torch.equal, found, grad(k.Unmarked.apply(x @ w).exp().sum(), (x, w))))
+    y = run(lambda x, w: function(x, w).sin().exp(), x, w, policy=policies.dots_saveable)
+    with programs_count() as ops:
+        found = grad(y.sum(), (x, w))
+    assert ops.counts["mm"] == 2  # of autograd's own
+    assert all(map(torch.equal, found, grad(function(x, w).sin().exp().sum(), (x, w))))
 
 
 def programs_count():

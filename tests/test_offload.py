@@ -10,11 +10,11 @@ import torch
 from torch.autograd import grad
 
 import ckpt_hooks
-from ckpt_hooks import CheckpointPolicy, MutationError
+from ckpt_hooks import CheckpointPolicy, MutationError, checkpoint_name, checkpoint_region
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import CountOps, SavesItsResult, leaf
+from tests.measure import CountOps, Log, SavesItsResult, leaf
 
 aten = torch.ops.aten
 
@@ -152,6 +152,51 @@ def test_regions_are_fetched_one_ahead(transfers):
     for x in xs:
         y = function(x) * (1 + y)
     assert all(torch.equal(a, b) for a, b in zip(found, grad(y, xs), strict=True))
+
+
+def test_all_of_a_region_is_fetched_when_its_recompute_begins(transfers):
+    x, fetched = leaf(20, 20), Log()
+
+    def function(x):
+        fetched.append(transfers.count("fetch"))
+        return ((x @ x).sin() @ x).cos()
+
+    y = ckpt_hooks.checkpoint(policy=save_and_offload(aten.mm.default))(function)(x)
+    (found,) = grad(y.sum(), x)
+    assert list(fetched) == [0, 2]
+    assert torch.equal(found, grad(function(x).sum(), x)[0])
+
+
+def test_names_say_what_is_moved(transfers):
+    x = leaf(20, 20)
+    policy = ckpt_hooks.policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=["kept"], names_which_can_be_offloaded=["moved"]
+    )
+
+    def program(region):
+        with region:
+            h = checkpoint_name(x @ x, "moved").sin()
+            return grad(checkpoint_name(h @ x, "kept").cos().sum(), x)[0]
+
+    found = program(checkpoint_region(policy=policy))
+    assert transfers.moved() == [("send", 400), ("fetch", 400)]
+    assert torch.equal(found, program(contextlib.nullcontext()))
+
+
+def test_a_write_in_the_region_waits_for_the_copy(transfers):
+    x = leaf(20, 20)
+
+    def program(region):
+        with region:
+            h = x + 1
+            y = (h * 2).exp()
+            h.mul_(3)
+            y = y + h * x
+        return grad(y.sum(), x)[0]
+
+    found = program(checkpoint_region(policy=save_and_offload(aten.add.Tensor)))
+    assert transfers.count("fetch") >= 1
+    assert torch.equal(found, program(contextlib.nullcontext()))
 
 
 def test_a_second_backward_fetches_again(transfers):

@@ -99,14 +99,14 @@ def test_regions_side_by_side_in_a_region():
     assert replayed(program, x) == {"sin": 6 + 5, "exp": 6 + 5}
 
 
-@pytest.mark.slow
-def test_many_regions_in_a_row():
-    """2,000, one backward: each its own operators, once."""
+@pytest.mark.parametrize("count", [200, pytest.param(2000, marks=pytest.mark.slow)])
+def test_many_regions_in_a_row(count):
+    """One backward: each its own operators, once."""
     x = leaf(3)
 
     def program(region):
         y = x
-        for _ in range(2000):
+        for _ in range(count):
             with region():
                 y = y.sin().cos()
         return y
@@ -115,22 +115,22 @@ def test_many_regions_in_a_row():
     with CountOps() as ops, little_stack():
         (found,) = grad(y, x)
     assert torch.equal(found, grad(program(plain).sum(), x)[0])
-    assert ops.counts["sin"] == 2000 + 2000  # to have what ``cos`` read, and in the derivative of that
+    assert ops.counts["sin"] == count + count  # to have what ``cos`` read, and in the derivative of that
 
 
-@pytest.mark.slow
-def test_a_long_region():
-    """20,000 operators of which each reads the one before, brought back in a loop and let go without recursion."""
+@pytest.mark.parametrize("count", [500, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_a_long_region(count):
+    """Operators of which each reads the one before, brought back in a loop and let go without recursion."""
     x = torch.ones(1, requires_grad=True)
     with checkpoint_region():
         y = x
-        for _ in range(20_000):
+        for _ in range(count):
             y = y.sin()
     with little_stack():
         (found,) = grad(y.sum(), x, retain_graph=True)
         del y
     y = x
-    for _ in range(20_000):
+    for _ in range(count):
         y = y.sin()
     assert torch.equal(found, grad(y.sum(), x)[0])
 
@@ -306,6 +306,21 @@ def test_hooks_around_a_region_whose_statistics_are_written_without_a_version(wh
             with hooks("around each"), region():
                 norm(other)
         return y.square()
+
+    assert_as_eager(program, x)
+
+
+def test_a_region_inside_reads_what_the_region_around_overwrites_later():
+    """A replay of the outer region writes again, and the inner one asks for what was there before."""
+    x = leaf(4)
+
+    def program(region):
+        with region():
+            h = x * 3
+            with region():
+                y = (h * 2).exp()
+            h.add_(1)
+            return y + h * x
 
     assert_as_eager(program, x)
 

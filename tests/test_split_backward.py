@@ -191,12 +191,11 @@ def test_rule_4_a_value_goes_with_its_handle(form, no_gc):
     expected = [grad(x.sin().exp().tanh().sum(), x)[0], grad(x.cos().exp().tanh().sum(), x)[0]]
     assert torch.equal(grad(a.sum(), x, retain_graph=True)[0], expected[0])
     del a
-    before = watched.values_alive()
     assert torch.equal(grad(b.sum(), x, retain_graph=True)[0], expected[1])
     with CountOps() as ops:
         assert torch.equal(grad(b.sum(), x, retain_graph=True)[0], expected[1])
     assert ops.counts["exp"] == 0
-    assert watched.values_alive() < before + 3
+    assert watched.values_alive() <= 1  # the argument
     del b
     assert watched.alive() == [False]
 

@@ -14,7 +14,8 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs
+from ckpt_hooks import checkpoint
+from tests.behaviours.runs import FORMS, SILENT, Run, assert_as_eager, gradients, runs
 from tests.measure import CountOps, Log, leaf
 from tests.test_threads import in_threads
 
@@ -207,7 +208,7 @@ def test_several_settings_at_once(run, around):
 
 
 @pytest.mark.parametrize("around", ["forward", "backward"])
-@runs(*FORMS, torch_fails=SILENT)
+@runs(*FORMS)
 def test_autocast_of_several_accelerator_types(run, around):
     assert_seen(run, around, *AUTOCAST.values())
 
@@ -271,6 +272,23 @@ def test_autocast_weight_cache(run, warm):
     assert_as_eager(program, run)
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["", "generator"])
+def test_a_setting_that_the_rerun_has_changed_when_it_stops(generator):
+    """What the function sets back in its end is set back, whatever else a rerun has to restore."""
+    read, write, other = SETTINGS["default dtype"]
+    before = read()
+
+    def function(x, generator):
+        write(other)
+        y = x.sin().exp()
+        write(before)
+        return y
+
+    y = checkpoint(function, leaf(3), generator).sum()
+    y.backward()
+    assert read() == before
+
+
 # Defaults of factory functions
 
 
@@ -285,27 +303,29 @@ def test_default_dtype(run):
     assert_as_eager(program, run)
 
 
-def default_device_is(setter):
+def default_device_is(setter, around):
     """Returns a program that asks for the default device in forward and in the rerun, and afterwards."""
 
     def program(run):
-        devices = set()
+        devices = Log()
 
         def function(x):
-            devices.add(torch.ones(1).device.type)
+            devices.append((torch.ones(1).device.type, torch.get_default_device().type))
             return x.sin().exp()
 
         x = leaf(3)
-        with setter():
+        with setter() if around == "forward" else contextlib.nullcontext():
             y = run(function, x)
-        return gradients(y, x), devices, torch.ones(1).device.type
+        with setter() if around == "backward" else contextlib.nullcontext():
+            result = gradients(y, x), torch.get_default_device().type
+        return result, *set(devices), torch.ones(1).device.type, torch.get_default_device().type
 
     return program
 
 
 @contextlib.contextmanager
 def set_default_device():
-    torch.set_default_device("meta")
+    torch.set_default_device("meta:0")
     try:
         yield
     finally:
@@ -315,7 +335,12 @@ def set_default_device():
 @pytest.mark.parametrize("setter", [lambda: torch.device("meta"), set_default_device], ids=["context", "set_default_device"])
 @runs(*FORMS)
 def test_default_device(run, setter):
-    assert_as_eager(default_device_is(setter), run)
+    assert_as_eager(default_device_is(setter, "forward"), run)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_default_device_set_around_backward(form):
+    assert_as_eager(default_device_is(set_default_device, "backward"), Run("ours", form))
 
 
 @runs("region", "nested", torch_fails=SILENT if torch.__version__ < (2, 14) else None)
@@ -369,6 +394,20 @@ def test_context_variable_set_around_backward(run):
         token = _factor.set(2.0)
         try:
             return gradients(y, x), _factor.get()
+        finally:
+            _factor.reset(token)
+
+    assert_as_eager(program, run)
+
+
+@runs(torch_fails=SILENT)
+def test_context_variable_set_around_backward_where_forward_had_none(run):
+    def program(run):
+        x = leaf(3)
+        y = contextvars.Context().run(run, lambda x: (x * _factor.get()).sin().exp(), x)
+        token = _factor.set(2.0)
+        try:
+            return gradients(y, x)
         finally:
             _factor.reset(token)
 

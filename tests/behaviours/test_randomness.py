@@ -240,6 +240,17 @@ def draw(x, generator):
     return (x * torch.rand(x.shape, generator=generator, dtype=x.dtype)).sin()
 
 
+class Drawing(torch.nn.Module):
+    """Has a generator, and draws from the default one too."""
+
+    def __init__(self, generator):
+        super().__init__()
+        self.generator = generator
+
+    def forward(self, x):
+        return draw(F.dropout(x, 0.5), self.generator)
+
+
 def by_closure(run, x, generator):
     return run(lambda x: draw(x, generator), x)
 
@@ -269,6 +280,7 @@ GENERATORS = {
     "keyword default": by_keyword_default,
     "partial": lambda run, x, generator: run(functools.partial(draw, generator=generator), x),
     "partial in a partial": lambda run, x, generator: run(functools.partial(functools.partial(draw), generator=generator), x),
+    "attribute of a module": lambda run, x, generator: run(Drawing(generator), x),
 }
 
 
@@ -401,6 +413,15 @@ def test_other_sources_are_left_alone_unless_asked(run, source):
     _held["draw"] = lambda: (drawn.append(draw()), drawn[-1])[1]
     run(draws, leaf(3)).sum().backward()
     assert drawn[0] != drawn[1]
+
+
+def test_a_source_tracked_since_forward_is_put_back():
+    _held["draw"] = random.random
+    y = ckpt_hooks.checkpoint(draws, leaf(3))
+    before = random.getstate()
+    with ckpt_hooks.track_rng("python"):
+        y.sum().backward()
+    assert random.getstate() == before
 
 
 @pytest.mark.parametrize("source", ["perl", None, 3, object()])

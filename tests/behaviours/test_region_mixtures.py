@@ -7,7 +7,7 @@ import contextlib
 import pytest
 import torch
 
-from ckpt_hooks import GraphExecGroup, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks._recorded import replay
 from ckpt_hooks._torch import num_dispatch_modes
 from ckpt_hooks.report import Reason
@@ -158,6 +158,24 @@ def test_writes_by_way_of_a_subclass():
     outside.fill_(1)
     found = gradient(function, region=checkpoint_region())
     assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("policy", [None, policies.dots_saveable])
+def test_a_cast_that_autocast_has_made_before_the_region_around(policy):
+    """A rerun of the function finds it not made, and does not count it either."""
+    layer, x = torch.nn.Linear(4, 4), torch.ones(2, 4, requires_grad=True)
+
+    def gradients(call, region):
+        def function(h):
+            with region:
+                return layer(h).sin()
+
+        with torch.autocast("cpu", torch.bfloat16):
+            y = call(function, layer(x)).float()
+        return torch.autograd.grad(y.sum(), [x, *layer.parameters()])
+
+    expected = gradients(lambda function, h: function(h), contextlib.nullcontext())
+    assert all(map(torch.equal, gradients(checkpoint, checkpoint_region(policy=policy)), expected))
 
 
 def test_switches_that_gelu_looks_at():

@@ -790,6 +790,21 @@ def test_function_appends_to_a_list_it_was_given(run, read):
     assert_as_eager(program, run)
 
 
+@runs(*FORMS, torch_fails=SILENT)
+def test_attributes_of_the_function_itself(run):
+    def program(run):
+        def function(x):
+            function.calls += 1
+            function.seen.append(function.calls)
+            return (x * function.calls).sin()
+
+        function.calls, function.seen = 0, []
+        x = leaf(3)
+        return gradients(run(function, run(function, x)), x), function.calls, function.seen
+
+    assert_as_eager(program, run)
+
+
 @runs("region", "nested", torch_fails=(SILENT, RuntimeError))
 def test_function_adds_to_a_dict_it_was_given(run):
     def program(run):
