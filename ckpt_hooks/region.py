@@ -20,6 +20,7 @@ from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
 from ._function.options import Form, defaults_of, values_of
 from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
+from ._recorded.replayed import Externals, held_in_graph
 from ._recorded.traced import traced_name, traced_region, warn_of_instance
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._torch.compiling import skipped
@@ -262,6 +263,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         if given != _DEFAULTS:
             self._options = values_of(zip(_PASSED_ON, given, strict=True))
         self._latest: weakref.ref[RecordedFrame] | None = None
+        self._externals: Externals = []  # outlive the frame, which goes with the last dropped tensor
 
     @skipped
     def __enter__(self) -> Self:
@@ -281,7 +283,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
                 elif not ((num_dispatch_modes() or num_function_modes()) and is_traced()):
                     entry.frame = RecordedFrame(self._name, self._policy, **self._options)
                     entry.frame.__enter__()
-                    self._latest = weakref.ref(entry.frame)
+                    self._latest, self._externals = weakref.ref(entry.frame), entry.frame.externals
         except BaseException as error:
             _abandon(entry, error)
             raise
@@ -326,7 +328,7 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
 
     def __getstate__(self) -> dict[str, Any]:
         # A model that holds a region is copied and saved without what its latest forward left.
-        return {**self.__dict__, "_latest": None}
+        return {**self.__dict__, "_latest": None, "_externals": []}
 
     def kept(self) -> list[Holding]:
         """Returns each tensor this region holds for backward, with its size and the reason, as of its latest entry.
@@ -337,10 +339,10 @@ class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- 
         Returns:
             One :class:`Holding` a tensor: ``reason`` (a :class:`ckpt_hooks.report.Reason`), ``why`` (the reason in more words),
             ``nbytes``, ``storage`` (a number), ``storage_nbytes``, ``shape``, ``dtype``, ``device``, ``description``. Empty
-            once backward can ask for no dropped tensor any more.
+            once backward has freed the graph.
         """
         frame = None if self._latest is None else self._latest()
-        return [] if frame is None else frame.held()
+        return held_in_graph(self._externals, set()) if frame is None else frame.held()
 
 
 def _misplaced_error(value: Any) -> TypeError:

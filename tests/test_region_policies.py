@@ -9,7 +9,7 @@ from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_name, checkpoint_region, policies
-from ckpt_hooks.report import Reason
+from ckpt_hooks.report import Reason, saved_tensors_report
 from tests.measure import leaf
 from tests.regions import assert_as_eager, replayed
 
@@ -187,6 +187,33 @@ def test_what_a_region_keeps_and_why():
     ]
     y.sum().backward()
     assert region.kept() == []
+
+
+def test_kept_of_a_region_of_which_nothing_is_dropped():
+    """It has no frame any more: the graph holds what was saved."""
+    x, region = leaf(3), checkpoint_region()
+    z = x * 2
+    with region:
+        y = z.sin()
+    (kept,) = region.kept()
+    assert (kept.reason, kept.why, kept.nbytes) == (Reason.INPUT, "saved, from outside of the region", z.nbytes)
+    y.sum().backward()
+    assert region.kept() == []
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_kept_of_a_result_that_was_written_to_since(more):
+    x, w = inputs()
+    with checkpoint_region(policy=[aten.mm.default]) as region:
+        y = (x @ w).relu_()
+        y = y.exp().sin() if more else y
+    kept = region.kept()
+    assert {each.reason for each in kept} == {Reason.NOT_REPLAYED}
+    assert {each.why.removeprefix("saved, ") for each in kept} == {"kept by the policy, and written to since"}
+    assert len({each.storage for each in kept}) == 1
+    report = saved_tensors_report(y, known=[x, w])
+    assert report.by_reason["cannot be replayed"] == kept[0].storage_nbytes
+    assert y.requires_grad
 
 
 def test_what_cannot_be_brought_back_is_kept():

@@ -20,7 +20,7 @@ from .events import Observer
 from .holdings import Holding, size_of
 from .mutation import mutated
 from .paths import RegionPath, format_path, region_in_words
-from .saved import Kept, Saved, fate_of_kept
+from .saved import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 from .watch import Watch
@@ -190,7 +190,7 @@ def describe_packed(packed: Any) -> Saved | None:
     if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed
         shape = None if tensor.is_nested else tensor.shape
-        return Saved(format_path(path), -1, fate_of_kept(tensor), shape, tensor.dtype, size_of(tensor))
+        return Saved(format_path(path), -1, cause_of_kept(packed).reason, shape, tensor.dtype, size_of(tensor))
     frame = frame_of(packed)
     return None if frame is None else frame.describe(packed)
 

@@ -10,9 +10,9 @@ import torch
 from ckpt_hooks._torch import is_kept_anyway
 from ckpt_hooks.errors import CheckpointError
 
-from .holdings import Reason
+from .holdings import Cause, Reason
 
-__all__ = ["Kept", "Saved", "TrackedKept", "fate_of_kept", "nbytes_of"]
+__all__ = ["Kept", "Saved", "TrackedKept", "cause_of_kept", "nbytes_of"]
 
 # Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
 # region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
@@ -24,11 +24,13 @@ class TrackedKept(list[Any]):
     """The same, with support for weak references.
 
     Attributes:
+        cause: The reason for keeping the tensor; unset for a leaf that requires grad.
         needed_by: Adds the operator which saved the tensor to an error; unset outside of debug mode.
     """
 
-    __slots__ = ("__weakref__", "needed_by")
+    __slots__ = ("__weakref__", "cause", "needed_by")
 
+    cause: Cause
     needed_by: Callable[[CheckpointError], None]
 
 
@@ -56,9 +58,13 @@ class Saved(NamedTuple):
     made_by: str | None = None
 
 
-def fate_of_kept(tensor: torch.Tensor) -> Reason:
+def cause_of_kept(packed: Kept) -> Cause:
     """Returns the reason for a tensor that stands in the graph itself."""
-    return Reason.PARAMETER if is_kept_anyway(tensor) else Reason.INPUT
+    cause: Cause = getattr(packed, "cause", _INPUT)
+    return _PARAMETER if is_kept_anyway(packed[0]) else cause
+
+
+_PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
 
 
 def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int | None:

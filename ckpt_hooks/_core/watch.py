@@ -14,7 +14,7 @@ from .events import Observer, Operator, Region, TensorInfo, Watchable
 from .holdings import Reason, size_of
 from .numbers import number_of, storage_and_size, tell_when_freed
 from .paths import RegionPath, format_path
-from .saved import Kept, Saved, TrackedKept, fate_of_kept
+from .saved import Kept, Saved, TrackedKept, cause_of_kept
 from .whereabouts import module_in_call, site_of
 
 __all__ = ["Watch"]
@@ -139,7 +139,7 @@ class Watch:
             tensor: The tensor.
         """
         tracked = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
-        position = self.saved(position, fate_of_kept(tensor), tensor)
+        position = self.saved(position, cause_of_kept(packed).reason, tensor)
         self.follow(tracked, position)
         return tracked
 

@@ -255,7 +255,8 @@ class RecordedFrame(ReplayedFrame):
             elif store.external and tape.hooks is None and self.hooks_around is None and not of_function:
                 kept = counted_detach(tensor) if tensor.requires_grad else tensor
                 external = TrackedKept((kept, tensor._version, self.path))
-                self.externals.append((weakref.ref(external), store.cause))
+                external.cause = store.cause
+                self.externals.append(weakref.ref(external))
                 return external
             else:
                 value = tape.value_of(tensor, None)

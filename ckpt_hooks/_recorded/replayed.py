@@ -24,9 +24,12 @@ from ckpt_hooks._torch.functions import num_holders
 from .replay import Replay, Replayable, bring_back
 from .values import Value, is_held_twice, values_below
 
-__all__ = ["FunctionHandle", "Handle", "ReplayedFrame", "fate_of"]
+__all__ = ["Externals", "FunctionHandle", "Handle", "ReplayedFrame", "fate_of", "held_in_graph"]
 
 _number = operator.attrgetter("number")
+
+#: Stand-ins for saved tensors from outside.
+Externals = list[weakref.ref[TrackedKept]]
 
 
 class Handle:
@@ -125,7 +128,7 @@ class ReplayedFrame(Replayable):
     """A recorded frame's handles and replays.
 
     Attributes:
-        externals: Stand-ins for saved tensors from outside, and the reasons for holding these.
+        externals: Stand-ins for saved tensors from outside.
         handles: The frame's handles.
         is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split`).
     """
@@ -141,7 +144,7 @@ class ReplayedFrame(Replayable):
         Frame.__init__(self, name, parent, observers)
         self._children: list[weakref.ref[ReplayedFrame]] = []
         self.bytes = 0
-        self.externals: list[tuple[weakref.ref[TrackedKept], Cause]] = []
+        self.externals: Externals = []
         self.lines = None if outer is None else outer.lines
         self.unseen: list[tuple[torch.Tensor, str]] = []
         self.outer = outer
@@ -157,12 +160,7 @@ class ReplayedFrame(Replayable):
     def held(self) -> list[Holding]:
         """Returns the tensors kept alive by this frame, in the order of their making; see :meth:`Frame.held`."""
         seen: set[int] = set()
-        held = [
-            found._replace(why=f"saved, {found.why}")
-            for reference, cause in self.externals
-            if (external := reference()) is not None
-            for found in holdings_in(external[0], cause, seen)
-        ]
+        held = held_in_graph(self.externals, seen)
         for value in self._values():
             if value.saved is not None:
                 held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
@@ -306,6 +304,21 @@ class ReplayedFrame(Replayable):
             return [(spare, value) for value in values]
         found = outer.replay_for(replay.key)
         return [(found if found.expects(value) else Replay(outer, (value,), None), value) for value in values]
+
+
+def held_in_graph(externals: Externals, seen: set[int]) -> list[Holding]:
+    """Returns the tensors from outside that stand in the graph themselves, and need no frame.
+
+    Args:
+        externals: Those of a frame.
+        seen: See :func:`holdings_in`.
+    """
+    return [
+        found._replace(why=f"saved, {found.why}")
+        for reference in externals
+        if (external := reference()) is not None
+        for found in holdings_in(external[0], external.cause, seen)
+    ]
 
 
 def take(replay: Replay, value: Value) -> torch.Tensor:

@@ -13,6 +13,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import format_path
+from ckpt_hooks._core.saved import cause_of_kept
 from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of
 from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_in
 
@@ -103,7 +104,8 @@ class GraphReader:
         if frame is not None:
             self._read_handle(frame, packed, origin, name)
         elif (description := describe_packed(packed)) is not None:
-            self._claim(packed[0], Reason.INPUT, origin, name, region=description.region)
+            cause = cause_of_kept(packed)
+            self._claim(packed[0], cause.reason, origin, name, description.region, f"saved, {cause.in_words()}")
         else:
             self._read_hooks(packed, origin, name)
 
@@ -140,13 +142,19 @@ class GraphReader:
             self._add(None, 0, entry._replace(saved_by=name))
 
     def _claim(
-        self, tensor: torch.Tensor, reason: Reason, origin: Origin, name: tuple[str, ...], region: tuple[str, ...] = ()
+        self,
+        tensor: torch.Tensor,
+        reason: Reason,
+        origin: Origin,
+        name: tuple[str, ...],
+        region: tuple[str, ...] = (),
+        why: str = "",
     ) -> None:
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             parts = dense_parts(tensor)
             if len(parts) != 1 or parts[0] is not tensor:
                 for part in parts:
-                    self._claim(part, reason, origin, name, region)
+                    self._claim(part, reason, origin, name, region, why)
                 return
         address = storage_of(tensor)
         storage, size = _NO_STORAGE if address is None else self._numbers.get(address) or self._number(address, tensor)
@@ -154,7 +162,7 @@ class GraphReader:
             reason = Reason.PARAMETER
         shape = None if tensor.is_nested else tensor.shape
         nbytes, dtype, device = tensor.nbytes, tensor.dtype, tensor.device
-        entry = _new_entry((reason, nbytes, shape, dtype, device, "", None, None, None, None, region, name, _NO_VIEWS))
+        entry = _new_entry((reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name, _NO_VIEWS))
         self._add(storage, size, entry, origin)
 
     def _number(self, address: int, tensor: torch.Tensor) -> tuple[int | None, int]:
