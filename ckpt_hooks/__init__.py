@@ -37,7 +37,7 @@ if _TYPE_CHECKING:
     from ._tensors.refilling import Finder as _Finder
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
-    from .report import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report, trace
+    from .report import format_saved_residuals, print_saved_residuals, print_trace, saved_residuals, saved_tensors_report, trace
 
 __version__ = "0.1.0"
 
@@ -67,6 +67,7 @@ __all__ = [
     "noop_context_fn",
     "patch_torch",
     "print_saved_residuals",
+    "print_trace",
     "remove_checkpointing",
     "saved_residuals",
     "saved_tensors_report",
@@ -100,6 +101,7 @@ _LATER = {
     "format_saved_residuals": "report",
     "patch_torch": "integrations",
     "print_saved_residuals": "report",
+    "print_trace": "report",
     "remove_checkpointing": "modules",
     "saved_residuals": "report",
     "saved_tensors_report": "report",

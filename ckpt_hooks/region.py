@@ -25,6 +25,7 @@ from ._recorded.traced import traced_name, traced_region, warn_of_instance
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._torch.compiling import skipped
 from .policies.base import Policy, policy_from
+from .report.residual_tables import PrintedHoldings
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
 
@@ -140,7 +141,7 @@ class _WrittenWithoutParentheses(type):
         """Python looks for ``__exit__`` before it enters the block."""
 
 
-class checkpoint_region(metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- used like a function
+class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses):  # noqa: N801 -- used like a function
     """Runs a block without keeping its activations; backward replays the operators it needs.
 
     ::

@@ -73,7 +73,7 @@ def test_regions_have_the_names_of_modules():
     model = Model()
     handle = enable_in_transformers(model)
     assert handle.regions == tuple(f"layers.{index}" for index in range(5))
-    assert repr(handle) == "<EnabledCheckpointing in Model: 5 regions>"
+    assert repr(handle) == "<EnabledCheckpointing: Model, 5 regions>"
     y = model(IDS)
     with torch.no_grad():
         model.layers[3].linear.weight.mul_(2)
@@ -81,7 +81,7 @@ def test_regions_have_the_names_of_modules():
         y.sum().backward()
     assert caught.value.region == ("layers.3",)
     handle.undo()
-    assert repr(handle) == "<EnabledCheckpointing in Model: undone>"
+    assert repr(handle) == "<EnabledCheckpointing: Model, undone>"
     assert enable_in_transformers(StackModel()).regions == ("",)
 
 
@@ -167,7 +167,7 @@ def test_the_models_own_switch_turns_these_regions_on_and_off(kind, wrap, record
             assert len(frames.frames) == 5 * step
             outer.gradient_checkpointing_disable()
             assert (handle.regions, outer.is_gradient_checkpointing) == ((), False)
-            assert repr(handle) == f"<EnabledCheckpointing in {kind.__name__}: switched off>"
+            assert repr(handle) == f"<EnabledCheckpointing: {kind.__name__}, switched off>"
             assert_same(trained(model), expected)
             assert len(frames.frames) == 5 * step
 

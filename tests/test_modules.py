@@ -561,10 +561,17 @@ def test_the_table():
 
     applied = apply_checkpointing(model, {"0": policies.dots_saveable, "1": decide, "1.*": None})
     assert str(applied).splitlines() == [
-        "module  class       region      policy",
-        "0       Linear      checkpoint  dots_saveable",
-        f"1       Sequential  checkpoint  {decide.__qualname__}",
-        "1.0     Tanh        checkpoint",
+        "3 regions",
+        "",
+        " module  class       region      policy",
+        " 0       Linear      checkpoint  dots_saveable",
+        f" 1       Sequential  checkpoint  {decide.__qualname__}",
+        " 1.0     Tanh        checkpoint",
+    ]
+    layers = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in range(12))})
+    assert str(apply_checkpointing(layers, nn.Linear)).splitlines()[2:] == [
+        "      module       class   region",
+        " x12  layers.0-11  Linear  checkpoint",
     ]
     assert repr(apply_checkpointing(nn.Sequential(nn.Tanh()), nn.Tanh)) == "<AppliedCheckpointing: 1 region>"
 

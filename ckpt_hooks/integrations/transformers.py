@@ -15,6 +15,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
+from ckpt_hooks.report.formatting import Printed, Table, count_of, fold_names, name_pattern
 
 from .patch_torch import TorchPatch, patch_torch
 from .transformers_models import FLAG, Switch, Taken, check_support, switch_of, transformers_model
@@ -111,7 +112,7 @@ def enable_in_transformers(
     return handle
 
 
-class EnabledCheckpointing:
+class EnabledCheckpointing(Printed):
     """Checkpointing switched on in a Transformers model: the result of :func:`enable_in_transformers`.
 
     As a context manager, undoes itself at the end of the block. Holds no module.
@@ -200,10 +201,17 @@ class EnabledCheckpointing:
     def __exit__(self, *exc_info: object) -> None:
         self.undo()
 
-    def __repr__(self) -> str:
+    def _headline(self) -> str:
         regions = self.regions
-        count = f"{len(regions)} {'region' if len(regions) == 1 else 'regions'}" if regions else "switched off"
-        return f"<EnabledCheckpointing in {self._model}: {count if self._before else 'undone'}>"
+        count = count_of(len(regions), "region") if regions else "switched off"
+        return f"{self._model}, {count if self._before else 'undone'}"
+
+    def _tables(self) -> list[Table]:
+        alike: dict[str, list[str]] = {}
+        for name in self.regions:
+            alike.setdefault(name_pattern(name), []).append(name)
+        rows = [(f"x{len(names)}" if len(names) > 1 else "", fold_names(names)) for names in alike.values()]
+        return [Table(["", "module"], rows, (0,), (1,))] if rows else []
 
 
 def _attributes(module: Module, names: Iterable[str]) -> dict[str, Any]:

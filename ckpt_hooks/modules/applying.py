@@ -14,6 +14,7 @@ from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.options import Form, options_of
 from ckpt_hooks.policies.base import Policy
+from ckpt_hooks.report.formatting import Printed, Table, count_of, fold_names, name_pattern
 
 from .forward import RegionForward, RegionRunner, forward_of_class, region_forward_of
 from .own_switches import own_switches
@@ -104,7 +105,7 @@ class AppliedRegion(NamedTuple):
     policy: Any
 
 
-class AppliedCheckpointing:
+class AppliedCheckpointing(Printed):
     """The regions made by :func:`apply_checkpointing`: a sequence of :class:`AppliedRegion` that prints as a table.
 
     As a context manager, undoes itself at the end of the block. Holds no module.
@@ -133,13 +134,15 @@ class AppliedCheckpointing:
     def __len__(self) -> int:
         return len(self.regions)
 
-    def __repr__(self) -> str:
-        return f"<AppliedCheckpointing: {len(self)} {'region' if len(self) == 1 else 'regions'}>"
+    def _headline(self) -> str:
+        return count_of(len(self), "region")
 
-    def __str__(self) -> str:
-        rows = [("module", "class", "region", "policy"), *((*region[:3], _in_words(region.policy)) for region in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    def _tables(self) -> list[Table]:
+        alike: dict[Any, list[str]] = {}
+        for region in self:
+            alike.setdefault((name_pattern(region.name), *region[1:3], _in_words(region.policy)), []).append(region.name)
+        rows = [(f"x{len(names)}" if len(names) > 1 else "", fold_names(names), *key[1:]) for key, names in alike.items()]
+        return [Table(["", "module", "class", "region", "policy"], rows, (0,), (1, 2, 4))]
 
 
 def apply_checkpointing(
@@ -177,10 +180,12 @@ def apply_checkpointing(
         >>> from ckpt_hooks.policies import dots_saveable
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
         >>> print(apply_checkpointing(model, {"0": None, "1.*": dots_saveable}))
-        module  class   region      policy
-        0       Linear  checkpoint
-        1.0     Linear  checkpoint  dots_saveable
-        1.1     Tanh    checkpoint  dots_saveable
+        3 regions
+        <BLANKLINE>
+         module  class   region      policy
+         0       Linear  checkpoint
+         1.0     Linear  checkpoint  dots_saveable
+         1.1     Tanh    checkpoint  dots_saveable
     """
     if not isinstance(model, Module):
         raise TypeError(

@@ -8,8 +8,7 @@ if TYPE_CHECKING:
     from .entries import Reason, Residual, SavedResiduals
     from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
     from .steps import Drift, RegionTrace, StepTrace
-    from .trace_text import format_trace, print_trace
-    from .tracing import Trace, trace
+    from .tracing import Trace, format_trace, print_trace, trace
 
 __all__ = [
     "Drift",
@@ -34,8 +33,8 @@ _MODULES = {
     "RegionTrace": "steps",
     "StepTrace": "steps",
     "Trace": "tracing",
-    "format_trace": "trace_text",
-    "print_trace": "trace_text",
+    "format_trace": "tracing",
+    "print_trace": "tracing",
     "trace": "tracing",
     "Reason": "entries",
     "Residual": "entries",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -10,6 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt_hooks._core.holdings import Reason
+
+from .formatting import Printed, Table
+from .residual_tables import headline_of, tables_of
 
 __all__ = ["Reason", "Residual", "SavedResiduals"]
 
@@ -66,9 +69,9 @@ class Residual(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class SavedResiduals:
-    """The memory which backward holds.
+@dataclass(frozen=True, repr=False)
+class SavedResiduals(Printed):
+    """The memory which backward holds. Prints as :func:`ckpt_hooks.format_saved_residuals` writes it.
 
     Attributes:
         tensors: An entry for each storage, in the order of forward.
@@ -100,6 +103,12 @@ class SavedResiduals:
     def dropped_bytes(self) -> int:
         """The bytes of dropped tensors. A tensor that was saved several times counts once where its storage is known."""
         return sum(entry.nbytes for entry in self.dropped)
+
+    def _headline(self) -> str:
+        return headline_of(self)
+
+    def _tables(self) -> Iterator[Table]:
+        return tables_of(self)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the report as values for ``json.dumps``."""

@@ -1,15 +1,100 @@
-"""Reports in plain text: bytes in words, tables, and names that differ by numbers alone."""
+"""Reports as text and as HTML: bytes in words, tables, and names that differ by numbers alone."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
-__all__ = ["fold_names", "format_bytes", "format_table", "name_pattern"]
+__all__ = ["Printed", "Table", "as_text", "count_of", "fold_names", "format_bytes", "format_table", "name_pattern"]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
+_GAP = "  "
+_LEAST = 16  # characters of a cell that is cut
+
+
+class Table(NamedTuple):
+    """A table of a report.
+
+    Attributes:
+        header: The titles of the columns, the most important first: on a narrow terminal the last are left out.
+        rows: The cells of each row.
+        right: The columns which are aligned on the right.
+        names: The columns of names, which are cut on a narrow terminal.
+        title: A line above; empty for none.
+        rest: A line below, on what the table leaves out; empty for none.
+    """
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    right: Sequence[int] = ()
+    names: Sequence[int] = ()
+    title: str = ""
+    rest: str = ""
+
+
+class Printed:
+    """An object that prints as a report. Its ``repr`` is one line, and notebooks show its tables.
+
+    Printed to a terminal, a table is as wide as the terminal at most.
+    """
+
+    __slots__ = ()
+
+    def _headline(self) -> str:
+        """Returns the report in a line."""
+        raise NotImplementedError
+
+    def _tables(self) -> Iterable[Table]:
+        """Returns the tables of the report."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {self._headline()}>"
+
+    def __str__(self) -> str:
+        # No columns are left out in a file. COLUMNS has a word in any case, as in other programs.
+        return as_text(self._headline(), self._tables(), shutil.get_terminal_size((0, 0)).columns or None)
+
+    def _repr_html_(self) -> str:
+        import html  # 1 ms, for notebooks alone
+
+        lines = [f"<p>{html.escape(self._headline())}</p>"]
+        for table in self._tables():
+            lines += _in_html(table, html.escape)
+        return "\n".join(lines)
+
+
+def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:
+    """Returns a report as text.
+
+    Args:
+        headline: The report in a line.
+        tables: Its tables.
+        max_width: The number of columns of a terminal; None to cut nothing.
+    """
+    lines = [headline]
+    for table in tables:
+        lines += ["", *([table.title] if table.title else [])]
+        width = None if max_width is None else max_width - 1
+        lines += [f" {line}" for line in format_table(table.header, table.rows, table.right, table.names, width)]
+        lines += [f" {table.rest}"] if table.rest else []
+    return "\n".join(lines)
+
+
+def _in_html(table: Table, escape: Callable[[str], str]) -> list[str]:
+    columns = _filled(table.header, table.rows)
+    lines = [f"<p>{escape(table.title)}</p>"] if table.title else []
+    lines.append("<table>")
+    for row, cell in ((table.header, "th"), *((row, "td") for row in table.rows)):
+        aligned = ((row[column], "right" if column in table.right else "left") for column in columns)
+        cells = (f'<{cell} style="text-align: {side}">{escape(text)}</{cell}>' for text, side in aligned)
+        lines.append(f"<tr>{''.join(cells)}</tr>")
+    lines.append("</table>")
+    return [*lines, f"<p>{escape(table.rest)}</p>"] if table.rest else lines
 
 
 def format_bytes(nbytes: int) -> str:
@@ -32,13 +117,29 @@ def format_bytes(nbytes: int) -> str:
     return f"{size:.1f} {unit}"
 
 
-def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[int] = ()) -> list[str]:
+def count_of(count: int, noun: str) -> str:
+    """Returns a number of things in words, as in ``"2 regions"``."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def format_table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int] = (),
+    names: Sequence[int] = (),
+    max_width: int | None = None,
+) -> list[str]:
     r"""Returns the lines of a table. Empty columns are left out.
+
+    Where lines would be too long, the longest names are cut in their middle, down to 16 characters, and the last columns are
+    left out if this is not enough.
 
     Args:
         header: The titles of the columns.
         rows: The cells of each row.
         right: The columns which are aligned on the right.
+        names: The columns of names.
+        max_width: The number of characters of a line at most; None for any number.
 
     Example:
         >>> from ckpt_hooks.report.formatting import format_table
@@ -47,12 +148,45 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[str]], right: Se
          12 B  saved
           3 B  policy
     """
-    columns = [column for column in range(len(header)) if any(row[column] for row in rows)]
-    widths = [max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns]
-    form = "  ".join(
-        f"{{{column}:{'>' if column in right else '<'}{width}}}" for column, width in zip(columns, widths, strict=True)
-    )
-    return [form.format(*row).rstrip() for row in (header, *rows)] if columns else []
+    columns = _filled(header, rows)
+    widths = {column: max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns}
+    if max_width is not None:
+        least = {column: min(width, _LEAST) if column in names else width for column, width in widths.items()}
+        while len(columns) > 1 and _length(least[column] for column in columns) > max_width:
+            columns.pop()
+        while (excess := _length(widths[column] for column in columns) - max_width) > 0:
+            cut = [column for column in columns if widths[column] > least[column]]
+            if not cut:  # one column, of more than names
+                break
+            longest = max(cut, key=lambda column: widths[column])
+            others = [widths[column] for column in cut if column != longest]
+            widths[longest] = max(least[longest], min(widths[longest] - 1, max([widths[longest] - excess, *others])))
+    lines = []
+    for row in (header, *rows):
+        cells = (_cut(row[column], widths[column]) for column in columns)
+        aligned = (
+            cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
+            for column, cell in zip(columns, cells, strict=True)
+        )
+        lines.append(_GAP.join(aligned).rstrip())
+    return lines if columns else []
+
+
+def _filled(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[int]:
+    """Returns the columns which are not empty."""
+    return [column for column in range(len(header)) if any(row[column] for row in rows)]
+
+
+def _length(widths: Iterable[int]) -> int:
+    """Returns the length of a line with columns of some widths."""
+    return sum(width + len(_GAP) for width in widths) - len(_GAP)
+
+
+def _cut(cell: str, width: int) -> str:
+    if len(cell) <= width:
+        return cell
+    end = (width - 1) // 2
+    return f"{cell[: width - 1 - end]}…{cell[-end:]}"
 
 
 def name_pattern(name: str) -> str:

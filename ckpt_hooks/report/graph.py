@@ -210,14 +210,14 @@ class GraphReader:
             reason = Reason.PARAMETER
         elif reason is not Reason.PARAMETER and self._is_there_anyway(storage):
             reason = Reason.OUTSIDE
-        made = NOWHERE if notes is None else notes.origin_of_storage(storage)
+        made, name = NOWHERE if notes is None else notes.origin_of_storage(storage), known.names.get(storage)
         if made is not NOWHERE:
             origin = made
-        elif origin is NOWHERE and reason is entry.reason:
+        elif origin is NOWHERE and name is None and reason is entry.reason:
             return entry
         return entry._replace(
             reason=reason,
-            name=known.names.get(storage),
+            name=name,
             operator=made.operator,
             site=origin.site,
             module=origin.module,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._core.words import kind_in_words
 
-from .entries import Reason, Residual, SavedResiduals
-from .formatting import fold_names, format_bytes, format_table, name_pattern
+from .entries import SavedResiduals
+from .formatting import as_text
 from .graph import GraphReader
 from .notes import Known, Notes, OperatorNotes
+from .residual_tables import headline_of, tables_of
 
 __all__ = ["format_saved_residuals", "print_saved_residuals", "saved_residuals", "saved_tensors_report"]
 
@@ -140,7 +140,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> None:
-    """Prints the report of :func:`saved_residuals`.
+    """Prints the report of :func:`saved_residuals`, as wide as the terminal at most.
 
     Args:
         function: The function, or a module, which runs once.
@@ -158,7 +158,7 @@ def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs:
         backward holds 128 B in 2 storages, 64 B of this for backward alone
         ...
     """
-    print(format_saved_residuals(saved_residuals(function, *args, **kwargs)))  # noqa: T201
+    print(saved_residuals(function, *args, **kwargs))  # noqa: T201
 
 
 def format_saved_residuals(report: SavedResiduals, max_rows: int = 60) -> str:
@@ -184,107 +184,4 @@ def format_saved_residuals(report: SavedResiduals, max_rows: int = 60) -> str:
            bytes  tensor        reason  saved by
          1.0 KiB  float32[256]  saved   ExpBackward0
     """
-    count = len(report.tensors)
-    lines = [
-        f"backward holds {format_bytes(report.total_bytes)} in {count} storage{'s' * (count != 1)}, "
-        f"{format_bytes(report.added_bytes)} of this for backward alone"
-    ]
-    if report.dropped:
-        lines[0] += f"; regions dropped {format_bytes(report.dropped_bytes)}"
-    counts: dict[str, int] = {}
-    for entry in report.tensors:
-        counts[entry.reason.value] = counts.get(entry.reason.value, 0) + 1
-    rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in report.by_reason.items()]
-    if rows:
-        lines += ["", *_indented(format_table(["bytes", "storages", "reason"], rows, right=[0, 1]))]
-        lines += ["", *_indented(_table(report.tensors, max_rows))]
-    if report.dropped:
-        lines += ["", "dropped, and brought back in backward:", *_indented(_table(report.dropped, max_rows))]
-    return "\n".join(lines)
-
-
-def _indented(lines: Iterable[str]) -> list[str]:
-    return [f" {line}" for line in lines]
-
-
-_COLUMNS = ("bytes", "", "tensor", "reason", "operator", "line", "module", "region", "saved by", "why")
-
-
-def _table(entries: Sequence[Residual], max_rows: int) -> list[str]:
-    """Returns the lines of a table of entries: a row for each group of entries alike, the largest groups first."""
-    groups: dict[Any, list[Residual]] = {}
-    patterns: dict[str | None, str | None] = {None: None}
-    for entry in entries:
-        for name in (entry.module, entry.name):
-            if name not in patterns:
-                patterns[name] = name_pattern(name or "")
-        key = (
-            entry.nbytes,
-            entry.shape,
-            entry.dtype,
-            entry.reason,
-            entry.operator,
-            entry.site,
-            patterns[entry.module],
-            patterns[entry.name],
-            tuple(map(name_pattern, entry.region)) if entry.region else (),
-            entry.saved_by,
-            entry.why,
-            tuple((view.shape, view.reason, view.saved_by) for view in entry.views) if entry.views else (),
-        )
-        group = groups.get(key)
-        if group is None:
-            groups[key] = [entry]
-        else:
-            group.append(entry)
-    ordered = sorted(groups.values(), key=lambda group: -group[0].nbytes * len(group))
-    rows: list[list[str]] = []
-    for group in ordered[:max_rows]:
-        rows += _rows_of(group)
-    lines = format_table(_COLUMNS, rows, right=[0, 1])
-    rest = [entry for group in ordered[max_rows:] for entry in group]
-    if rest:
-        lines.append(f"and {len(rest)} more, {format_bytes(sum(entry.nbytes for entry in rest))}")
-    return lines
-
-
-def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
-    first = group[0]
-    times = f"x{len(group)}" if len(group) > 1 else ""
-    size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
-    rows = [[size, times, *_cells_of(first, group)]]
-    rows += [["", "", *_view_cells(view)] for view in first.views]
-    return rows
-
-
-def _cells_of(entry: Residual, group: Sequence[Residual]) -> list[str]:
-    operator = (entry.operator or "").removeprefix("aten.").removesuffix(".default")
-    names = fold_names(each.name for each in group if each.name is not None)
-    module = fold_names(each.module for each in group if each.module is not None)
-    region = fold_names("/".join(each.region) for each in group)
-    why = entry.why if entry.reason in _IN_WORDS else ""
-    return [
-        _kind_of(entry) + (f" {names}" if names else ""),
-        entry.reason.value,
-        operator,
-        entry.site or "",
-        module,
-        region,
-        ", ".join(entry.saved_by),
-        why,
-    ]
-
-
-#: Reasons which need more words.
-_IN_WORDS = frozenset({Reason.HOOKS, Reason.CTX, Reason.NAME, Reason.NOT_REPLAYED, Reason.UNSEEN})
-
-
-def _view_cells(view: Residual) -> list[str]:
-    cells = _cells_of(view, [view])
-    cells[0] = f"  as {_kind_of(view)}"
-    cells[2] = cells[3] = cells[4] = ""
-    return cells
-
-
-def _kind_of(entry: Residual) -> str:
-    return "?" if entry.dtype is None else kind_in_words((entry.dtype, entry.shape))
+    return as_text(headline_of(report), tables_of(report, max_rows))

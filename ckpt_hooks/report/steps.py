@@ -7,11 +7,14 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .formatting import Printed, Table
+from .trace_tables import tables_of_step, totals_of, totals_of_region
+
 __all__ = ["Drift", "RegionTrace", "StepTrace", "drift_of"]
 
 
-@dataclasses.dataclass(frozen=True)
-class RegionTrace:
+@dataclasses.dataclass(frozen=True, repr=False)
+class RegionTrace(Printed):
     """One entry of a region, in forward.
 
     A storage counts once a step, for the first region which reports it.
@@ -48,6 +51,12 @@ class RegionTrace:
     recompute_seconds: float
     regions: tuple[RegionTrace, ...]
 
+    def _headline(self) -> str:
+        return totals_of_region(self)
+
+    def _tables(self) -> Iterator[Table]:
+        return tables_of_step([self], self.held_bytes)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as values for ``json.dumps``."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -60,8 +69,8 @@ class RegionTrace:
             yield from region.walk()
 
 
-@dataclasses.dataclass(frozen=True)
-class StepTrace:
+@dataclasses.dataclass(frozen=True, repr=False)
+class StepTrace(Printed):
     """One step: its outermost regions, and totals.
 
     Attributes:
@@ -73,6 +82,12 @@ class StepTrace:
     regions: tuple[RegionTrace, ...]
     late_recomputes: int
     recompute_seconds: float
+
+    def _headline(self) -> str:
+        return totals_of(self)
+
+    def _tables(self) -> Iterator[Table]:
+        return tables_of_step(self.regions, self.held_bytes)
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""

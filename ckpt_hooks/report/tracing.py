@@ -17,10 +17,11 @@ from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._torch import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
-from .formatting import format_bytes
+from .formatting import Printed, Table, as_text, format_bytes
 from .steps import Drift, RegionTrace, StepTrace, drift_of
+from .trace_tables import changes_of, totals_of
 
-__all__ = ["Trace", "trace"]
+__all__ = ["Trace", "format_trace", "print_trace", "trace"]
 
 _logger = logging.getLogger("ckpt_hooks")
 
@@ -222,8 +223,11 @@ class _Tracer(Observer):
                     break
 
 
-class Trace:
-    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive."""
+class Trace(Printed):
+    """What the regions of a block did, step by step: yielded by :func:`trace`. Keeps no tensor and no frame alive.
+
+    Prints as :func:`ckpt_hooks.report.format_trace` writes it.
+    """
 
     def __init__(self, tracer: _Tracer) -> None:
         self._tracer = tracer
@@ -245,6 +249,18 @@ class Trace:
     def drift(self) -> tuple[Drift, ...]:
         """The figures of regions which change from step to step, each a :class:`Drift`."""
         return drift_of(self.steps)
+
+    def _headline(self) -> str:
+        steps = self.steps
+        if not steps:
+            return "no region has run"
+        return totals_of(steps[-1]) if len(steps) == 1 else f"step {len(steps) - 1}: {totals_of(steps[-1])}"
+
+    def _tables(self) -> Iterator[Table]:
+        steps = self.steps
+        if steps:
+            yield from steps[-1]._tables()
+            yield from changes_of(drift_of(steps))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trace as values for ``json.dumps``."""
@@ -289,3 +305,43 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
     )
     with observe(tracer):
         yield Trace(tracer)
+
+
+def format_trace(trace: Trace) -> str:
+    """Returns a trace as text: the regions of the latest step, totals, and what changes from step to step.
+
+    Regions alike are one line, as in ``"x12 layers.0-11 Block"``. Figures are those of one of them, times a mean.
+
+    Args:
+        trace: The trace.
+
+    Returns:
+        The text, of several lines.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint
+        >>> from ckpt_hooks.report import format_trace, trace
+        >>> x = torch.ones(256, requires_grad=True)
+        >>> with trace() as found:
+        ...     checkpoint(lambda x: x.sin().cos().exp(), x).sum().backward()
+        >>> "dropped 2.0 KiB" in format_trace(found)
+        True
+    """
+    return as_text(trace._headline(), trace._tables())
+
+
+def print_trace(trace: Trace) -> None:
+    """Prints a trace, as wide as the terminal at most: ``print(trace)``.
+
+    Args:
+        trace: The trace.
+
+    Example:
+        >>> from ckpt_hooks import print_trace, trace
+        >>> with trace() as found:
+        ...     pass
+        >>> print_trace(found)
+        no region has run
+    """
+    print(trace)  # noqa: T201

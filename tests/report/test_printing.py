@@ -1,0 +1,165 @@
+"""Reports as they are printed: a table each, a line in ``repr``, and HTML in notebooks."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import ckpt_hooks
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, policies
+from ckpt_hooks.report import format_saved_residuals, saved_residuals, saved_tensors_report, trace
+from ckpt_hooks.report.formatting import format_table
+from tests.fake_transformers import Model as Transformer
+from tests.measure import leaf
+
+pytestmark = pytest.mark.usefixtures("_no_terminal")
+
+
+@pytest.fixture
+def _no_terminal(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+class Model(nn.Module):
+    """Twelve layers alike, with names of some length."""
+
+    def __init__(self, run=None):
+        super().__init__()
+        block = lambda: nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16))  # noqa: E731
+        self.encoder_layers_of_the_model = nn.ModuleList(block() for _ in range(12))
+        self.run = run or (lambda layer, x: layer(x))
+
+    def forward(self, x):
+        for layer in self.encoder_layers_of_the_model:
+            x = self.run(layer, x)
+        return x
+
+
+def reports():
+    """Returns an object of each kind that prints as a report, by the name of the kind."""
+    x = torch.rand(4, 16, requires_grad=True)
+    model = Model(checkpoint)
+    with trace() as traced:
+        loss = model(x).sum()
+        live = saved_tensors_report(loss, known=(model, x))
+        loss.backward()
+        traced.step()
+    region = checkpoint_region(policy=policies.dots_saveable, name="all of it")
+    with region:
+        loss = Model()(x).sum()
+    transformer = Transformer()
+    found = {
+        "saved_residuals": saved_residuals(model, x),
+        "saved_tensors_report": live,
+        "trace": traced,
+        "step of a trace": traced.steps[0],
+        "region of a trace": traced.steps[0].regions[0],
+        "region": region,
+        "apply_checkpointing": apply_checkpointing(Model(), nn.Sequential),
+        "enable_in_transformers": ckpt_hooks.enable_in_transformers(transformer),
+    }
+    _alive[:] = loss, transformer
+    return found
+
+
+_alive: list[object] = []  # for reports on what lives
+
+
+KINDS = [
+    "saved_residuals",
+    "saved_tensors_report",
+    "trace",
+    "step of a trace",
+    "region of a trace",
+    "region",
+    "apply_checkpointing",
+    "enable_in_transformers",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_repr_is_a_line_and_print_a_table(kind):
+    report = reports()[kind]
+    (line,) = repr(report).splitlines()
+    assert len(line) < 160
+    assert line.startswith(f"<{type(report).__name__}: ")
+    headline, empty, *rows = str(report).splitlines()
+    assert headline in line
+    assert empty == ""
+    assert len(rows) >= 2
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_are_as_wide_as_the_terminal(kind, columns, monkeypatch):
+    report = reports()[kind]
+    whole = str(report).splitlines()
+    monkeypatch.setenv("COLUMNS", str(columns))
+    lines = str(report).splitlines()
+    assert max(map(len, lines[1:])) <= columns
+    assert len(lines) == len(whole)  # rows are not left out
+    if max(map(len, whole[1:])) <= columns:
+        assert lines == whole
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_notebooks_get_the_tables(kind):
+    report = reports()[kind]
+    text, html = str(report), report._repr_html_()
+    assert html.count("<table>") == html.count("</table>") > 0
+    assert "…" not in html
+    cells = re.findall(r"<t[dh][^>]*>([^<]*)</t[dh]>", html)
+    assert all(cell.strip() in text for cell in cells if "&" not in cell)
+    assert "<policy" not in html  # as a tag of somebody's
+
+
+def test_names_in_html_are_escaped():
+    with trace() as found:
+        checkpoint(name="<b>")(torch.sin)(leaf(3))
+    assert "<b>" not in found._repr_html_()
+    assert "&lt;b&gt;" in found._repr_html_()
+
+
+def test_a_narrow_table():
+    """Names are cut in their middle, other cells never; then the last columns go."""
+    rows = [["12 B", "float32[1, 2, 3, 4]", "a.name.of.thirty.characters.00", "another.name.of.some.characters"]]
+    table = lambda width: format_table(["bytes", "tensor", "name", "more"], rows, [0], [2, 3], width)  # noqa: E731
+    assert table(None)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.of.thirty.characters.00  another.name.of.some.characters"
+    assert table(len(table(None)[1])) == table(None)
+    assert table(80)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.of.th…haracters.00  another.name…e.characters"
+    assert table(61)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.of.thirty.characters.00"
+    assert table(44)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.o…ters.00"
+    assert table(30)[1] == " 12 B  float32[1, 2, 3, 4]"
+    assert table(3) == ["bytes", " 12 B"]
+
+
+def test_tensors_in_one_storage_have_a_row_for_each_shape():
+    x = leaf(4, 4)
+    y = x.exp()
+    report = saved_tensors_report(y, y.t() @ x, y.sin())
+    text = format_saved_residuals(report)
+    assert text.count("float64[4, 4]") == 2  # of y, once, and x
+    (row,) = (line for line in text.splitlines() if "ExpBackward0" in line)
+    assert "ExpBackward0, MmBackward0, SinBackward0" in row
+
+
+def test_parameters_have_their_names_in_a_live_graph():
+    layer = nn.LayerNorm(4)
+    report = saved_tensors_report(layer(torch.rand(2, 4)), known=layer)
+    assert [entry.name for entry in report.tensors if entry.reason == "parameter"] == ["bias", "weight"]
+
+
+def test_a_region_with_the_name_of_its_module_has_one_name():
+    model, x = Model(), torch.rand(4, 16, requires_grad=True)
+    apply_checkpointing(model, nn.Sequential)
+    for _ in range(2):
+        with trace() as found:
+            for _ in range(2):
+                model(x).sum().backward()
+                found.step()
+    text = str(found)
+    assert " x11 encoder_layers_of_the_model.1-11  " in text
+    assert all(line.count("encoder_layers_of_the_model") == 1 for line in text.splitlines() if "encoder" in line)
