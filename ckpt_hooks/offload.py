@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._core.mutation import mutated
+from ._core.mutation import changed_unmoved
 from ._tensors.moved import Moved, Shared
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
 from ._torch import (
@@ -138,5 +138,5 @@ def _bring_back(packed: Any) -> torch.Tensor:
     tensor: torch.Tensor
     tensor, version = packed
     if tensor._version != version:
-        raise mutated(tensor, version, None, "that was saved in a block of offload_saved_tensors, and stayed where it was,")
+        raise changed_unmoved(tensor, version)
     return tensor

@@ -18,7 +18,7 @@ from ckpt_hooks.errors import MutationError, OverlapError
 
 from .events import Observer
 from .holdings import Holding, size_of
-from .mutation import mutated
+from .mutation import changed_saved
 from .paths import RegionPath, format_path, region_in_words
 from .saved import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
@@ -36,7 +36,7 @@ Mark = tuple[int, int, RegionPath]
 def mutated_leaf(kept: Kept) -> MutationError:
     """Returns the error for a kept leaf modified in place since. Plain autograd raises too."""
     tensor, version, path = kept
-    return mutated(tensor, version, path, f"that {region_in_words(path)} saved")
+    return changed_saved(tensor, version, path)
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:

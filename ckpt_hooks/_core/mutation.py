@@ -11,6 +11,7 @@ import torch
 from ckpt_hooks._torch import is_freed, is_kept_anyway
 from ckpt_hooks.errors import MutationError
 
+from .holdings import Cause
 from .paths import RegionPath, format_path, region_in_words
 from .words import describe_kind, describe_tensor
 
@@ -18,9 +19,12 @@ __all__ = [
     "argument_in_words",
     "changed_argument",
     "changed_before_rerun",
+    "changed_held",
+    "changed_moved",
+    "changed_saved",
+    "changed_unmoved",
     "exchanged",
     "freed",
-    "mutated",
     "overwritten",
     "written_late",
     "written_unseen",
@@ -63,35 +67,56 @@ def _advice_for(tensor: torch.Tensor, expected: int) -> str:
     return advice
 
 
-def mutated(
-    tensor: torch.Tensor,
-    version: int,
-    path: RegionPath | None,
-    holder: str,
-    *,
-    kind: str = "",
-    since: str = "",
-    by_policy: bool = False,
+def changed_saved(tensor: torch.Tensor, expected: int, path: RegionPath) -> MutationError:
+    """Returns the error for a tensor that a region saved and left in the graph. Plain autograd raises too."""
+    return _changed(tensor, expected, path, f"that {region_in_words(path)} saved")
+
+
+def changed_held(
+    tensor: torch.Tensor, expected: int, path: RegionPath, cause: Cause, *, kind: str = "", by_policy: bool = True
 ) -> MutationError:
-    """Returns the error for a tensor held until backward and changed meanwhile: one wording for all holders.
+    """Returns the error for a tensor that a region holds.
 
     Args:
         tensor: The tensor, or a witness of its version.
-        version: Its version when saved.
-        path: The region of the holder; None for none.
-        holder: The holder, in words to follow the tensor in a sentence.
+        expected: Its version when saved.
+        path: The region.
+        cause: The reason for holding the tensor.
         kind: Dtype and shape in words, for a witness without them.
-        since: Since when, as in ``" since forward"``.
         by_policy: Whether a policy may keep what was computed from the tensor.
     """
     more = " Or have what was computed from it kept, by a policy or by leaving it out of the region." if by_policy else ""
+    return _changed(tensor, expected, path, f"that {region_in_words(path)} needs ({cause.in_words()})", kind, more=more)
+
+
+def changed_moved(tensor: torch.Tensor, expected: int, path: RegionPath | None, kind: str) -> MutationError:
+    """Returns the error for a tensor moved to the host, for a region or by a block of ``offload_saved_tensors``.
+
+    Args:
+        tensor: A witness of the tensor's version.
+        expected: Its version when moved.
+        path: The region, if any.
+        kind: Dtype and shape in words.
+    """
+    holder = "that was moved to the host" if path is None else f"that {region_in_words(path)} needs, moved to the host,"
+    return _changed(tensor, expected, path, holder, kind, " since it was saved, maybe while it was copied")
+
+
+def changed_unmoved(tensor: torch.Tensor, expected: int) -> MutationError:
+    """Returns the error for a tensor saved in a block of ``offload_saved_tensors``, and not moved."""
+    return _changed(tensor, expected, None, "that was saved in a block of offload_saved_tensors, and stayed where it was,")
+
+
+def _changed(
+    tensor: torch.Tensor, expected: int, path: RegionPath | None, holder: str, kind: str = "", since: str = "", more: str = ""
+) -> MutationError:
     what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
     return MutationError(
-        f"{what} {holder} {_change_in_words(tensor._version, version, since)} Backward needs the values that forward saw. "
-        f"{_advice_for(tensor, version)}{more}",
+        f"{what} {holder} {_change_in_words(tensor._version, expected, since)} Backward needs the values that forward saw. "
+        f"{_advice_for(tensor, expected)}{more}",
         region=format_path(path),
         tensor=what,
-        expected=version,
+        expected=expected,
         found=tensor._version,
     )
 

@@ -96,8 +96,8 @@ class FunctionFrame(HandleFrame):
         parent = stack.innermost
         owner = getattr(function, "__self__", function) if settings.observers else None
         HandleFrame.__init__(self, name, parent, settings.observers, owner if isinstance(owner, torch.nn.Module) else None)
-        if options.offload_inputs and top_saved_tensors_hooks(False) is None:
-            push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch))
+        if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
+            push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
             try:
                 arguments = Arguments(args, kwargs)
             finally:

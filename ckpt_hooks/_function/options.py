@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 
 from ckpt_hooks._core.misuse import checked_flag, flag_or_none
+from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.determinism import Check, check_of
 
 __all__ = ["DEFAULT_OPTIONS", "OPTIONS", "Form", "RegionOptions", "defaults_of", "name_of_function", "options_of", "values_of"]
@@ -29,6 +30,10 @@ class Form(enum.Flag):
 _CALLS = Form.DIRECT | Form.CURRIED
 _NOT_DIRECT = Form.CURRIED | Form.RECORDED  # in a direct call such a keyword is the function's, as in torch
 _EVERY = _CALLS | Form.RECORDED
+
+
+def _offload_from(is_on: Any, name: str) -> int | None:
+    return transfers.DEFAULT_MIN_OFFLOAD_SIZE if checked_flag(is_on, name) else None
 
 
 class Option(NamedTuple):
@@ -60,7 +65,7 @@ OPTIONS = {
     "name": Option(_NOT_DIRECT),
     "policy": Option(_NOT_DIRECT),
     "preserve_buffers": Option(Form.CURRIED, True, checked_flag),
-    "offload_inputs": Option(_NOT_DIRECT, False, checked_flag),
+    "offload_inputs": Option(_NOT_DIRECT, False, _offload_from, "offload_from"),
     "split_backward": Option(_NOT_DIRECT, False, checked_flag),
     "replay_whole": Option(Form.RECORDED, None, flag_or_none),
 }
@@ -101,7 +106,8 @@ class RegionOptions:
         respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
         name: The region's name in errors and reports; the function's own if None.
         preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them unchanged.
-        offload_inputs: Whether inputs go to the host, where no saved-tensor hooks are active around the region.
+        offload_from: The bytes from which inputs go to the host, where no saved-tensor hooks are active around the region; None
+            for none.
         split_backward: Whether values stay for a second backward; see :mod:`ckpt_hooks._core.split`.
     """
 
@@ -112,7 +118,7 @@ class RegionOptions:
     respect_hooks: bool = _DEFAULTS["respect_hooks"]
     name: str | None = None
     preserve_buffers: bool = _DEFAULTS["preserve_buffers"]
-    offload_inputs: bool = _DEFAULTS["offload_inputs"]
+    offload_from: int | None = _DEFAULTS["offload_from"]
     split_backward: bool = _DEFAULTS["split_backward"]
 
 

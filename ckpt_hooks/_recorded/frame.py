@@ -58,7 +58,7 @@ class RecordedFrame(ReplayedFrame):
         "_debug",
         "_decisions",
         "_draws_anew",
-        "_offload_inputs",
+        "_offload_from",
         "_operator_watch",
         "_recorder",
         "_respect_hooks",
@@ -78,7 +78,7 @@ class RecordedFrame(ReplayedFrame):
         preserve_rng_state: bool = True,
         replay_whole: bool | None = None,
         split_backward: bool = False,
-        offload_inputs: bool = False,
+        offload_from: int | None = None,
     ) -> None:
         """Makes a frame inside the innermost frame of this thread.
 
@@ -89,7 +89,8 @@ class RecordedFrame(ReplayedFrame):
             preserve_rng_state: Whether a replay draws the numbers of forward.
             replay_whole: See :attr:`whole`.
             split_backward: Whether values stay for a second backward, where no recorded frame is around.
-            offload_inputs: Whether inputs go to the host, where no saved-tensor hooks are active around the frame.
+            offload_from: The bytes from which inputs go to the host, where no saved-tensor hooks are active around the frame;
+                None for none.
         """
         parent = stack.innermost
         # A frame directly inside another shares its tape; a function frame in between has to rerun the inner frame on its own.
@@ -105,7 +106,7 @@ class RecordedFrame(ReplayedFrame):
         if split_backward and outer is None:
             self.is_split = True
         self._draws_anew = not preserve_rng_state
-        self._offload_inputs = offload_inputs
+        self._offload_from = offload_from
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape
 
@@ -113,8 +114,8 @@ class RecordedFrame(ReplayedFrame):
         outer, tape = self.outer, self.tape
         self._operator_watch = None if self.watch is None else watch_forward(self)
         hooks, respect_hooks = top_saved_tensors_hooks(False), self._respect_hooks
-        if hooks is None and self._offload_inputs:
-            hooks = self.hooks_around = hooks_for_inputs(self.path, self.watch)
+        if hooks is None and self._offload_from is not None:
+            hooks = self.hooks_around = hooks_for_inputs(self.path, self.watch, self._offload_from)
             respect_hooks = False  # outputs kept by the policy stay
         elif hooks is not None:
             if not are_of_frame(hooks):

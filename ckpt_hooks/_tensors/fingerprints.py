@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.modes import past_modes
-from ckpt_hooks._torch import sequence_number, storage_of
+from ckpt_hooks._torch import node_number, sequence_number, storage_of
 
 __all__ = ["Fingerprints", "may_be_unfilled"]
 
@@ -77,7 +77,7 @@ def may_be_unfilled(node: Any, tensor: torch.Tensor) -> bool:
 def _node_at_work(tensor: torch.Tensor) -> Any:
     """Returns the node which is saving its own result ``tensor``; None if the tensor is no result of that node."""
     node = None if tensor._is_view() else tensor.grad_fn  # asking a view may make another node
-    return None if node is None or node._sequence_nr() != sequence_number() - 1 else node
+    return None if node is None or node_number(node) != sequence_number() - 1 else node
 
 
 class Fingerprints:

@@ -17,10 +17,10 @@ import torch
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.modes import unseen
-from ckpt_hooks._core.mutation import freed, mutated
+from ckpt_hooks._core.mutation import changed_held, freed
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
-from ckpt_hooks._core.paths import RegionPath, region_in_words
+from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.saved import nbytes_of
 from ckpt_hooks._core.words import kind_in_words, kind_of
 from ckpt_hooks._torch import counted_detach, graph_task_id, is_freed, is_kept_anyway, storage_of, version_witness
@@ -116,8 +116,7 @@ class HeldTensor:
         return tensor
 
     def _modified(self, tensor: torch.Tensor, kind: str = "") -> MutationError:
-        holder = f"that {region_in_words(self.path)} needs ({self.cause.in_words()})"
-        return mutated(tensor, self.version or 0, self.path, holder, kind=kind, by_policy=True)
+        return changed_held(tensor, self.version or 0, self.path, self.cause, kind=kind)
 
 
 def hold(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
@@ -176,8 +175,7 @@ class HeldRefilled(HeldTensor):
             source._version != self.source_version
             or (self.source_steps != num_fused_steps() and stepped_since(source, self.source_steps))
         ):
-            holder = f"that {region_in_words(self.path)} needs ({self.cause.in_words()})"
-            raise mutated(source, self.source_version, self.path, holder)
+            raise changed_held(source, self.source_version, self.path, self.cause, by_policy=False)
         return tensor
 
     def get(self) -> torch.Tensor:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
-from ckpt_hooks._core.mutation import mutated
+from ckpt_hooks._core.mutation import changed_moved
 from ckpt_hooks._core.numbers import storage_and_size
-from ckpt_hooks._core.paths import RegionPath, region_in_words
+from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.words import describe_kind
 from ckpt_hooks._torch import storage_address, version_witness
 
@@ -110,12 +110,9 @@ class Moved:
             MutationError: If the tensor was modified since.
         """
         if self._tensor._version != self._version:
-            holder, kind = "that was moved to the host", "saved"
-            if self.path is not None and self._sent is not None:
-                holder = f"that {region_in_words(self.path)} needs, moved to the host,"
-                kind = describe_kind(self._sent.host)
-            since = " since it was saved, maybe while it was copied"
-            raise mutated(self._tensor, self._version, self.path, holder, kind=kind, since=since)
+            of_region = self.path is not None and self._sent is not None
+            kind = describe_kind(self._sent.host) if of_region and self._sent is not None else "saved"
+            raise changed_moved(self._tensor, self._version, self.path if of_region else None, kind)
         if self._sent is None:
             return self._tensor
         assert self.batch is not None

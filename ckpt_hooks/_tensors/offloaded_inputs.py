@@ -26,19 +26,20 @@ __all__ = ["hooks_for_inputs"]
 _shared = Shared()
 
 
-def hooks_for_inputs(path: RegionPath, watch: Watch | None) -> Hooks:
+def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:
     """Returns the hooks for the inputs of one region.
 
     Args:
         path: The region.
         watch: Hears of the copies.
+        min_size: The bytes from which an input moves.
     """
     batch = Batch(watch)
 
     def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
         if not tensor.requires_grad or is_kept_anyway(tensor):
             return tensor
-        transfers = transfers_for(tensor)
+        transfers = transfers_for(tensor, min_size)
         if transfers is None:
             return counted_detach(tensor)
         moved = _shared.find(tensor, batch, path)
