@@ -1,9 +1,10 @@
-"""Checks of a region's function: a callable which runs when called, and takes its keyword arguments."""
+"""A region's function: a callable which runs when called, and takes its keyword arguments; its name, and its module."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ckpt_hooks._torch import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks.policies.base import Policy
 
-__all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "refuse_unrun"]
+__all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "module_of", "name_of_function", "refuse_unrun"]
 
 #: Types of the results of calls which have not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
@@ -107,3 +108,39 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     kinds = {parameter.kind for parameter in parameters.values()}
     own = parameters.get(name)
     return inspect.Parameter.VAR_KEYWORD in kinds or (own is not None and own.kind is not inspect.Parameter.POSITIONAL_ONLY)
+
+
+# Functions that run some of a sequence of modules are named so by checkpoint_sequential of torch, 2.11 to 2.15, and by
+# checkpoint_seq of timm. They close over the sequence, the first place and the last.
+_RUNS_STEPS = "run_function.<locals>.forward"
+
+
+def name_of_function(function: Callable[..., Any]) -> str:
+    """Returns the name of a region which was given none."""
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    if isinstance(function, Module):
+        return type(function).__qualname__
+    name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
+    if name.endswith(_RUNS_STEPS) and (steps := _steps_of(function)):
+        names = [(one, len(list(alike))) for one, alike in itertools.groupby(map(name_of_function, steps))]
+        name = ", ".join(one if count == 1 else f"{one} x{count}" for one, count in names)
+    return name
+
+
+def module_of(function: Callable[..., Any]) -> Module | None:
+    """Returns the module that a function runs: itself, or that of a bound method, or the first of some modules in a row."""
+    owner = getattr(function, "__self__", function)
+    if not isinstance(owner, Module):
+        owner = next(iter(_steps_of(function)), None)
+    return owner if isinstance(owner, Module) else None
+
+
+def _steps_of(function: Any) -> list[Any]:
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_freevars != ("end", "functions", "start"):
+        return []
+    try:
+        end, functions, start = (cell.cell_contents for cell in function.__closure__)
+        return list(functions)[start : end + 1]
+    except (TypeError, ValueError):  # a function of somebody else's
+        return []

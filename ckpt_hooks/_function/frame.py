@@ -31,11 +31,12 @@ from ckpt_hooks._torch import (
 from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
+from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
 from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
 from .explain import name_of, uninitialized
 from .handles import HandleFrame
-from .options import DEFAULT_OPTIONS, RegionOptions, name_of_function
+from .options import DEFAULT_OPTIONS, RegionOptions
 from .packing import open_frame
 from .rerouted import RoutingWatch
 from .rerun import Rerun
@@ -94,8 +95,7 @@ class FunctionFrame(HandleFrame):
         if settings is not DEFAULTS and settings.early_stop is not None:
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent = stack.innermost
-        owner = getattr(function, "__self__", function) if settings.observers else None
-        HandleFrame.__init__(self, name, parent, settings.observers, owner if isinstance(owner, torch.nn.Module) else None)
+        HandleFrame.__init__(self, name, parent, settings.observers, module_of(function) if settings.observers else None)
         if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
             push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
             try:

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
-
-from torch.nn import Module
 
 from ckpt_hooks._core.misuse import checked_flag, flag_or_none
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.determinism import Check, check_of
 
-__all__ = ["DEFAULT_OPTIONS", "OPTIONS", "Form", "RegionOptions", "defaults_of", "name_of_function", "options_of", "values_of"]
+__all__ = ["DEFAULT_OPTIONS", "OPTIONS", "Form", "RegionOptions", "defaults_of", "options_of", "values_of"]
 
 
 class Form(enum.Flag):
@@ -123,11 +121,3 @@ class RegionOptions:
 
 
 DEFAULT_OPTIONS = RegionOptions()
-
-
-def name_of_function(function: Callable[..., Any]) -> str:
-    """Returns the name of a region which was given none."""
-    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
-    if isinstance(function, Module):
-        return type(function).__qualname__
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
