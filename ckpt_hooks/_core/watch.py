@@ -27,10 +27,11 @@ class Watch:
 
     Attributes:
         region: The region's entry.
+        tensors: The saved tensors which autograd has not let go of, by their positions.
         wants_operators: Whether an observer wants to hear of operators.
     """
 
-    __slots__ = ("__weakref__", "_fates", "_num_kept", "_num_operators", "_observers", "region", "wants_operators")
+    __slots__ = ("__weakref__", "_fates", "_num_kept", "_num_operators", "_observers", "region", "tensors", "wants_operators")
 
     region: Region
 
@@ -57,6 +58,7 @@ class Watch:
         self._observers = observers
         self._num_kept = self._num_operators = 0
         self._fates: dict[int, Reason] = {}
+        self.tensors: dict[int, TensorInfo] = {}
         self.wants_operators = any(observer.wants_operators for observer in observers)
         self.region = Region(
             _next_region(),
@@ -125,7 +127,7 @@ class Watch:
             position = -self._num_kept
         else:
             self._fates[position] = fate
-        info = self._info_of(tensor)
+        info = self.tensors[position] = self._info_of(tensor)
         saved = Saved(self.region.path, position, fate, info.shape, info.dtype, info.nbytes, made_by)
         self._tell("saved", saved, info)
         return position
@@ -155,6 +157,7 @@ class Watch:
     def let_go(self, position: int) -> None:
         """Autograd has let go of a saved tensor."""
         self._fates.pop(position, None)
+        self.tensors.pop(position, None)
         self._tell("let_go", position)
 
     def restored(self, position: int, tensor: torch.Tensor) -> None:

@@ -331,8 +331,8 @@ def take(replay: Replay, value: Value) -> torch.Tensor:
 
 
 def fate_of(value: Value) -> Reason:
-    """Returns the fate of a handle's tensor."""
+    """Returns the fate of a handle's tensor. A view of a tensor from outside is brought back, but its memory is not dropped."""
     kept = value.saved
     if kept is None:
-        return Reason.DROPPED
+        return value.store.cause.reason if value.store.external else Reason.DROPPED
     return Reason.OFFLOADED if kept.is_on_host else kept.cause.reason

@@ -75,11 +75,14 @@ class SavedResiduals(Printed):
 
     Attributes:
         tensors: An entry for each storage, in the order of forward.
-        dropped: An entry for each tensor that a region has dropped, which takes no memory until backward.
+        dropped: An entry for each storage that a region has dropped, which takes no memory until backward.
+        is_dropped_exact: Whether the storages of all dropped tensors are known. If not, an entry is a tensor as one node saved
+            it, and ``dropped_bytes`` is an upper bound.
     """
 
     tensors: tuple[Residual, ...]
     dropped: tuple[Residual, ...]
+    is_dropped_exact: bool = True
 
     @cached_property
     def by_reason(self) -> dict[str, int]:
@@ -101,7 +104,7 @@ class SavedResiduals(Printed):
 
     @cached_property
     def dropped_bytes(self) -> int:
-        """The bytes of dropped tensors. A tensor that was saved several times counts once where its storage is known."""
+        """The bytes of dropped tensors."""
         return sum(entry.nbytes for entry in self.dropped)
 
     def _headline(self) -> str:
@@ -117,6 +120,7 @@ class SavedResiduals(Printed):
             "added_bytes": self.added_bytes,
             "by_reason": self.by_reason,
             "dropped_bytes": self.dropped_bytes,
+            "is_dropped_exact": self.is_dropped_exact,
             "tensors": [entry.to_json() for entry in self.tensors],
             "dropped": [entry.to_json() for entry in self.dropped],
         }

@@ -13,17 +13,19 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import cause_of_kept
+from ckpt_hooks._core.saved import Saved, cause_of_kept
 from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of
 from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_in
 
 from .entries import Residual, SavedResiduals, order_of
 from .notes import NOWHERE, Known, Notes, Origin
+from .views import views_of_leaves
 
 __all__ = ["GraphReader"]
 
 _NO_STORAGE: tuple[int | None, int] = (None, 0)
 _NO_VIEWS: tuple[Residual, ...] = ()
+_NOT_HELD = frozenset({Reason.DROPPED, Reason.LOST})
 # Without the constructor: half the cost.
 _new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residual)
 
@@ -45,6 +47,7 @@ class GraphReader:
         self._sizes: dict[int, int] = {}
         self._numbers: dict[int, tuple[int | None, int]] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
+        self._read: set[tuple[int, int]] = set()  # handles, by frame and position
         self._frames: dict[int, Frame] = {}
         self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
@@ -53,12 +56,16 @@ class GraphReader:
         """Reads the graph of some tensors."""
         for node in _nodes_of(tensors):
             self._read_node(node)
-        todo = list(self._frames.values())
+        todo, around = list(self._frames.values()), {}
         for frame in todo:  # including frames added in the loop
             for owner in frame.owners():
+                around[id(owner)] = owner
                 if id(owner) not in self._frames:
                     self._frames[id(owner)] = owner
                     todo.append(owner)
+        for frame in around.values():  # which have handles of tensors that regions inside them hold
+            for saved in frame.saved():
+                self._read_dropped(frame, saved, NOWHERE, ())
         for frame in self._frames.values():
             region, origin = self._region_of(frame)
             for holding in frame.held():
@@ -74,13 +81,14 @@ class GraphReader:
 
     def _read_node(self, node: Any) -> None:
         found = saved_in(node)
+        self._views: list[torch.Size] | None = None
         attributes = attributes_of(node)
         if not (found or attributes):
             return
         origin = NOWHERE if self._notes is None else self._notes.origin_of_node(node)
         name = self._name_of(node)
         for saved in found:
-            self._read_saved(saved, origin, name)
+            self._read_saved(node, saved, origin, name)
         for attribute, value in attributes.items():
             for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
                 self._claim_holding(holding, (), origin, name)
@@ -91,7 +99,7 @@ class GraphReader:
             found = self._names[type(node)] = (node.name(),)
         return found
 
-    def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
+    def _read_saved(self, node: Any, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
         packed = packed_of(saved)
         if packed is None:
             return
@@ -102,27 +110,39 @@ class GraphReader:
         owner = packed[0] if isinstance(packed, tuple) and packed else getattr(packed, "frame", None)
         frame = self._frames.get(id(owner)) or frame_of(packed)  # the second asks for the class, at 1 us
         if frame is not None:
-            self._read_handle(frame, packed, origin, name)
+            self._frames[id(frame)] = frame
+            handle = frame.describe(packed)
+            if not (frame.watch is None and frame.kind == "function" and self._is_of_parameter(node, handle)):
+                self._read_dropped(frame, handle, origin, name)
         elif (description := describe_packed(packed)) is not None:
             cause = cause_of_kept(packed)
             self._claim(packed[0], cause.reason, origin, name, description.region, f"saved, {cause.in_words()}")
         else:
             self._read_hooks(packed, origin, name)
 
-    def _read_handle(self, frame: Frame, packed: Any, origin: Origin, name: tuple[str, ...]) -> None:
-        self._frames[id(frame)] = frame
-        saved = frame.describe(packed)
-        if saved.fate is not Reason.DROPPED and saved.fate is not Reason.LOST:
+    def _is_of_parameter(self, node: Any, saved: Saved) -> bool:
+        """Whether a node has saved a view of a parameter, as far as shapes tell: it reads a view of the same shape."""
+        if self._views is None:
+            self._views = views_of_leaves(node)
+        if saved.shape not in self._views:
+            return False
+        self._views.remove(saved.shape)
+        return True
+
+    def _read_dropped(self, frame: Frame, saved: Saved, origin: Origin, name: tuple[str, ...]) -> None:
+        """Reads the tensor of a handle."""
+        if (id(frame), saved.position) in self._read or saved.fate not in _NOT_HELD:
             return  # the frame has the tensor among its holdings
+        self._read.add((id(frame), saved.position))
         storage, operator, site, module = None, saved.made_by, origin.site, origin.module
-        if self._notes is not None and frame.watch is not None:
-            tensor = self._notes.saved_in.get((frame.watch.region.id, saved.position))
-            if tensor is not None:
-                storage = tensor.storage
+        size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
+        tensor = None if frame.watch is None else frame.watch.tensors.get(saved.position)
+        if tensor is not None and tensor.storage is not None:
+            storage, size = tensor.storage, tensor.storage_nbytes
+            if self._notes is not None:
                 made = self._notes.origin_of_storage(storage)
                 operator, site, module = made.operator or operator, made.site or site, made.module or module
         region = self._region_of(frame)[0]
-        size, shape, dtype = saved.nbytes or 0, saved.shape, saved.dtype
         entry = _new_entry((saved.fate, size, shape, dtype, None, "", None, operator, site, module, region, name, _NO_VIEWS))
         self._dropped.append((storage, entry))
 
@@ -260,7 +280,8 @@ class GraphReader:
             elif counts.nbytes != size:
                 counts = counts._replace(nbytes=size)
             tensors.append(counts)
-        return SavedResiduals(tuple(tensors), tuple(self._distinct()))
+        is_exact = all(storage is not None or not entry.nbytes for storage, entry in self._dropped)
+        return SavedResiduals(tuple(tensors), tuple(self._distinct()), is_exact)
 
     def _distinct(self) -> Iterator[Residual]:
         """Yields dropped tensors, each storage once and without those that are held after all."""

@@ -10,11 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
-from ckpt_hooks._core.events import Observer, Region, TensorInfo
+from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.parts import dense_parts
-from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._core.stack import is_recomputing
 from ckpt_hooks._core.whereabouts import called_modules, site_of
 from ckpt_hooks._operators.facts import facts_of
@@ -95,7 +94,6 @@ class Notes(Observer):
         found: The storages read by an operator, and not made before: these were there before.
         storages: A weak reference to each storage in ``made``.
         nodes: The origin of each node of the graph, by its number.
-        saved_in: The tensors saved in regions, by the number of the region and the position.
         outermost: The outermost called modules.
     """
 
@@ -104,14 +102,9 @@ class Notes(Observer):
         self.found: set[int] = set()
         self.storages: dict[int, weakref.ref[Any]] = {}
         self.nodes: dict[int, Origin] = {}
-        self.saved_in: dict[tuple[int, int], TensorInfo] = {}
         self.outermost: dict[int, torch.nn.Module] = {}
         self._uninitialized: set[int] = set()
         self._names: dict[int, dict[int, str | None]] = {}
-
-    def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
-        """Notes a saved tensor."""
-        self.saved_in[region.id, saved.position] = tensor
 
     def origin_of_node(self, node: Any) -> Origin:
         """Returns the run of the operator which made a node."""

@@ -20,7 +20,8 @@ _MAX_ROWS = 60
 
 def headline_of(report: SavedResiduals) -> str:
     """Returns the totals of a report in words."""
-    dropped = f"; regions dropped {format_bytes(report.dropped_bytes)}" if report.dropped else ""
+    most = "" if report.is_dropped_exact else "at most "
+    dropped = f"; regions dropped {most}{format_bytes(report.dropped_bytes)}" if report.dropped else ""
     return (
         f"backward holds {format_bytes(report.total_bytes)} in {count_of(len(report.tensors), 'storage')}, "
         f"{format_bytes(report.added_bytes)} of this for backward alone{dropped}"

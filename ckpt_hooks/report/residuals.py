@@ -79,8 +79,11 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
     """Reads which tensors a live graph holds for backward. Nothing runs, and no tensor is brought back.
 
-    Operators and lines are known for regions that were observed; the nodes which saved a tensor are known always. Memory that
-    C++ nodes do not show is missing, as inside of ``CopySlices``, left by a write into a view: :func:`saved_residuals` has it.
+    The nodes which saved a tensor are known always. Lines, and the storages of dropped tensors, are known where forward ran
+    under :func:`ckpt_hooks.trace`. Elsewhere ``dropped_bytes`` is an upper bound: a tensor counts for each node which saved it,
+    but for views of parameters. Memory that C++ nodes do not show is missing, as inside of ``CopySlices``, left by a write into
+    a view: :func:`saved_residuals` has it.
+
     Torch cannot free a graph of more than some 50,000 operators in a row after a walk over its nodes: its stack overflows.
 
     Args:
@@ -88,7 +91,7 @@ def saved_tensors_report(*results: Any, known: Any = ()) -> SavedResiduals:
         known: Modules and tensors which exist in any case, in any nesting. Their tensors have reasons of their own, and names.
 
     Returns:
-        The report, as by :func:`saved_residuals`. A dropped tensor that was saved several times counts each time.
+        The report, as by :func:`saved_residuals`.
 
     Raises:
         TypeError: If there is no tensor in the results.

@@ -82,6 +82,7 @@ class _Tracer(Observer):
         self._open: set[int] = set()
         self._billed: set[int] = set()  # storages that some region holds
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
+        self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
         self._early: dict[int, int] = {}  # bytes sent to the host by regions which are not entered yet, by number
         self._late, self._seconds = 0, 0.0
@@ -137,8 +138,14 @@ class _Tracer(Observer):
 
     def let_go(self, region: Region, position: int) -> None:
         storage = self._positions.pop((region.id, position), None)
-        if storage is not None and self._dropped.get(storage, ())[:2] == (region.id, position):
+        if storage is None:
+            return
+        if self._dropped.get(storage, ())[:2] == (region.id, position):
             del self._dropped[storage]  # backward is done with it
+        elif region.id in self._open and storage in self._freed and storage not in self._positions.values():
+            # No backward will ask for it, as for an output that a policy kept inside, after the last use.
+            number, _, nbytes = self._freed.pop(storage)
+            self._entries[number].dropped -= nbytes
 
     def freed(self, storage: int) -> None:
         found = self._dropped.pop(storage, None)
@@ -146,6 +153,7 @@ class _Tracer(Observer):
             entry = self._entries.get(found[0])
             if entry is not None:
                 entry.dropped += found[2]
+                self._freed[storage] = found
 
     def held(self, region: Region, holdings: Sequence[Holding]) -> None:
         entry = self._entries.get(region.id)

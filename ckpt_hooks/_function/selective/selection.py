@@ -146,7 +146,8 @@ class Selection:
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
         """Notes the operator whose kept output a saved tensor is, if any."""
         place = self.outputs.places.get(storage_of(tensor))
-        if place is not None:
+        # Hooks may let go of a kept output, whose address the next tensor has then.
+        if place is not None and self.outputs.hooks is None:
             self.places_of_saved[index] = place
 
     def fate_at(self, index: int) -> Reason:
