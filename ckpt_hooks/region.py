@@ -25,7 +25,7 @@ from ._recorded.traced import traced_name, traced_region, warn_of_instance
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._torch.compiling import skipped
 from .policies.base import Policy, policy_from
-from .report.residual_tables import PrintedHoldings
+from .report.entries import PrintedHoldings
 
 __all__ = ["checkpoint_name", "checkpoint_region"]
 

@@ -423,7 +423,7 @@ def test_the_class_gets_another_forward(monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"recorded": True}])
 def test_functional_call(base, options):
-    """Parameters given for one call are not there in a rerun, which says so; a replay reads them."""
+    """Parameters given for one call are there in a rerun, too."""
     model, _ = base
     given = {name: torch.full_like(value, 0.1).requires_grad_() for name, value in model.named_parameters()}
     x = torch.linspace(-1, 1, 12).view(3, 4)
@@ -435,11 +435,55 @@ def test_functional_call(base, options):
 
     expected = gradients()
     apply_checkpointing(model, Block, **options)
-    if not options:
-        with pytest.raises(MutationError, match=r"'linear\.weight' of Block.*or is another tensor than then"):
-            gradients()
-        return
+    before = dict(model.named_parameters())
     assert all_same(gradients(), expected)
+    assert all(parameter is before[name] for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize("bind", ["functional_call", "between", "frozen"])
+def test_parameters_bound_anew(bind):
+    """A rerun finds those of forward, whatever their versions; MAML takes a step so."""
+
+    def program(apply):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4, bias=False))
+        if apply:
+            checkpoint_module(model[0])
+            checkpoint_module(model[2])
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        given = {name: (value * 0.5).detach().requires_grad_() for name, value in model.named_parameters()}
+        for value, old in zip(given.values(), model.parameters(), strict=True):
+            while value._version < old._version:
+                value.data.mul_(1)
+                value.detach().mul_(1)
+        if bind == "functional_call":
+            first = torch.func.functional_call(model, given, (x,)).pow(2).sum()
+            gradients = torch.autograd.grad(first, list(given.values()), create_graph=True)
+            steps = zip(given.items(), gradients, strict=True)
+            after = {name: value - 0.1 * gradient for (name, value), gradient in steps}
+            loss = torch.func.functional_call(model, after, (x,)).pow(2).sum()
+            return torch.autograd.grad(loss, list(given.values()))
+        if bind == "frozen":
+            model.requires_grad_(False)
+        before = list(model.parameters())
+        loss = model(x).pow(2).sum()
+        model[0].weight, model[2].weight = (nn.Parameter(given[name]) for name in ("0.weight", "2.weight"))
+        bound = list(model.parameters())
+        gradients = torch.autograd.grad(loss, [x, *before] if bind == "between" else [x])
+        assert all(one is other for one, other in zip(model.parameters(), bound, strict=True))
+        return gradients
+
+    assert all_same(program(True), program(False))
+
+
+def test_a_frozen_parameter_that_is_gone():
+    """Plain autograd would have kept it."""
+    layer = checkpoint_module(nn.Linear(4, 4).requires_grad_(False))
+    x = torch.ones(2, 4, requires_grad=True)
+    y = layer(x.sin()).sum()
+    layer.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    with pytest.raises(MutationError, match=r"'weight' of Linear.*is another tensor than forward saw, and that one is gone\."):
+        y.backward()
 
 
 def test_lazy_modules():

@@ -38,11 +38,13 @@ def _change_in_words(found: int, expected: int, since: str = "", *, is_same: boo
 
     Args:
         found: Its version.
-        expected: Its version in forward.
+        expected: Its version in forward; -1 where the tensor of forward is gone.
         since: Since when, as in ``" since forward"``.
         is_same: Whether the tensor is known to be forward's.
         has_moved: Whether the tensor is known to be in another storage.
     """
+    if expected < 0:
+        return "is another tensor than forward saw, and that one is gone."
     versions = f"it is at version {found}; expected version {expected} instead"
     if found == expected:
         versions = "a step of a fused optimizer wrote to it, which its version does not tell"
@@ -59,6 +61,8 @@ def _change_in_words(found: int, expected: int, since: str = "", *, is_same: boo
 
 def _advice_for(tensor: torch.Tensor, expected: int) -> str:
     """Returns the advice on a tensor modified or exchanged too early: sentences with "it" for the tensor."""
+    if expected < 0:
+        return "Keep the one of forward until backward, or hand it to the function as an argument."
     if tensor._version < expected:
         return "Bind or exchange it after backward, or hand the one of forward to the function as an argument."
     advice = "Modify it after backward, or let forward use a clone."
@@ -143,7 +147,7 @@ def changed_before_rerun(
         f"values that forward saw. {_advice_for(tensor, expected)}{more}",
         region=region,
         tensor=name,
-        expected=expected,
+        expected=expected if expected >= 0 else None,
         found=tensor._version,
     )
 

@@ -18,7 +18,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from itertools import chain, count, repeat
 from operator import mul
 from typing import Any, TypeVar
@@ -225,6 +225,24 @@ class Collector:
             return hook(tensor)
 
         return note
+
+    def doubting(
+        self, hook: Callable[[torch.Tensor], R], lost: Mapping[int | None, Callable[[], CheckpointError]]
+    ) -> Callable[[torch.Tensor], R]:
+        """Returns a pack hook which distrusts values in some storages, of which no version tells.
+
+        Args:
+            hook: The pack hook.
+            lost: Returns the error, by the storage.
+        """
+
+        def doubt(tensor: torch.Tensor) -> R:
+            error = lost.get(storage_of(tensor))
+            if error is not None:
+                self.distrust(error)
+            return hook(tensor)
+
+        return doubt
 
     def _stop(self) -> None:
         """Stops the rerun, or lets it run to its end where a container has changes that may be another thread's."""

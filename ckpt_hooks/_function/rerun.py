@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from ckpt_hooks._torch import (
     push_saved_tensors_hooks,
     resume_transforms,
     set_grad_enabled,
+    storage_of,
     suspend_transforms,
 )
 from ckpt_hooks.errors import DeterminismError, MutationError
@@ -270,7 +272,7 @@ class Rerun:
                 collector.lent.append((rewound.lent, state.changes))
                 exchanged = rewound.put_back()
                 if is_complete:
-                    changed = state.changed()
+                    changed = state.changed() + rewound.lost
             try:
                 if names is not None:
                     lent = lend(names, stand_ins)
@@ -282,6 +284,9 @@ class Rerun:
                 hook = collector.hook(self._wanted, exchanged)
                 if changed or (self._selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
+                if rewound is not None and rewound.lost:
+                    lost = {storage_of(one): partial(self._mutated, one, version) for one, version in rewound.lost}
+                    hook = collector.doubting(hook, lost)
                 push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
                 try:
                     if changed:

@@ -18,8 +18,7 @@ from ckpt_hooks._torch import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
 from .formatting import Printed, Table, as_text, format_bytes
-from .steps import Drift, RegionTrace, StepTrace, drift_of
-from .trace_tables import changes_of, totals_of
+from .steps import Drift, RegionTrace, StepTrace, changes_of, drift_of, totals_of
 
 __all__ = ["Trace", "format_trace", "print_trace", "trace"]
 

@@ -12,6 +12,10 @@ of a backward has changed the layers behind. So a rerun with changed parameters 
 read a changed parameter, the rerun ends: no later value would be right, and unpacking one raises an error. (To go on may also
 never end, if the function has a backward inside that comes to the very node waiting for this rerun.)
 
+A module may have other parameters by the time of a rerun: those of forward were given for one call
+(``torch.func.functional_call``), or new ones were bound since. A rerun finds forward's, unless a framework has exchanged them,
+as FSDP does with shards: such a parameter has another class or another shape.
+
 Functions that write to a parameter themselves write again in a rerun. A parameter clamped or filled before its first read is
 read as forward read it. The end of a rerun undoes its writes, the version included: another rerun, and every operator that
 saved the parameter, finds the parameter as forward left it.
@@ -36,15 +40,17 @@ from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch import is_freed, storage_of
 from ckpt_hooks.errors import MutationError
 
 from .module_plan import ModulePlan
 
 __all__ = [
+    "Bound",
     "Noted",
     "References",
     "WatchReads",
+    "bind_again",
     "references_of",
 ]
 
@@ -74,6 +80,16 @@ def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]
     ]
 
 
+#: The parameters of a module, a name in these, and what is bound to it.
+Bound = tuple[dict[str, "torch.nn.Parameter | None"], str, torch.nn.Parameter]
+
+
+def bind_again(bound: Sequence[Bound]) -> None:
+    """Binds parameters in their modules."""
+    for own, name, parameter in bound:
+        own[name] = parameter
+
+
 class Noted:
     """Parameters and other tensors reached by a region, and their versions when forward began.
 
@@ -81,13 +97,14 @@ class Noted:
     have a history: of the region before, and so on.
     """
 
-    __slots__ = ("_held", "_steps", "_versions", "_weak")
+    __slots__ = ("_held", "_modules", "_numbers", "_steps", "_versions", "_weak")
 
     def __init__(self, references: References) -> None:
         """Notes the present versions."""
         self._steps = num_fused_steps()
-        modules, others = references
-        self._held: Sequence[torch.Tensor] = _parameters_of(modules)
+        self._modules, others = references
+        self._held: Sequence[torch.Tensor] = _parameters_of(self._modules)
+        self._numbers = list(map(id, self._held))
         self._weak: Sequence[weakref.ref[torch.Tensor]] = ()
         if others or not all(map(_requires_grad, self._held)):
             frozen = [parameter for parameter in self._held if not parameter.requires_grad]
@@ -129,12 +146,43 @@ class Noted:
             and (_version_or_none(tensor) != version or stepped_since(tensor, self._steps))
         ]
 
+    def bind(self, lost: list[tuple[torch.Tensor, int]]) -> Sequence[Bound]:
+        """Binds the noted parameters in their modules, where other ones are; returns those, for :func:`bind_again`.
+
+        Args:
+            lost: Gets those which stay, since the noted one is gone, each with the version -1.
+        """
+        if list(map(id, _parameters_of(self._modules))) == self._numbers:
+            return ()
+        noted: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in self._tensors() if tensor is not None}
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        places = [
+            (module._parameters, name, parameter)
+            for module in modules
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+        ]
+        if len(places) != len(self._numbers):  # some were added, or taken out
+            return ()
+        others = []
+        for (own, name, now), number in zip(places, self._numbers, strict=True):
+            found = noted.get(number)
+            if found is now or not number or type(now) not in PLAIN:
+                continue
+            if found is None:
+                lost.append((now, -1))
+            elif type(found) in PLAIN and found.shape == now.shape and not is_freed(found):
+                others.append((own, name, now))
+                own[name] = found  # type: ignore[assignment]  # functional_call binds tensors, too
+        return others
+
     def leave_out(self, parameters: frozenset[int]) -> None:
         """Takes parameters out, given by the ``id`` of each."""
         left = [id(tensor) not in parameters for tensor in self._tensors()]
         self._versions = list(itertools.compress(self._versions, left))
         self._weak = list(itertools.compress(self._weak, left[len(self._held) :]))
         self._held = list(itertools.compress(self._held, left))
+        self._numbers = [0 if number in parameters else number for number in self._numbers]
 
 
 def _version_or_none(tensor: torch.Tensor | None) -> int:

@@ -16,7 +16,7 @@ from .contents import Contents
 from .contents_undo import ContentsUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
 from .notes import Changes, Lent
-from .parameters import Noted, references_of
+from .parameters import Bound, Noted, bind_again, references_of
 from .tensor_note import StandIns
 from .walk import Walk
 
@@ -81,9 +81,14 @@ class ReachedState:
 
 
 class Rewound:
-    """State put back for one rerun, with the means to undo this."""
+    """State put back for one rerun, with the means to undo this.
 
-    __slots__ = ("_attributes", "_complain", "_contents", "_state", "lent")
+    Attributes:
+        lent: The contents of containers and objects that are lent.
+        lost: Parameters which stand in the places of forward's, which are gone, each with the version -1.
+    """
+
+    __slots__ = ("_attributes", "_bound", "_complain", "_contents", "_state", "lent", "lost")
 
     def __init__(self, state: ReachedState, complain: Complain, stand_ins: StandIns) -> None:
         """Prepares for a rerun.
@@ -96,12 +101,15 @@ class Rewound:
         self._state, self._complain = state, complain
         self.lent = Lent(stand_ins)
         self._attributes = AttributesUndo(self.lent, with_buffers=state._with_buffers)
+        self._bound: Sequence[Bound] = ()
+        self.lost: list[tuple[torch.Tensor, int]] = []
         self._contents: ContentsUndo | None = None
 
     def put_back(self) -> frozenset[int | None]:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
+        self._bound = state.parameters.bind(self.lost)
         if state._contents is None and not attributes.may_initialise:
             return _NO_STORAGES
         undo = self._contents = ContentsUndo(self._complain)
@@ -127,6 +135,7 @@ class Rewound:
         finally:
             if self._state._contents is not None:
                 self._state._contents.freed = ()
+            bind_again(self._bound)
             self._attributes.restore()
             self.lent.restore(self._state.changes)
 
