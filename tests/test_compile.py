@@ -15,6 +15,7 @@ from torch import nn
 from ckpt_hooks import (
     CheckpointPolicy,
     DeterminismError,
+    apply_checkpointing,
     checkpoint,
     checkpoint_module,
     checkpoint_name,
@@ -307,6 +308,39 @@ def test_saved_bytes_are_those_of_torchs_checkpoint(program, backend):
         assert saved(PROGRAMS[program](region), backend) == expected
     torch._dynamo.reset()
     assert saved(PROGRAMS[program](lambda function, x, policy=None: function(x)), backend) > expected
+
+
+@pytest.mark.parametrize("compiles", ["the model", "the model, and calls it", "its blocks in place", "wrappers of its blocks"])
+@pytest.mark.parametrize("applies_first", [True, False])
+@pytest.mark.skipif(BEFORE_2_13, reason="before 2.13 Dynamo does not trace how the forward is bound")
+def test_a_model_is_compiled_before_or_after_its_blocks_become_regions(compiles, applies_first):
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Tanh()) for _ in range(3)]
+    model, x = torch.nn.Sequential(*blocks), torch.randn(32, 64)
+    if applies_first:
+        apply_checkpointing(model, "*")
+    compiled = model
+    if compiles.startswith("the model"):
+        compiled = torch.compile(model, backend="aot_eager")
+        if compiles == "the model, and calls it":
+            compiled(x)
+    for index, block in enumerate(model):
+        if compiles == "its blocks in place":
+            block.compile(backend="aot_eager")
+        elif compiles == "wrappers of its blocks":
+            model[index] = torch.compile(block, backend="aot_eager")
+    if not applies_first:
+        apply_checkpointing(model, "*")
+    storages = {}
+
+    def pack(tensor):
+        if not (tensor.is_leaf and tensor.requires_grad):
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = compiled(x)
+    assert sum(storages.values()) == x.nbytes  # from which the compiler computes all else again
+    y.sum().backward()
 
 
 def test_policies_of_regions_decide():

@@ -835,7 +835,7 @@ def test_no_text_in_the_code_runs_together():
 def test_an_optimizer_that_steps_too_early_is_named():
     text = str(said("an_optimizer_that_steps_too_early"))
     assert "of Linear" in text
-    assert "An optimizer's step before backward is the usual cause: step after backward." in text
+    assert "Usual causes: an optimizer's step before backward, and a hook of forward which writes to it." in text
 
 
 def test_what_is_no_parameter_has_nothing_to_do_with_optimizers():

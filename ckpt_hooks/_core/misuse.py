@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from ckpt_hooks._torch import REFUSES_HOOKS
+
 from .words import describe_tensor
 
 __all__ = [
@@ -20,6 +22,7 @@ __all__ = [
     "checked_flag",
     "described_as",
     "explain_call",
+    "explain_refusal",
     "flag_or_none",
     "name_of",
     "reentrant_error",
@@ -47,6 +50,23 @@ def described_as(value: Any) -> str:
     if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r} of type {type(value).__name__}"
+
+
+def explain_refusal(error: BaseException) -> None:
+    """Has an error say what to do, if code in a region refused saved-tensor hooks, as transforms of ``torch.func`` do."""
+    if type(error) is not RuntimeError or _REFUSAL in str(error):
+        return
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is not None and traceback.tb_frame.f_code is REFUSES_HOOKS:
+        error.args = (f"{error} {_REFUSAL}",)
+
+
+_REFUSAL = (
+    "A region works by such hooks. Inside of it, use torch.autograd.grad(..., create_graph=True) in place of torch.func.grad "
+    "and the like, or leave the call out of the region. Forward-mode transforms and vmap run inside."
+)
 
 
 def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TypeError | None:

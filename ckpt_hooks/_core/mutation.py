@@ -13,6 +13,7 @@ from ckpt_hooks.errors import MutationError
 
 from .holdings import Cause
 from .paths import RegionPath, format_path, region_in_words
+from .whereabouts import name_in_models
 from .words import describe_kind, describe_tensor
 
 __all__ = [
@@ -59,15 +60,21 @@ def _change_in_words(found: int, expected: int, since: str = "", *, is_same: boo
     return f"has been modified by an inplace operation{since}{other}: {versions}."
 
 
-def _advice_for(tensor: torch.Tensor, expected: int) -> str:
-    """Returns the advice on a tensor modified or exchanged too early: sentences with "it" for the tensor."""
+def _advice_for(tensor: torch.Tensor, expected: int, clone: str = "let forward use a clone") -> str:
+    """Returns the advice on a tensor modified or exchanged too early: sentences with "it" for the tensor.
+
+    Args:
+        tensor: The tensor.
+        expected: Its version in forward.
+        clone: How a clone helps.
+    """
     if expected < 0:
         return "Keep the one of forward until backward, or hand it to the function as an argument."
     if tensor._version < expected:
         return "Bind or exchange it after backward, or hand the one of forward to the function as an argument."
-    advice = "Modify it after backward, or let forward use a clone."
+    advice = f"Modify it after backward, or {clone}."
     if is_kept_anyway(tensor):
-        advice += " An optimizer's step before backward is the usual cause: step after backward."
+        advice += " Usual causes: an optimizer's step before backward, and a hook of forward which writes to it."
     return advice
 
 
@@ -90,7 +97,8 @@ def changed_held(
         by_policy: Whether a policy may keep what was computed from the tensor.
     """
     more = " Or have what was computed from it kept, by a policy or by leaving it out of the region." if by_policy else ""
-    return _changed(tensor, expected, path, f"that {region_in_words(path)} needs ({cause.in_words()})", kind, more=more)
+    holder = f"that {region_in_words(path)} needs ({cause.in_words()})"
+    return _changed(tensor, expected, path, holder, kind, more=more, clone="clone it before the region")
 
 
 def changed_moved(tensor: torch.Tensor, expected: int, path: RegionPath | None, kind: str) -> MutationError:
@@ -112,14 +120,24 @@ def changed_unmoved(tensor: torch.Tensor, expected: int) -> MutationError:
 
 
 def _changed(
-    tensor: torch.Tensor, expected: int, path: RegionPath | None, holder: str, kind: str = "", since: str = "", more: str = ""
+    tensor: torch.Tensor,
+    expected: int,
+    path: RegionPath | None,
+    holder: str,
+    kind: str = "",
+    since: str = "",
+    more: str = "",
+    clone: str = "let forward use a clone",
 ) -> MutationError:
     what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
+    name = name_in_models(tensor)
+    if name is not None:
+        what = f"{name}, {what},"
     return MutationError(
         f"{what} {holder} {_change_in_words(tensor._version, expected, since)} Backward needs the values that forward saw. "
-        f"{_advice_for(tensor, expected)}{more}",
+        f"{_advice_for(tensor, expected, clone)}{more}",
         region=format_path(path),
-        tensor=what,
+        tensor=what.removesuffix(","),
         expected=expected,
         found=tensor._version,
     )
@@ -142,6 +160,11 @@ def changed_before_rerun(
     if is_freed(tensor):
         change = f"has no memory any more: its storage was freed. It is at version {tensor._version}."
     more = " Or run the step again: from the next forward on the region copies it." if will_copy else ""
+    if not is_same:
+        more += (
+            " Or the function wrote to it in one of the two runs alone (a hook that removed itself in forward, a first call "
+            "that does more): have it do the same each time."
+        )
     return MutationError(
         f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
         f"values that forward saw. {_advice_for(tensor, expected)}{more}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import os
 import sys
@@ -11,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from ckpt_hooks._torch import MODULE_CALL
+from ckpt_hooks._torch import MODULE_CALL, storage_of
 
 from .words import is_of_library
 
@@ -21,6 +22,7 @@ __all__ = [
     "module_in_call",
     "module_in_words",
     "module_names",
+    "name_in_models",
     "outermost_module",
     "place_in_words",
     "place_of",
@@ -157,3 +159,24 @@ def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
 def outermost_module() -> torch.nn.Module | None:
     """Returns the outermost module whose call runs on this thread."""
     return called_modules(sys._getframe(1))[1]
+
+
+def name_in_models(tensor: torch.Tensor) -> str | None:
+    """Returns the name of a parameter or buffer of a living model, in words; None for another tensor.
+
+    For errors: it goes through all objects.
+
+    Args:
+        tensor: The tensor, or another one in its memory.
+    """
+    storage = storage_of(tensor)
+    if not storage:
+        return None
+    modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
+    inner = {id(child) for module in modules for child in module._modules.values()}
+    for root in [module for module in modules if id(module) not in inner]:
+        for kind, named in ("parameter", root.named_parameters()), ("buffer", root.named_buffers()):
+            for name, value in named:
+                if storage_of(value) == storage:
+                    return f"the {kind} {name!r} of {type(root).__name__}"
+    return None

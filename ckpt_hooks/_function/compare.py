@@ -23,12 +23,12 @@ from .explain import name_of, node_of
 
 __all__ = ["TIP", "result_of"]
 
-#: The end of errors of reruns which differ from forward.
+#: The causes of reruns which differ from forward.
 TIP = (
     "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
-    "forward and backward; a cache that forward filled; randomness from outside of torch. Pass `debug=True` to see the "
-    "operators of both runs."
+    "forward and backward; a cache that forward filled; a hook that removed itself; randomness from outside of torch."
 )
+_MOST = 5  # tensors listed in an error
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
@@ -90,22 +90,16 @@ def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]
     if differences:
         raise _error(
             collector,
-            "Recomputed values for the following tensors have different metadata than during the forward pass.\n"
-            f"{_in_words(differences)}",
+            "Recomputed values for the following tensors have different metadata than during the forward pass.\n",
             *differences[0],
+            details=_in_words(differences),
         )
     for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
-                raise changed_before_rerun(
-                    _name(collector, index), value, version_of(expected), format_path(collector.frame.path), is_same=False
-                )
+                name = name_of(value, collector.function, f"tensor {index} of those that it saved")
+                raise changed_before_rerun(name, value, version_of(expected), format_path(collector.frame.path), is_same=False)
             collector.values[index] = MISSING
-
-
-def _name(collector: Collector, index: int) -> str:
-    default = f"tensor {index} of those that it saved"
-    return name_of(collector.values[index], collector.function, default)
 
 
 def _compare_values(collector: Collector, fingerprint: Callable[[torch.Tensor], Any]) -> None:
@@ -167,21 +161,23 @@ def _raise_miscounted(collector: Collector) -> None:
         raise _error(
             collector,
             "The function is trying to save more tensors during recomputation than during the original forward pass.\n"
-            f"Number of tensors saved during forward: {expected}\n{differences}",
+            f"Number of tensors saved during forward: {expected}\n",
             expected,
             f"{expected} tensors",
             f"{found} tensors or more",
             has_more=True,
+            details=differences,
         )
     raise _error(
         collector,
         "A different number of tensors was saved during the original forward and recomputation.\n"
         f"Number of tensors saved during forward: {expected}\n"
-        f"Number of tensors saved during recomputation: {found}\n{differences}",
+        f"Number of tensors saved during recomputation: {found}\n",
         found,
         f"{expected} tensors",
         f"{found} tensors",
         has_more=False,
+        details=differences,
     )
 
 
@@ -198,10 +194,17 @@ def _differences(collector: Collector) -> list[tuple[int, str, str]]:
 
 
 def _error(
-    collector: Collector, message: str, index: int, expected: str, found: str, *, has_more: bool | None = None
+    collector: Collector,
+    message: str,
+    index: int,
+    expected: str,
+    found: str,
+    *,
+    has_more: bool | None = None,
+    details: str = "",
 ) -> DeterminismError:
     region = format_path(collector.frame.path)
-    message = f"region {'/'.join(region)!r}: {message}{TIP}"
+    message = f"region {'/'.join(region)!r}: {message}{TIP}{details}"
     error = DeterminismError(message, region=region, index=index, expected=expected, found=found)
     error._has_more = has_more
     return error
@@ -223,7 +226,9 @@ def _short(fingerprint: Any) -> str:
 
 
 def _in_words(differences: list[tuple[int, str, str]]) -> str:
-    return "".join(
+    lines = [
         f"tensor at position {index}:\nsaved metadata: {expected}\nrecomputed metadata: {found}\n"
-        for index, expected, found in differences
-    )
+        for index, expected, found in differences[:_MOST]
+    ]
+    rest = len(differences) - _MOST
+    return "".join(["\n", *lines, *([f"and {rest} more tensors\n"] if rest > 0 else [])]) if lines else ""

@@ -15,7 +15,7 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 from .handles import FIRST, HandleFrame
 from .state.walk import walk_from
 
-__all__ = ["blame", "draws_error", "grad_fn_of", "name_of", "node_of", "uninitialized"]
+__all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of", "node_of", "uninitialized"]
 
 
 def draws_error(region: tuple[str, ...]) -> DeterminismError:
@@ -168,14 +168,17 @@ def blame(
     frame: HandleFrame,
     function: Any,
     required: Collection[int],
+    *,
+    is_debugged: bool,
 ) -> None:
-    """Lets an error say more: which operator saved the tensor, and what may be the cause.
+    """Lets an error say more: which operator saved the tensor, what may be the cause, and how to see more.
 
     Args:
         error: What a recompute raised.
         frame: The region.
         function: Its function.
         required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
+        is_debugged: Whether both runs are logged.
     """
     error.grad_fn = grad_fn_of(frame, error.index)
     parts = [str(error), changed_requires_grad(error, frame.path, function, required)]
@@ -183,9 +186,12 @@ def blame(
         parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}.")
     if _is_compiled(frame, function):
         parts.append(_COMPILED)
-    error.args = (" ".join(filter(None, parts)),)
+    if not is_debugged:
+        parts.append(SEE_MORE)
+    error.args = (" ".join(filter(None, parts)).replace("\n ", "\n"),)
 
 
+SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 #: On functions with a compiled function inside.
 _COMPILED = (
     "The region runs a function compiled by torch.compile. What such a function saves is the compiler's choice, and the "

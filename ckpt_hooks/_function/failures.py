@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .compare import TIP
+from .explain import SEE_MORE
 
 __all__ = ["explain_failure"]
 
@@ -18,23 +19,39 @@ _REFUSED = {
     "forward: the recompute has another one on the same memory, without its history. Keep the tensor until backward",
 }
 
+#: What a rerun cannot have again.
+_TAKEN = (
+    "An iterator, a generator, a file or a queue gives a recompute its next item: take the item before the region, and pass it "
+    "as an argument."
+)
+
 
 def explain_failure(
-    error: Exception, region: tuple[str, ...], saved: int, explain: Callable[[DeterminismError], None] | None
+    error: Exception,
+    region: tuple[str, ...],
+    saved: int,
+    explain: Callable[[DeterminismError], None] | None,
+    *,
+    is_debugged: bool,
 ) -> None:
     """Raises an exception of an operator as an error of its region where torch or a policy is the cause.
+
+    Other exceptions get a note.
 
     Args:
         error: The exception.
         region: Names of the regions, outermost first.
         saved: The number of tensors saved by the rerun.
         explain: Raises an error with more words. None without a policy, which may hand out results of other operators.
+        is_debugged: Whether both runs are logged.
 
     Raises:
         CheckpointError: For a backward in the recompute which torch refuses.
         DeterminismError: For another failure under a policy.
     """
     if type(error) is not RuntimeError:
+        if hasattr(error, "add_note"):  # since Python 3.11
+            error.add_note(f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. {_TAKEN}")
         return
     found: CheckpointError
     for words, reason in _REFUSED.items():
@@ -50,7 +67,7 @@ def explain_failure(
             return
         found = DeterminismError(
             f"region {'/'.join(region)!r}: the recompute failed where forward did not, after {saved} saved tensors. "
-            f"RuntimeError: {error}\n{TIP}",
+            f"RuntimeError: {error}\n{TIP}{'' if is_debugged else ' ' + SEE_MORE}",
             region=region,
             index=saved,
             expected="no exception",

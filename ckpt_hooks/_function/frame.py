@@ -15,6 +15,7 @@ from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
+from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import written_late
 from ckpt_hooks._core.paths import RegionPath, format_path
@@ -168,8 +169,10 @@ class FunctionFrame(HandleFrame):
                 call.selection.close(parent, early_stop=call.options.early_stop)
             if self.watch is not None:
                 self.watch.settle()
-        elif suppressed:
-            raise suppressed_error(error) from error
+        else:
+            explain_refusal(error)
+            if suppressed:
+                raise suppressed_error(error) from error
 
     def _close(self, error: BaseException | None) -> None:
         paused, late = pause_modes(), None

@@ -203,7 +203,8 @@ class Rerun:
             if selection is not None:
                 selection.check(num_saved - 1, self._explain, error)
             if self._frame.complete:
-                explain_failure(error, self._region(), num_saved, None if selection is None else self._explain)
+                explain, is_debugged = None if selection is None else self._explain, self._call.explain is not None
+                explain_failure(error, self._region(), num_saved, explain, is_debugged=is_debugged)
         return not stopped
 
     def _explain(self, found: DeterminismError) -> None:
@@ -218,7 +219,7 @@ class Rerun:
             values = result_of(self.collector, call.options.check)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
             required = () if state is None else state.parameters.required_grad(state.plans)
-            blame(found, self._frame, call.function, required)
+            blame(found, self._frame, call.function, required, is_debugged=call.explain is not None)
             self._explain(found)
             raise
         if self._selection is not None:

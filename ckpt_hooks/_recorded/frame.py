@@ -11,6 +11,7 @@ import torch
 from ckpt_hooks._core.frame import mutated_leaf
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
+from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.saved import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
@@ -165,6 +166,8 @@ class RecordedFrame(ReplayedFrame):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         tape, outer, parent = self.tape, self.outer, self.parent
         assert tape is not None
+        if error is not None:
+            explain_refusal(error)
         close_frame(self)
         if self.compared is not None:
             self.compared.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -114,6 +115,17 @@ class RegionForward:
                 "it instead of its forward."
             )
         return module
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """The globals of the forward. Refuses ``torch.jit.script``, which asks for these before it looks for source code."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
+            raise TypeError(
+                f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Make its calls plain calls "
+                "before: `remove_checkpointing(model)`."
+            )
+        found: dict[str, Any] = getattr(self.__wrapped__, "__globals__", {})
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if "_reference" not in self.__dict__:  # this object is being made

@@ -1,0 +1,325 @@
+"""Advice of messages, followed to the letter: each error says what to do, and what it says then works."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrize
+
+import ckpt_hooks
+from ckpt_hooks import (
+    DeterminismError,
+    MutationError,
+    apply_checkpointing,
+    checkpoint,
+    checkpoint_region,
+    remove_checkpointing,
+)
+from tests.measure import leaf
+
+# Torch uses what it deprecates: at import of its decompositions, which forward mode needs.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),
+]
+
+
+def recorded(function, *args):
+    with checkpoint_region():
+        return function(*args)
+
+
+def plain(function, *args):
+    return function(*args)
+
+
+def layer(kind=nn.Linear, *args, **kwargs):
+    torch.manual_seed(0)
+    return kind(*(args or (4, 4)), **kwargs)
+
+
+def same(one, other):
+    return all(map(torch.equal, one, other))
+
+
+# MAML
+
+
+@pytest.mark.parametrize("form", [checkpoint, recorded])
+@pytest.mark.parametrize("around", ["region", "functional_call"])
+def test_steps_of_maml_need_no_advice(form, around):
+    """Parameters of one call are there in a rerun, whether the region or ``functional_call`` is around the other."""
+
+    def gradients(form):
+        model = nn.Sequential(layer(), nn.Tanh(), layer())
+        given = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()}
+        x = torch.linspace(-1, 1, 8).view(2, 4)
+        inner = nn.Module()
+        inner.model, inner.forward = model, lambda x: form(model, x)
+
+        def loss(parameters):
+            if around == "region":
+                return form(lambda p, x: torch.func.functional_call(model, p, (x,)), parameters, x).pow(2).mean()
+            named = {f"model.{name}": value for name, value in parameters.items()}
+            return torch.func.functional_call(inner, named, (x,)).pow(2).mean()
+
+        first = torch.autograd.grad(loss(given), list(given.values()), create_graph=True)
+        after = {name: value - 0.1 * change for (name, value), change in zip(given.items(), first, strict=True)}
+        return torch.autograd.grad(loss(after), list(given.values()))
+
+    assert same(gradients(form), gradients(plain))
+
+
+# A buffer or a parameter that changes after a recorded region
+
+
+class Contrast(nn.Module):
+    """MoCo: logits from a queue, to which each step writes."""
+
+    def __init__(self, *, clone_before):
+        super().__init__()
+        self.encoder = layer()
+        self.register_buffer("queue", torch.linspace(-1, 1, 32).view(4, 8).clone())
+        self.clone_before = clone_before
+
+    def forward(self, x, region):
+        queue = self.queue.clone() if self.clone_before else self.queue
+        with region:
+            keys = F.normalize(self.encoder(x))
+            loss = F.cross_entropy(keys @ (queue if self.clone_before else queue.clone()), torch.zeros(2, dtype=torch.long))
+        self.queue[:, :2] = keys.detach().t()
+        return loss
+
+
+def test_a_queue_is_cloned_before_the_region():
+    def gradients(region, *, clone_before):
+        model = Contrast(clone_before=clone_before)
+        loss = model(torch.linspace(-1, 1, 8).view(2, 4), region)
+        return torch.autograd.grad(loss, list(model.parameters()))
+
+    with pytest.raises(MutationError) as caught:
+        gradients(checkpoint_region(), clone_before=False)
+    assert str(caught.value).startswith("the buffer 'queue' of Contrast, a float32[4, 8] tensor, that region 'region' needs")
+    assert "clone it before the region" in str(caught.value)
+    assert caught.value.tensor == "the buffer 'queue' of Contrast, a float32[4, 8] tensor"
+    expected = gradients(contextlib.nullcontext(), clone_before=False)
+    assert same(gradients(checkpoint_region(), clone_before=True), expected)
+
+
+@pytest.mark.parametrize("early", [True, False])
+def test_a_step_before_the_backward_of_a_recorded_region(early):
+    def gradients(region):
+        model = layer()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        with region:
+            y = model(x * 1).exp().sum()
+        other = model(x).sum()
+        other.backward()
+        if early:
+            optimizer.step()
+        (found,) = torch.autograd.grad(y, model.bias, retain_graph=True)
+        optimizer.step()
+        return (found,)
+
+    if early:
+        with pytest.raises(
+            MutationError, match=r"^the parameter '(weight|bias)' of Linear, .* Usual causes: an optimizer's step"
+        ):
+            gradients(checkpoint_region())
+    else:
+        assert same(gradients(checkpoint_region()), gradients(contextlib.nullcontext()))
+
+
+# A cache around two regions
+
+
+class Symmetric(nn.Module):
+    """Makes a weight symmetric."""
+
+    def forward(self, weight):
+        return weight.triu() + weight.triu(1).t()
+
+
+@pytest.mark.parametrize("backward", ["inside", "outside"])
+@pytest.mark.parametrize("fill", [True, False])
+@pytest.mark.parametrize("form", [checkpoint, recorded])
+def test_a_cache_of_parametrizations_around_two_regions_needs_no_advice(form, fill, backward):
+    def gradients(form):
+        model = layer()
+        parametrize.register_parametrization(model, "weight", Symmetric())
+        x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+        inputs = [x, model.parametrizations.weight.original]
+        with parametrize.cached():
+            if fill:
+                assert model.weight is not None
+            y = form(model, form(model, x)).sum()
+            if backward == "inside":
+                return torch.autograd.grad(y, inputs)
+        return torch.autograd.grad(y, inputs)
+
+    assert same(gradients(form), gradients(plain))
+
+
+# What forward takes away
+
+
+def test_a_list_that_the_function_pops_needs_no_advice():
+    x = leaf(3)
+
+    def gradients(form):
+        masks = [torch.linspace(0, 1, 3, dtype=torch.float64) * scale for scale in (1, 2)]
+        return torch.autograd.grad(form(lambda x: (x * masks.pop()).sin(), form(lambda x: (x * masks.pop()).sin(), x)).sum(), x)
+
+    assert same(gradients(checkpoint), gradients(plain))
+
+
+def test_the_item_of_an_iterator_is_an_argument():
+    def items():
+        return iter([torch.linspace(0, 1, 3, dtype=torch.float64)])
+
+    x, iterator = leaf(3), items()
+    y = checkpoint(lambda x: (x * next(iterator)).sin(), x).sum()
+    with pytest.raises(StopIteration) as caught:
+        y.backward()
+    if sys.version_info >= (3, 11):
+        (note,) = caught.value.__notes__
+        assert note.startswith(
+            "Raised by the recompute of region 'test_the_item_of_an_iterator_is_an_argument.<locals>.<lambda>'"
+        )
+        assert "take the item before the region, and pass it as an argument." in note
+    iterator = items()
+    y = checkpoint(lambda x, mask: (x * mask).sin(), x, next(iterator)).sum()
+    expected = (x * next(items())).sin().sum()
+    assert same(torch.autograd.grad(y, x), torch.autograd.grad(expected, x))
+
+
+# Transforms of torch.func inside of a region
+
+
+@pytest.mark.parametrize("form", [checkpoint, recorded])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.hessian])
+def test_transforms_in_a_region(form, transform):
+    x = leaf(3)
+    with pytest.raises(RuntimeError) as caught:
+        form(lambda x: transform(lambda z: (z.sin() * x).sum())(x).exp(), x)
+    message = str(caught.value)
+    assert message.startswith("torch.func.{grad, vjp, jacrev, hessian} don't yet support saved tensor hooks.")
+    assert message.count("use torch.autograd.grad(..., create_graph=True) in place of torch.func.grad") == 1
+
+
+@pytest.mark.parametrize("form", [checkpoint, recorded])
+def test_gradients_in_a_region_by_autograd(form):
+    def inside(x):
+        return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0].exp()
+
+    x = leaf(3)
+    assert same(torch.autograd.grad(form(inside, x).sum(), x), torch.autograd.grad(inside(x).sum(), x))
+    left_out = form(torch.exp, torch.func.grad(lambda z: (z.sin() * z).sum())(x)).sum()
+    assert same(torch.autograd.grad(left_out, x), torch.autograd.grad(inside(x).sum(), x))
+
+
+@pytest.mark.parametrize("form", [checkpoint, recorded])
+@pytest.mark.parametrize(
+    "inside",
+    [
+        lambda x: torch.func.jvp(torch.sin, (x,), (x,))[1].exp(),
+        lambda x: torch.func.jacfwd(torch.sin)(x).exp(),
+        lambda x: torch.func.vmap(torch.sin)(x).exp(),
+    ],
+    ids=["jvp", "jacfwd", "vmap"],
+)
+def test_forward_mode_and_vmap_run_in_a_region(form, inside):
+    x = leaf(3)
+    assert same(torch.autograd.grad(form(inside, x).sum(), x), torch.autograd.grad(inside(x).sum(), x))
+
+
+def test_nested_regions_say_it_once():
+    with pytest.raises(RuntimeError) as caught:
+        checkpoint(lambda x: recorded(torch.func.grad(lambda z: z.sin().sum()), x), leaf(3))
+    assert str(caught.value).count("A region works by such hooks.") == 1
+
+
+# Hooks that remove themselves
+
+
+@pytest.mark.parametrize("change", ["more", "in place"])
+@pytest.mark.parametrize("stays", [True, False])
+def test_a_hook_that_removes_itself(change, stays):
+    def gradients(form):
+        model, x = layer(), torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+
+        def hook(module, args, output):
+            if not stays:
+                handle.remove()
+            return output.exp() if change == "more" else output.clone().mul_(2)
+
+        handle = model.register_forward_hook(hook)
+        y = form(lambda x: model(x).sin().exp(), x).sum()
+        gradients = torch.autograd.grad(y, x)
+        handle.remove()
+        return gradients
+
+    if stays:
+        assert same(gradients(checkpoint), gradients(plain))
+        return
+    with pytest.raises((DeterminismError, MutationError)) as caught:
+        gradients(checkpoint)
+    assert "a hook that removed itself" in str(caught.value)
+    assert "optimizer" not in str(caught.value)
+
+
+# Many tensors that differ
+
+
+def test_the_cause_comes_before_a_few_of_the_tensors():
+    def function(x):
+        y = x[: 4 if ckpt_hooks.is_recomputing() else 3]
+        for _ in range(40):
+            y = y.sin()
+        return y.sum()
+
+    with pytest.raises(DeterminismError) as caught:
+        checkpoint(function, leaf(4)).backward()
+    text = str(caught.value)
+    assert text.index("Usual causes: ") < text.index("tensor at position 0:")
+    assert text.count("tensor at position ") == 5 + 1  # with that of the node
+    assert re.search(r"\nand \d+ more tensors\n", text)
+    assert len(text) < 1500
+
+
+# Debug mode
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_debug_mode_is_asked_for_only_without_it(debug):
+    def function(x):
+        return x.cos() if ckpt_hooks.is_recomputing() else x.sin().exp()
+
+    with pytest.raises(DeterminismError) as caught:
+        checkpoint(function, leaf(3), debug=debug).sum().backward()
+    errors = [caught.value]
+    while errors[-1].__cause__ is not None:
+        errors.append(errors[-1].__cause__)
+    assert any("Pass `debug=True`" in str(error) for error in errors) is not debug
+
+
+# TorchScript
+
+
+def test_a_checkpointed_model_is_made_plain_before_it_is_scripted():
+    model = nn.Sequential(layer(), nn.Tanh())
+    x = torch.linspace(-1, 1, 8).view(2, 4)
+    expected = model(x)
+    apply_checkpointing(model, nn.Linear)
+    assert torch.equal(torch.jit.trace(model, x)(x), expected)
+    with pytest.raises(TypeError, match=r"cannot compile a checkpointed Linear\..*`remove_checkpointing\(model\)`"):
+        torch.jit.script(model)
+    remove_checkpointing(model)
+    assert torch.equal(torch.jit.script(model)(x), expected)
