@@ -668,6 +668,13 @@ def _scripted():
 
 
 @provokes
+def a_checkpointed_module_that_is_scripted():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.script(checkpoint_module(nn.Linear(2, 2)))
+
+
+@provokes
 def other_random_numbers():
     table = functools.lru_cache(torch.randn)
     checkpoint(lambda x: torch.dropout((x * table(2)).sin(), 0.5, True).exp(), leaf(2)).sum().backward()

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._torch import REFUSES_HOOKS
-
 from .words import describe_tensor
 
 __all__ = [
@@ -59,10 +57,12 @@ def explain_refusal(error: BaseException) -> None:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    if traceback is not None and traceback.tb_frame.f_code is REFUSES_HOOKS:
+    if traceback is not None and traceback.tb_frame.f_code is _REFUSES_HOOKS:
         error.args = (f"{error} {_REFUSAL}",)
 
 
+# Transforms of ``torch.func`` call it; an error of theirs has no class of its own, and is known by this code. 2.11 to 2.15.
+_REFUSES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _REFUSAL = (
     "A region works by such hooks. Inside of it, use torch.autograd.grad(..., create_graph=True) in place of torch.func.grad "
     "and the like, or leave the call out of the region. Forward-mode transforms and vmap run inside."

@@ -7,7 +7,6 @@ suite. Timings are for torch 2.13 on one x86-64 core.
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -194,10 +193,6 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 # The number that the next autograd node created on this thread will get. Tensors that one operator saves are packed after
 # its node was made and before the next one's, so equal numbers mean the same operator. 2.11 to 2.15. Goes with a public way.
 sequence_number: Callable[[], int] = _autograd._get_sequence_nr
-
-# Raises for a transform of ``torch.func`` under saved-tensor hooks: by this code, an error is known as such. 2.11 to 2.15. Goes
-# with a class of its own for such errors.
-REFUSES_HOOKS: types.CodeType = torch.autograd.graph.disable_saved_tensors_hooks.__wrapped__.__code__  # type: ignore[attr-defined]
 
 # 0.06 us for a question that takes one public call a device type. 2.11 to 2.15. Goes when the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
