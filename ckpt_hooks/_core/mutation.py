@@ -131,13 +131,12 @@ def _changed(
 ) -> MutationError:
     what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
     name = name_in_models(tensor)
-    if name is not None:
-        what = f"{name}, {what},"
+    what, comma = (what, "") if name is None else (f"{name}, {what}", ",")
     return MutationError(
-        f"{what} {holder} {_change_in_words(tensor._version, expected, since)} Backward needs the values that forward saw. "
-        f"{_advice_for(tensor, expected, clone)}{more}",
+        f"{what}{comma} {holder} {_change_in_words(tensor._version, expected, since)} Backward needs the values that forward "
+        f"saw. {_advice_for(tensor, expected, clone)}{more}",
         region=format_path(path),
-        tensor=what.removesuffix(","),
+        tensor=what,
         expected=expected,
         found=tensor._version,
     )
