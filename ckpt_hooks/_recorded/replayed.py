@@ -166,7 +166,7 @@ class ReplayedFrame(Replayable):
                 held += holdings_in(value.saved, value.saved.cause, seen, (Frame,))
             if value.op is not None:
                 held += holdings_in(value.op.draw, Cause(Reason.RANDOM_STATE), seen, (Frame,))
-        replays = [[*replay.tensors.values(), *replay.held.values()] for replay in self.passes.values()]
+        replays = [[*replay.tensors.values(), *replay.held.values()] for replay in list(self.passes.values())]
         return held + list(holdings_in(replays, Cause(Reason.RECOMPUTED), seen))
 
     def _values(self) -> list[Value]:
@@ -285,7 +285,7 @@ class ReplayedFrame(Replayable):
         todo = [root]
         while todo:
             frame = todo.pop()
-            for replay in frame.passes.values():
+            for replay in list(frame.passes.values()):  # those of other threads come and go
                 if any(storage_of(other) == address for other in (*replay.tensors.values(), *replay.held.values())):
                     return True
             todo += frame._living_children()
