@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import gc
 
 import pytest
@@ -365,6 +366,18 @@ def test_failures(region):
     assert ledger.open == []
     gc.collect()  # the traceback
     assert ledger.alive() == 0
+
+
+def test_a_context_that_fails_as_its_region_begins():
+    class Fails(contextlib.nullcontext):
+        def __enter__(self):
+            raise KeyError
+
+    ledger = Ledger()
+    with observe(ledger), pytest.raises(KeyError):
+        checkpoint(name="block", context_fn=lambda: (Fails(), contextlib.nullcontext()))(torch.sin)(leaf(4))
+    assert ledger.failed == [(("block",), KeyError)]
+    assert ledger.open == []
 
 
 @REGIONS

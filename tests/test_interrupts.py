@@ -6,6 +6,7 @@ import contextlib
 import gc
 import os
 import sys
+import threading
 import weakref
 
 import pytest
@@ -16,15 +17,16 @@ from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_region, patch_torch, region
+from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.draws import num_draw_modes
 from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._function.state import loans
 from ckpt_hooks._torch import num_dispatch_modes, num_function_modes, top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
 from tests.kernels import Inner
-from tests.measure import CountOps
+from tests.measure import CountOps, Log
 
 _PACKAGE = os.path.dirname(ckpt_hooks.__file__)
 #: All events of all kinds take minutes.
@@ -275,6 +277,37 @@ def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within,
     for at in range(1, dry.count + 1, 1 + dry.count // 30):
         assert back(Interrupt(at, within)) is None
         assert torch.equal(back(contextlib.nullcontext()), expected)
+
+
+def test_an_interrupt_while_a_rerun_waits_for_another_leaves_none_waiting(monkeypatch):
+    """The other one has a variable bound to something else."""
+
+    class Interrupts(type(loans._turn)):
+        def wait(self, timeout=None):
+            raise KeyboardInterrupt
+
+    x, errors = torch.rand(3, requires_grad=True), Log()
+
+    def waits():
+        try:
+            outputs[0].backward()
+        except BaseException as error:
+            errors.append((type(error), len(loans._waiting)))
+
+    def function(x):
+        if is_recomputing():
+            thread = threading.Thread(target=waits)
+            thread.start()
+            thread.join()
+        return (x * scale).sin()
+
+    outputs = Log()
+    for scale in (1.0, 2.0, 3.0):  # noqa: B007 -- the function reads it
+        outputs.append(checkpoint(function, x).sum())
+    monkeypatch.setattr(loans, "_turn", Interrupts(loans._lock))
+    outputs[1].backward()
+    assert errors == [(KeyboardInterrupt, 0)]
+    assert torch.equal(x.grad, 2 * (x * 2).cos())
 
 
 @pytest.mark.slow

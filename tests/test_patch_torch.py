@@ -716,7 +716,7 @@ def test_without_gradients_the_function_is_called_plainly():
 
 
 def test_under_transforms_torch_runs_the_call():
-    """Torch's engine refuses, with and without the patch."""
+    """Torch's engine refuses those of gradients, with and without the patch."""
 
     def run():
         torch.func.grad(lambda x: imported_early(torch.sin, x, use_reentrant=False).sum())(torch.ones(3))
@@ -726,6 +726,8 @@ def test_under_transforms_torch_runs_the_call():
     count = Count()
     with observe(count), patch_torch(), pytest.raises(RuntimeError, match="hooks") as patched:
         run()
+    with observe(count), patch_torch():
+        torch.func.vmap(lambda x: imported_early(torch.sin, x, use_reentrant=False))(leaf(2, 3))
     assert count.names == []
     assert str(patched.value) == str(plain.value)
 

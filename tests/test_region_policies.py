@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses import FakeTensorMode
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks.report import Reason, saved_tensors_report
-from tests.measure import leaf
+from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, replayed
 
 aten = torch.ops.aten
@@ -239,6 +243,48 @@ def test_what_cannot_be_brought_back_is_kept():
     assert one.nbytes == other.nbytes == 32
     assert one.storage != other.storage  # what may be written to since is copied when the region ends
     del y
+
+
+def test_what_an_operator_has_written_to_that_raised_is_kept():
+    """It may have written to some of it."""
+
+    def fails(x):
+        x.mul_(3)
+        raise ValueError
+
+    x = leaf(4)
+    with torch.library._scoped_library("ckpt_hooks_tests", "FRAGMENT") as library:
+        library.define("fails(Tensor(a!) x) -> ()")
+        library.impl("fails", fails, "CPU")
+        region, found = checkpoint_region(), []
+        for block in (region, contextlib.nullcontext()):
+            with block:
+                table = x.detach() * 2
+                with pytest.raises(ValueError):
+                    torch.ops.ckpt_hooks_tests.fails(table)
+                y = (table.exp() * x).sin()
+            if block is region:
+                why = "written to by ckpt_hooks_tests.fails.default, which raised"
+                assert ("float64[4]", Reason.NOT_REPLAYED, why) in kept_by(region)
+            found += grad(y.sum(), x)
+        assert torch.equal(*found)
+
+
+def test_a_collective_does_not_run_again():
+    """All processes would have to run it at the same time: so it is kept, also where a policy prefers to have it run again."""
+    if not torch.distributed.is_available():
+        pytest.skip("this torch has no collectives")
+    importlib.import_module("torch.distributed._functional_collectives")
+    collectives = torch.ops._c10d_functional
+    for policy in (None, lambda ctx, op, *args, **kwargs: RECOMPUTE):
+        with FakeTensorMode():
+            x = leaf(4)
+            with checkpoint_region(policy=policy):
+                table = collectives.wait_tensor(collectives.all_reduce(x.detach() * 2, "sum", "0"))
+                y = (table.exp() * x).sin()
+            with CountOps() as ops:
+                grad(y.sum(), x)
+        assert (ops.counts["exp"], ops.counts["all_reduce"]) == (1, 0)
 
 
 def test_a_region_that_was_never_entered_keeps_nothing():

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 
-from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing, policies
+from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, checkpoint_region, is_recomputing, policies
 from tests.behaviours.runs import same
 from tests.measure import Log
 
@@ -237,6 +237,20 @@ def test_each_step_is_the_plain_one(source, program, form, backwards):
         return
     found = steps(FORMS[form], program(source()), backwards=backwards)
     assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)
+
+
+def test_no_policy_is_asked_about_operators_of_a_scripted_function(source):
+    """Which are others in its first calls. What they save is kept, all of it."""
+    asked, gelu = Log(), torch.jit.script(source().gelu)
+
+    def policy(ctx, operator, *args, **kwargs):
+        asked.append(str(operator))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    for _ in range(4):
+        x = torch.ones(2, requires_grad=True)
+        checkpoint(policy=policy)(lambda x: gelu(x.cos()).sin())(x).sum().backward()
+    assert set(asked) == {"aten.cos.default", "aten.sin.default"}
 
 
 def test_gradients_of_gradients(source):

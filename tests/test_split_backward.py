@@ -160,12 +160,12 @@ def test_rule_4_a_value_goes_after_two_uses(form, no_gc):
 
 
 def test_rule_4_a_backward_which_frees_the_graph_keeps_nothing(form, no_gc):
-    """Each value goes with the only use that it can have."""
+    """Each value goes with the only use that it can have, before the frame does."""
     x = torch.randn(4, requires_grad=True)
     sizes = []
     watched = Frames()
 
-    class Last(torch.autograd.Function):
+    class Notes(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -176,10 +176,10 @@ def test_rule_4_a_backward_which_frees_the_graph_keeps_nothing(form, no_gc):
             return gradient
 
     with observe(watched):
-        y = form(split_backward=True)(lambda x: function(x * 2))(Last.apply(x))
+        y = form(split_backward=True)(lambda x: function(Notes.apply(function(x * 2))))(Notes.apply(x))
     y.sum().backward()
-    assert sizes == [0]
-    assert torch.equal(x.grad, grad(function(x * 2).sum(), x)[0])
+    assert sizes == [0, 0]
+    assert torch.equal(x.grad, grad(function(function(x * 2)).sum(), x)[0])
 
 
 def test_rule_4_a_value_goes_with_its_handle(form, no_gc):

@@ -7,10 +7,12 @@ import threading
 import pytest
 import torch
 from torch.autograd import grad
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks import checkpoint, is_recomputing, set_checkpoint_early_stop
+from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, set_checkpoint_early_stop
+from ckpt_hooks._core.observers import observe
 from ckpt_hooks._function.state import loans
-from tests.measure import Calls, Log, Table, leaf
+from tests.measure import Calls, Frames, Log, Table, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
@@ -104,6 +106,24 @@ def test_rule_11_one_recompute_for_two_threads_of_one_backward():
     assert [f.item() for f in found] == [0, 1]
 
 
+def test_rule_11_a_replay_has_its_tape_to_itself():
+    """Another thread of the backward would have to wait, and find the values there."""
+    watched, free, x = Frames(), Log(), leaf(3)
+    with observe(watched), checkpoint_region():
+        y = x.sin().exp().cos().sum()
+    (frame,) = watched.frames
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.exp.default:
+                in_threads(lambda: free.append(frame()._lock.acquire(blocking=False)))
+            return func(*args, **(kwargs or {}))
+
+    with Looks():
+        y.backward()
+    assert free == [False]
+
+
 def test_threads_have_stacks_of_their_own():
     """Regions that are open on several threads at once do not see each other."""
     barrier = threading.Barrier(4)
@@ -183,6 +203,29 @@ def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
     plan = module_plan.plan_of(module)
     others[0].join()
     assert found == [None, plan]
+
+
+@pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["", "generator"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_rerun_has_modules_and_generators_to_itself(count, generator):
+    """A rerun on another thread would have to wait."""
+    from ckpt_hooks._ambient.tracking import shared_streams_lock
+    from ckpt_hooks._function.state.module_plan import plan_of
+
+    layers, x = [torch.nn.BatchNorm1d(3) for _ in range(count)], torch.randn(4, 3, requires_grad=True)
+    locks, free = Log(plan_of(layer).lock for layer in layers), Log()
+    if generator is not None:
+        locks.append(shared_streams_lock)
+
+    def function(x, *rest):
+        if is_recomputing():
+            in_threads(lambda: free.extend(lock.acquire(blocking=False) for lock in locks))
+        for layer in layers:
+            x = layer(x)
+        return x.sin().exp()
+
+    checkpoint(function, x, *filter(None, [generator])).sum().backward()
+    assert free == [False] * len(locks)
 
 
 def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_through_with_it():

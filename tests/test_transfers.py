@@ -13,10 +13,11 @@ from torch import nn
 from torch.autograd import grad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from ckpt_hooks import MutationError, checkpoint, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks._tensors.offloaded import Batch, Offloaded
-from ckpt_hooks._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, transfers_for
+from ckpt_hooks._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, Transfers, transfers_for
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.fake_device import fake_device
 from tests.measure import CountOps, leaf
@@ -563,3 +564,19 @@ def test_marks_in_recorded_regions(transfers, kind):
             grad(y.sum(), x)
         return
     assert torch.equal(grad(y.sum(), x)[0], expected)
+
+
+def test_memory_of_the_host_is_pinned_and_laid_out_alike():
+    """For copies which do not wait. Here is no device to pin it for."""
+    asked = []
+
+    class Unpinned(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            if func is torch.empty_strided:
+                asked.append(kwargs.pop("pin_memory"))
+            return func(*args, **(kwargs or {}))
+
+    with Unpinned():
+        host = Transfers.host_like(None, torch.ones(2, 3, dtype=torch.float16).t())
+    assert asked == [True]
+    assert (host.shape, host.stride(), host.dtype) == ((3, 2), (1, 3), torch.float16)

@@ -404,6 +404,7 @@ def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
 
     module, other = Masked(), types.SimpleNamespace()
     function = (lambda x: module(x)) if wrap else module
+    ckpt_hooks.checkpoint(torch.sin, torch.ones(3, requires_grad=True))  # the latest state of random streams stays
     before = bytes_alive()
     for _ in range(STEPS):
         ckpt_hooks.checkpoint(function, torch.ones(3, requires_grad=True)).sum().backward()
@@ -414,6 +415,54 @@ def test_a_mask_that_nobody_writes_to_costs_nothing(shape, wrap, registered):
     other.y.sum().backward()
     del other.x, other.y
     assert bytes_alive() == before
+
+
+def test_a_large_buffer_that_was_only_read_is_copied_once():
+    """For the first forward; versions tell later ones."""
+    found, before = Log(), Log([0])
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.ones(200_000))
+
+        def forward(self, x):
+            found.append(bytes_alive() - before[0])
+            return (x * self.table.sum()).sin()
+
+    module, x = Reads(), torch.ones(3, requires_grad=True)
+    ckpt_hooks.checkpoint(torch.sin, x)  # the latest state of random streams stays
+    before[0] = bytes_alive()
+    for _ in range(3):
+        ckpt_hooks.checkpoint(module, x)
+    assert found == [800_000, 0, 0]
+
+
+@pytest.mark.parametrize("size", [3, 9000])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_buffer_that_autograd_has_saved_is_what_forward_found(size, is_first):
+    """Later forwards write to it so that no version tells. The gradients are those with a clone, which plain autograd needs."""
+
+    class Writes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(size))
+
+        def forward(self, x, clone=lambda tensor: tensor):
+            if is_first:
+                write_quietly(self.scale)
+            y = (x * clone(self.scale)).sin()
+            if not is_first:
+                write_quietly(self.scale)
+            return y
+
+    def found(call):
+        module, x = Writes(), torch.linspace(0, 1, size).requires_grad_()
+        outputs = [call(module, x) for _ in range(3)]
+        return [*(torch.autograd.grad(y.sum(), x)[0] for y in outputs), module.scale]
+
+    expected = found(lambda module, x: module(x, torch.clone))
+    assert all(map(torch.equal, found(ckpt_hooks.checkpoint), expected))
 
 
 @pytest.mark.usefixtures("no_gc")

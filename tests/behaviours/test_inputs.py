@@ -104,6 +104,13 @@ def test_closure_tensor_mutated(run):
     assert_notices(run, lambda run: run(lambda x: weighted(x, mask), x), lambda: mask.add_(1))
 
 
+@runs("region", "nested", torch_fails=UNNOTICED)
+def test_closure_tensor_mutated_where_nothing_else_is_compared(run):
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    unchecked = run.having(determinism_check="none")
+    assert_notices(unchecked, lambda run: run(lambda x: weighted(x, mask), x), lambda: mask.add_(1))
+
+
 @runs(*FORMS, torch_fails=UNNOTICED)
 def test_closure_activation_mutated(run):
     x = leaf(3)

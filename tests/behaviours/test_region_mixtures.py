@@ -178,6 +178,26 @@ def test_a_cast_that_autocast_has_made_before_the_region_around(policy):
     assert all(map(torch.equal, gradients(checkpoint, checkpoint_region(policy=policy)), expected))
 
 
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+def test_a_backward_whose_gradients_a_rerun_adds_to():
+    """A rerun of the function around finds those of forward, and does not count what it reads of them."""
+
+    def gradients(call, region):
+        w, x = torch.eye(3).requires_grad_(), torch.ones(3, 3, requires_grad=True)
+
+        def function(x):
+            with region:
+                h = (x @ w).sin()
+                (h.detach() * w).exp().sum().backward(create_graph=True, inputs=[w])
+                return (h @ w).cos()
+
+        return torch.autograd.grad(call(function, x).sum(), [x, w])
+
+    expected = gradients(lambda function, x: function(x), contextlib.nullcontext())
+    found = gradients(checkpoint, checkpoint_region(policy=policies.dots_saveable))
+    assert all(map(torch.equal, found, expected))
+
+
 def test_switches_that_gelu_looks_at():
     """They are those of the operator, not of the region's beginning or of backward."""
 

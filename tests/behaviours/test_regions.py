@@ -363,3 +363,22 @@ def test_a_function_mode_in_forward(run):
         return gradients(run(function, x), x)
 
     assert_as_eager(program, run)
+
+
+@runs("region", "nested")
+def test_a_function_mode_around_a_saved_tensor_that_is_read(run):
+    """What is replayed for it is none of the mode's business."""
+
+    class Double(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            return out * 2 if func is aten.sin.default else out
+
+    def program(run):
+        x = leaf(4)
+        node = run(lambda x: x.sin().cos(), x).grad_fn
+        with Double():
+            saved = node._saved_self
+        return saved.detach(), x
+
+    assert_as_eager(program, run)

@@ -111,15 +111,15 @@ def is_copied(tensor: torch.Tensor) -> bool:
 
 
 def copy_before(tensor: torch.Tensor, use: Use, *, is_owned: bool = True) -> torch.Tensor | None:
-    """Returns a copy of a tensor, for a forward that may write to it; None for a large tensor that forwards only read.
+    """Returns a copy of a tensor, for a forward that may write to it; None for a large tensor which no module owns.
 
     Args:
-        tensor: The tensor.
+        tensor: The tensor: none that is large and only read.
         use: What forwards were seen to do to it.
         is_owned: Whether a module owns it.
     """
     is_small = tensor.nbytes <= SMALL
-    if not is_small and (use is Use.READ or not (is_owned or tensor.nbytes <= MOST_OUTSIDE)):
+    if not (is_small or is_owned or tensor.nbytes <= MOST_OUTSIDE):
         return None
     latest = _copies.get(tensor, None)
     if latest is not None and latest[0] == tensor._version:
