@@ -200,6 +200,43 @@ def test_a_rerun_runs_on_the_stream_of_forward(install):
     assert {str(stream) for _, stream in device.used} == {"default 0"}  # which reads what the other one made
 
 
+@pytest.mark.parametrize("is_elsewhere", [False, True])
+def test_a_stream_that_a_stopped_rerun_has_not_left(install, is_elsewhere):
+    """The function would have gone back to its own one, and have that wait."""
+    device = install()
+    main, side, third = device.defaults[0], device.stream("side"), device.stream("third")
+
+    def function(x):
+        own = device.current_stream(0)
+        h = x.sin()
+        third.wait_stream(own)
+        device.set_stream(third)
+        y = h.exp().cos()
+        device.set_stream(own)
+        own.wait_stream(third)
+        return y
+
+    x = leaf(3)
+    with Order(device) as order:
+        side.wait_stream(main)
+        with device.on(side if is_elsewhere else main):
+            y = checkpoint(function, x)
+        main.wait_stream(side)
+        order.ran.clear()
+        device.notes.clear()
+        y.sum().backward()
+    assert ("exp", "third") in order.ran
+    assert order.early == []
+    if is_elsewhere:
+        assert device.notes[:4] == [
+            "side waits for default 0",
+            "third waits for side",
+            "default 0 waits for third",
+            "default 0 waits for side",
+        ]
+    assert device.current_stream() is main
+
+
 def test_without_other_streams_nothing_waits(install):
     device = install(2)
     checkpoint(lambda x: x.sin().exp(), leaf(3)).sum().backward()

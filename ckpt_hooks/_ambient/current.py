@@ -138,11 +138,11 @@ class Current:
         """Makes the state returned by :meth:`enter` current again, after the work of this state's and the present streams."""
         if before is None:
             return
+        now = capture()
+        if now is not None and now != self:  # the function left it so, or was stopped before it set it back
+            now.move(before)
         if before != self:
             self.move(before)
-        now = capture()
-        if now is not None and now != before:  # the function left it so, or was stopped before it set it back
-            now.move(before)
 
     def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
         """Makes another state current, whose streams wait for this state's streams where the two differ.
