@@ -18,7 +18,7 @@ from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._function.selective.selection import Selection
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.kinds import Kind
-from tests.measure import CountOps, Token, leaf
+from tests.measure import CountOps, Log, Token, leaf
 
 aten = torch.ops.aten
 
@@ -115,6 +115,20 @@ def test_memory_that_was_freed():
         return y.sin()
 
     assert_as_plain(function, leaf(3, 3), leaf(3, 3), policy=[aten.mm.default])
+
+
+def test_a_result_in_the_memory_of_an_argument_runs_again():
+    """It is not kept, though its schema says that the memory is its own."""
+    ran = Log()
+    with torch.library._scoped_library("ckpt_hooks_tests", "FRAGMENT") as library:
+        library.define("face(Tensor x) -> Tensor")
+        library.impl("face", lambda x: (ran.append("face"), x.detach()[:])[1], "CPU")
+
+        def function(x):
+            return (x * torch.ops.ckpt_hooks_tests.face(x.detach() * 2)).sin().exp()
+
+        assert_as_plain(function, leaf(4), policy=[torch.ops.ckpt_hooks_tests.face.default])
+    assert ran == ["face"] * 3
 
 
 def test_a_random_operator_that_does_not_say_so():

@@ -213,6 +213,41 @@ def test_a_subclass_in_a_region_in_a_function_frame():
     assert torch.equal(found, torch.autograd.grad((x * w).sin().exp().sum(), x)[0])
 
 
+class Halved(torch.Tensor):
+    """Shares the memory of a tensor, and has another cosine."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __new__(cls, inner):
+        self = torch.Tensor._make_subclass(cls, inner)
+        self.inner = inner
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        out = func(*(arg.inner if isinstance(arg, cls) else arg for arg in args), **(kwargs or {}))
+        return out / 2 if func is torch.ops.aten.cos.default else cls(out)
+
+
+@runs("region", "nested", "inside")
+def test_a_subclass_that_an_operator_makes_in_the_memory_of_another_tensor(run):
+    """It is kept as it is: a view of the other tensor is no such subclass."""
+    halved = Halved(torch.ones(4))
+    with torch.library._scoped_library("ckpt_hooks_tests", "FRAGMENT") as library:
+        library.define("like(Tensor(a) x, Tensor other) -> Tensor(a)")
+        library.impl("like", lambda x, other: x[:], "CPU")
+
+        def function(x):
+            h = x.detach() * 2
+            return (x * torch.ops.ckpt_hooks_tests.like(h, halved).cos()).sin() + h
+
+        def program(run):
+            x = leaf(4)
+            return gradients(run(function, x), x)
+
+        assert_as_eager(program, run)
+
+
 @runs("region", "nested", "inside")
 @pytest.mark.parametrize("kind", ["conj", "fft", "real", "linalg"])
 def test_complex_tensors(run, kind):
