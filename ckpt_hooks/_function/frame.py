@@ -175,20 +175,17 @@ class FunctionFrame(HandleFrame):
                 raise suppressed_error(error) from error
 
     def _close(self, error: BaseException | None) -> None:
-        paused, late = pause_modes(), None
-        try:
-            close_frame(self)
-            written = self.call.settle(failed=error is not None)
-            if self._finish is not None:
-                self._finish()
-            if written is not None and error is None and any(self.alive()):
-                late = written_late(name_of(written[0], self.call.function), *written, format_path(self.path))
-            if self.watch is not None:
-                self.watch.exited(late or error)
-            if late is not None:
-                raise late
-        finally:
-            resume_modes(paused)
+        late = None
+        close_frame(self)
+        written = self.call.settle(failed=error is not None)
+        if self._finish is not None:
+            self._finish()
+        if written is not None and error is None and any(self.alive()):
+            late = written_late(name_of(written[0], self.call.function), *written, format_path(self.path))
+        if self.watch is not None:
+            self.watch.exited(late or error)
+        if late is not None:
+            raise late
 
     def note_inside(self, count: int, path: RegionPath) -> None:
         """Leaves a mark; see :meth:`Frame.note_inside`."""
