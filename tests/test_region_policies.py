@@ -220,6 +220,14 @@ def test_kept_of_a_result_that_was_written_to_since(more):
     assert y.requires_grad
 
 
+def test_what_is_kept_by_its_name_needs_no_input_any_more():
+    other = leaf(4) * 3
+    with checkpoint_region(policy=policies.save_only_these_names("h")) as region:
+        y = checkpoint_name((other * 2).exp(), "h").sin()
+    assert kept_by(region) == [("float64[4]", Reason.NAME, "kept by the policy, by the name of 'h'")]
+    del y
+
+
 def test_what_cannot_be_brought_back_is_kept():
     """Memory that was written to in part, and what is written to by other ways than operators (Rule 16)."""
     x = leaf(4)
