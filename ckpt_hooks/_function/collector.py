@@ -18,7 +18,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable
 from itertools import chain, count, repeat
 from operator import mul
 from typing import Any, TypeVar
@@ -231,19 +231,23 @@ class Collector:
         return note
 
     def doubting(
-        self, hook: Callable[[torch.Tensor], R], lost: Mapping[int | None, Callable[[], CheckpointError]]
+        self,
+        hook: Callable[[torch.Tensor], R],
+        lost: Iterable[tuple[torch.Tensor, int]],
+        error: Callable[[torch.Tensor, int], CheckpointError],
     ) -> Callable[[torch.Tensor], R]:
-        """Returns a pack hook which distrusts values in some storages, of which no version tells.
+        """Returns a pack hook which distrusts values in the memory of some tensors, of which no version tells.
 
         Args:
             hook: The pack hook.
-            lost: Returns the error, by the storage.
+            lost: The tensors, and the version for an error.
+            error: Returns the error for a tensor.
         """
+        errors = {storage_of(tensor): functools.partial(error, tensor, version) for tensor, version in lost}
 
         def doubt(tensor: torch.Tensor) -> R:
-            error = lost.get(storage_of(tensor))
-            if error is not None:
-                self.distrust(error)
+            if (found := errors.get(storage_of(tensor))) is not None:
+                self.distrust(found)
             return hook(tensor)
 
         return doubt

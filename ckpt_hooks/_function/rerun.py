@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from ckpt_hooks._torch import (
     push_saved_tensors_hooks,
     resume_transforms,
     set_grad_enabled,
-    storage_of,
     suspend_transforms,
 )
 from ckpt_hooks.errors import DeterminismError, MutationError
@@ -286,8 +284,7 @@ class Rerun:
                 if changed or (self._selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
                 if rewound is not None and rewound.lost:
-                    lost = {storage_of(one): partial(self._mutated, one, version) for one, version in rewound.lost}
-                    hook = collector.doubting(hook, lost)
+                    hook = collector.doubting(hook, rewound.lost, self._mutated)
                 push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
                 try:
                     if changed:

@@ -19,7 +19,7 @@ from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_
 
 from .entries import Residual, SavedResiduals, order_of
 from .notes import NOWHERE, Known, Notes, Origin
-from .views import views_of_leaves
+from .views import ParameterViews
 
 __all__ = ["GraphReader"]
 
@@ -81,14 +81,14 @@ class GraphReader:
 
     def _read_node(self, node: Any) -> None:
         found = saved_in(node)
-        self._views: list[torch.Size] | None = None
+        self._views = ParameterViews(node)
         attributes = attributes_of(node)
         if not (found or attributes):
             return
         origin = NOWHERE if self._notes is None else self._notes.origin_of_node(node)
         name = self._name_of(node)
         for saved in found:
-            self._read_saved(node, saved, origin, name)
+            self._read_saved(saved, origin, name)
         for attribute, value in attributes.items():
             for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
                 self._claim_holding(holding, (), origin, name)
@@ -99,7 +99,7 @@ class GraphReader:
             found = self._names[type(node)] = (node.name(),)
         return found
 
-    def _read_saved(self, node: Any, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
+    def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
         packed = packed_of(saved)
         if packed is None:
             return
@@ -112,22 +112,13 @@ class GraphReader:
         if frame is not None:
             self._frames[id(frame)] = frame
             handle = frame.describe(packed)
-            if not (frame.watch is None and frame.kind == "function" and self._is_of_parameter(node, handle)):
+            if not (frame.watch is None and frame.kind == "function" and self._views.take(handle.shape)):
                 self._read_dropped(frame, handle, origin, name)
         elif (description := describe_packed(packed)) is not None:
             cause = cause_of_kept(packed)
             self._claim(packed[0], cause.reason, origin, name, description.region, f"saved, {cause.in_words()}")
         else:
             self._read_hooks(packed, origin, name)
-
-    def _is_of_parameter(self, node: Any, saved: Saved) -> bool:
-        """Whether a node has saved a view of a parameter, as far as shapes tell: it reads a view of the same shape."""
-        if self._views is None:
-            self._views = views_of_leaves(node)
-        if saved.shape not in self._views:
-            return False
-        self._views.remove(saved.shape)
-        return True
 
     def _read_dropped(self, frame: Frame, saved: Saved, origin: Origin, name: tuple[str, ...]) -> None:
         """Reads the tensor of a handle."""
@@ -249,18 +240,12 @@ class GraphReader:
 
     def unclaimed(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """Returns the storages noted as made, and still there, without a claim; those of some tensors are left out."""
-        notes = self._notes
-        if notes is None:
+        if self._notes is None:
             return []
         others = {storage_and_size(part)[0] for tensor in tensors for part in dense_parts(tensor)}
-        left = [storage for storage in notes.made if storage not in self._claims and storage not in others]
-        found = []
-        for storage in left:
-            memory = notes.storages[storage]()
-            if memory is not None:
-                found.append(storage)
-                self._sizes[storage] = memory.nbytes()
-        return found
+        found = self._notes.sizes_without(others | self._claims.keys())
+        self._sizes.update(found)
+        return list(found)
 
     def add_unseen(self, storages: Iterable[int]) -> None:
         """Adds storages which were freed with the graph, and which no node has shown."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +113,11 @@ class Notes(Observer):
     def origin_of_storage(self, storage: int | None) -> Origin:
         """Returns the run of the operator which made a storage."""
         return NOWHERE if storage is None else self.made.get(storage, NOWHERE)
+
+    def sizes_without(self, known: Collection[int | None]) -> dict[int, int]:
+        """Returns the sizes of the storages made by operators, and still there, but for some known ones."""
+        left = {storage: self.storages[storage]() for storage in self.made if storage not in known}
+        return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
 
     def note(self, operator: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
         """Notes a run of an operator.

@@ -11,13 +11,29 @@ import torch
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.graphs import LEAF_NODE
 
-__all__ = ["views_of_leaves"]
+__all__ = ["ParameterViews"]
 
 _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
-def views_of_leaves(node: Any) -> list[torch.Size]:
-    """Returns the shapes of those arguments of a node which are views of leaves that require grad."""
+class ParameterViews:
+    """The views of leaves that require grad which a node reads, by their shapes."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._left: list[torch.Size] | None = None
+
+    def take(self, shape: torch.Size | None) -> bool:
+        """Whether a tensor of a shape that the node has saved is such a view, as far as shapes tell; each view counts once."""
+        if self._left is None:
+            self._left = _views_read_by(self._node)
+        if shape not in self._left:
+            return False
+        self._left.remove(shape)
+        return True
+
+
+def _views_read_by(node: Any) -> list[torch.Size]:
     shapes = []
     for edge, index in node.next_functions:
         inner = edge
