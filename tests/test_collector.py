@@ -102,14 +102,14 @@ def test_rule_8_user_code_cannot_swallow_the_stop(swallowed):
 
     def function(x):
         try:
-            return x.sin().exp().cos()
+            return x.sin().exp()
         except swallowed:
             fallbacks.append(1)
             return x.cos().tanh().tanh()
 
     x = leaf(3)
     (g,) = grad(checkpoint(function, x).sum(), x)
-    assert torch.equal(g, grad(x.sin().exp().cos().sum(), x)[0])
+    assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
     assert len(fallbacks) == (swallowed is BaseException)
 
 
@@ -118,37 +118,13 @@ def test_rule_8_a_function_that_fails_after_swallowing_the_stop():
 
     def function(x):
         try:
-            return x.sin().exp().cos()
+            return x.sin().exp()
         except BaseException:
             raise ValueError("cleaning up failed") from None
 
     x = leaf(3)
     (g,) = grad(checkpoint(function, x).sum(), x)
-    assert torch.equal(g, grad(x.sin().exp().cos().sum(), x)[0])
-
-
-def test_rule_5_a_rerun_whose_last_value_is_its_result_is_not_interrupted():
-    """Plain Python may be left, which takes less than an exception; whether it fails is of no consequence then."""
-    ends = Log()
-
-    def function(x):
-        try:
-            y = x.sin().exp()
-        except BaseException:
-            ends.append("interrupted")
-            raise
-        ends.append("ended")
-        if len(ends) > 1:
-            raise ValueError
-        return y
-
-    x = leaf(3)
-    y = checkpoint(function, x)
-    with CountOps() as ops:
-        (g,) = grad(y.sum(), x)
     assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
-    assert list(ends) == ["ended", "ended"]
-    assert (ops.counts["sin"], ops.counts["exp"]) == (1, 1)
 
 
 def test_rule_8_the_stop_comes_again():
@@ -288,7 +264,7 @@ def test_keyboard_interrupt_passes():
 
     def function(x):
         try:
-            return x.sin().exp().sin()
+            return x.sin().exp()
         except BaseException:
             raise KeyboardInterrupt from None
 

@@ -31,7 +31,7 @@ from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
-from ckpt_hooks._torch import detach_past_modes, node_number, sequence_number, storage_of
+from ckpt_hooks._torch import detach_past_modes, sequence_number, storage_of
 from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error
@@ -173,7 +173,6 @@ class Collector:
         if begin is not None:
             where = where_streams_are(watched=False)
         position = where[0]
-        end = sequence_number() + self.frame.num_nodes if self.frame.num_nodes != -1 else -1
 
         def fill(tensor: torch.Tensor) -> int | torch.Tensor:
             nonlocal position, unfinished
@@ -182,7 +181,6 @@ class Collector:
                 self._compare_draws((position, where[1]))
             step = next_asked()
             if step:
-                saved = tensor
                 if tensor.requires_grad:
                     tensor = detach(tensor)
                 else:
@@ -198,10 +196,8 @@ class Collector:
                 if step == stop:
                     if begin is not None and begin != here[0]:
                         raise draws_error(format_path(self.frame.path))
-                    now = sequence_number()
-                    if unfinished != now:
-                        node = saved.grad_fn if now == end else None
-                        self._stop(is_at_end=node is not None and node_number(node) == now - 1)
+                    if unfinished != sequence_number():
+                        self._stop()
                 return step
             if step is None:
                 return self._past_last(tensor, unfinished)
@@ -252,17 +248,12 @@ class Collector:
 
         return doubt
 
-    def _stop(self, *, is_at_end: bool = False) -> None:
-        """Stops the rerun, or lets it run to its end where a container has changes that may be another thread's.
-
-        Args:
-            is_at_end: Whether the last value is the result of the last operator, as in a region that ends with an activation
-                or a norm. Plain Python may be left; an exception takes longer, a fifth of a small region.
-        """
+    def _stop(self) -> None:
+        """Stops the rerun, or lets it run to its end where a container has changes that may be another thread's."""
         if not self.stopped:
             self.stopped = True
             self._goes_on = not all(lent.is_explained(changes) for lent, changes in self.lent)
-        if not (self._goes_on or is_at_end):
+        if not self._goes_on:
             raise StopRecompute
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:

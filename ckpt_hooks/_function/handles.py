@@ -96,10 +96,9 @@ class HandleFrame(Frame):
             they began. None where a rerun draws anew.
         fingerprints: Fingerprints of the values of each packed tensor; empty if values are not compared.
         without_grad: The numbers of packed tensors that require no grad.
-        num_nodes: The number of autograd nodes that forward made; -1 before its end.
     """
 
-    __slots__ = ("collector", "facts", "fingerprints", "is_split", "marks", "num_nodes", "numbers", "positions", "without_grad")
+    __slots__ = ("collector", "facts", "fingerprints", "is_split", "marks", "numbers", "positions", "without_grad")
 
     kind = "function"
     passes: dict[int, Pass]
@@ -116,7 +115,6 @@ class HandleFrame(Frame):
         self.positions: dict[int, Position] | None = None
         self.fingerprints: Sequence[Any] = ()
         self.without_grad: list[int] = []
-        self.num_nodes = -1
 
     def saved(self) -> list[Saved]:
         """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""

@@ -25,7 +25,7 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._tensors.fingerprints import Fingerprints
-from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks, sequence_number
+from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 
 from .handles import FIRST, Handle, HandleFrame
@@ -191,11 +191,8 @@ def open_frame(
         finish = _open_watched(frame, pack, fingerprint, left_out)
     stack.innermost = frame
 
-    first_node = sequence_number()
-
     def release() -> None:
         nonlocal frame
-        frame.num_nodes = sequence_number() - first_node
         del frame
 
     frame.release = release
