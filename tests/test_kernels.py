@@ -364,7 +364,7 @@ def test_results_are_kept_with_a_reason(name):
     assert Counted.runs == (1 if reason else 2)
 
 
-@pytest.mark.parametrize("act", [lambda *args: k.Statistics.apply(*args)[0], k.UnmarkedStatistics.apply])
+@pytest.mark.parametrize("act", [lambda *args: k.Statistics.apply(*args)[0], lambda *args: k.UnmarkedStatistics.apply(*args)])
 def test_results_are_kept_where_an_argument_from_outside_is_written_to(act):
     (x, w), buffer = tensors(3, 3), torch.zeros(3)
     with checkpoint_region() as region:
