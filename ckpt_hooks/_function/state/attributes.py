@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, holds, noted_in, present
@@ -103,7 +104,7 @@ class ModuleNote:
         self.flat = [one.reference for one in flat] if self.is_flat else []
         self.tensors = tuple(one for one in noted_in(list(self._noted.values())) if type(one) is TensorNote)
         self.functions = list(map(weakref.ref, walk.functions))
-        self.generators = list(map(weakref.ref, walk.generators))
+        self.generators = list(map(_reference_to, walk.generators))
         self.modules = list(map(id, walk.modules))
         self._parts = _parts_in(own)
 
@@ -227,6 +228,14 @@ def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
             yield (noted == 0,)
         elif kind in ATOMS:
             yield noted
+
+
+def _reference_to(generator: torch.Generator) -> Callable[[], torch.Generator | None]:
+    """Returns a weak reference to a generator; before torch 2.12 generators take none, and the module holds it anyway."""
+    try:
+        return weakref.ref(generator)
+    except TypeError:
+        return lambda: generator
 
 
 _requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
