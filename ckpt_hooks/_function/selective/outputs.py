@@ -43,6 +43,7 @@ from ckpt_hooks.errors import MutationError
 
 __all__ = ["KeptOutputs"]
 
+_plain = torch.Tensor
 _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()
 
@@ -153,7 +154,8 @@ class KeptOutputs:
         is_copied = (self.is_copying and not as_it_is) or (facts.is_routing is not False and _is_route(facts, outputs))
         if is_copied:
             output = past_modes(copies_of, output)
-        elif len(outputs) > 1:  # among them inner tensors of subclasses, open to writes by others
+        elif len(outputs) > 1 and any(type(tensor) is not _plain for tensor in outputs):
+            # Among them may be inner tensors of subclasses, open to writes by others, which are not held themselves.
             aliases = [(version_witness(tensor), tensor._version) for tensor in outputs]
         for storage in storages:
             self.places[storage] = place
