@@ -323,3 +323,58 @@ def test_a_checkpointed_model_is_made_plain_before_it_is_scripted():
         torch.jit.script(model)
     remove_checkpointing(model)
     assert torch.equal(torch.jit.script(model)(x), expected)
+
+
+def test_other_exceptions_of_recomputes_have_no_such_note():
+    def function(x):
+        if ckpt_hooks.is_recomputing():
+            raise MemoryError
+        return x.sin().exp()
+
+    with pytest.raises(MemoryError) as caught:
+        checkpoint(function, leaf(3)).sum().backward()
+    assert not getattr(caught.value, "__notes__", [])
+
+
+def test_what_a_user_says_where_hooks_are_refused_stays():
+    def function(x):
+        with torch.autograd.graph.disable_saved_tensors_hooks("mine"):
+            return x.sin()
+
+    with pytest.raises(RuntimeError, match=r"^mine$"):
+        checkpoint(function, leaf(3))
+
+
+class Half(nn.Module):
+    """Is never made."""
+
+    def __init__(self, made):
+        made.append(self)
+        raise ValueError
+
+
+def test_a_module_that_is_half_made_is_in_no_ones_way():
+    made, model = [], layer()
+    with pytest.raises(ValueError):
+        Half(made)
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    with checkpoint_region():
+        y = model(x).exp() * 2
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.raises(MutationError, match=r"^the parameter 'weight' of Linear, "):
+        y.sum().backward()
+    assert len(made) == 1
+
+
+def test_parameters_in_one_memory_are_told_apart():
+    model = nn.Sequential(layer(), layer())
+    flat = torch.cat([model[0].weight.detach().flatten(), model[1].weight.detach().flatten()])
+    model[0].weight.data, model[1].weight.data = flat[:16].view(4, 4), flat[16:].view(4, 4)
+    x = torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
+    with checkpoint_region():
+        y = model(x).exp() * 2
+    with torch.no_grad():
+        model[1].weight.add_(1)
+    with pytest.raises(MutationError, match=r"^the parameter '1\.weight' of Sequential, "):
+        y.sum().backward()

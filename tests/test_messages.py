@@ -668,6 +668,14 @@ def _scripted():
 
 
 @provokes
+def a_frozen_parameter_that_is_gone():
+    layer = checkpoint_module(nn.Linear(2, 2).requires_grad_(False))
+    y = layer(torch.ones(2, 2, requires_grad=True).sin())
+    layer.bias = None
+    backward(y)
+
+
+@provokes
 def a_checkpointed_module_that_is_scripted():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -20,6 +20,7 @@ from ckpt_hooks import (
     DeterminismError,
     MutationError,
     apply_checkpointing,
+    checkpoint,
     checkpoint_module,
     every,
     is_recomputing,
@@ -474,6 +475,109 @@ def test_parameters_bound_anew(bind):
         return gradients
 
     assert all_same(program(True), program(False))
+
+
+class Shifts(nn.Module):
+    """Adds a parameter, if there is one."""
+
+    def __init__(self, *, frozen=False):
+        super().__init__()
+        self.shift = nn.Parameter(torch.full((4,), 1.0), requires_grad=not frozen)
+
+    def forward(self, x):
+        return torch.relu(x if self.shift is None else x + self.shift) * 2
+
+
+class Special(nn.Parameter):
+    """A class of a library."""
+
+
+def delete(module):
+    del module.shift
+
+
+def exchange(module, make):
+    del module.shift
+    make(module)
+
+
+CHANGES = {
+    "none": lambda module: setattr(module, "shift", None),
+    "another": lambda module: setattr(module, "shift", nn.Parameter(torch.full((4,), -1.0))),
+    "another shape": lambda module: setattr(module, "shift", nn.Parameter(torch.full((1,), -1.0))),
+    "another class": lambda module: setattr(module, "shift", Special(torch.full((4,), -1.0))),
+    "an attribute": lambda module: exchange(module, lambda module: setattr(module, "shift", torch.full((4,), -1.0))),
+    "a buffer": lambda module: exchange(module, lambda module: module.register_buffer("shift", torch.full((4,), -1.0))),
+    "deleted": delete,
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_stands_in_the_place_of_a_parameter(change, frozen):
+    module, x = checkpoint_module(Shifts(frozen=frozen)), torch.full((4,), -0.5, requires_grad=True)
+    y = module(x).sum()
+    CHANGES[change](module)
+    before = dict(vars(module)), dict(module._parameters), dict(module._buffers)
+    if frozen:  # and not kept by the frame
+        with pytest.raises(MutationError, match=r"gone"):
+            y.backward()
+    else:
+        y.backward()
+        assert torch.equal(x.grad, torch.full((4,), 2.0))
+    assert before == (dict(vars(module)), dict(module._parameters), dict(module._buffers))
+
+
+def test_parameters_are_found_by_their_names():
+    """The same ones in another order."""
+
+    def gradients(run):
+        torch.manual_seed(0)
+        norm = nn.LayerNorm(4)
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+        x = torch.linspace(-1, 1, 12).view(3, 4).requires_grad_()
+        y = run(lambda x: torch.relu(norm(x)) * norm(x), x).sum()
+        weight = norm.weight
+        del norm.weight
+        norm.weight = weight
+        found = torch.autograd.grad(y, [x, norm.weight, norm.bias])
+        assert list(norm._parameters) == ["bias", "weight"]
+        return found
+
+    assert all_same(gradients(checkpoint), gradients(lambda function, x: function(x)))
+
+
+@pytest.mark.parametrize("times", range(1, 8))
+def test_a_frozen_parameter_whose_number_another_one_has(times):
+    """Python gives the memory of one to the next."""
+    module, x = checkpoint_module(Shifts(frozen=True)), torch.full((4,), -0.5, requires_grad=True)
+    y = module(x).sum()
+    for _ in range(times):
+        module.shift = nn.Parameter(torch.full((4,), -1.0), requires_grad=False)
+    with pytest.raises(MutationError, match="that one is gone"):
+        y.backward()
+
+
+def test_a_parameter_that_the_function_binds_for_a_while():
+    """A rerun is stopped before the function binds its own again."""
+
+    class Scales(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.layer = nn.Parameter(torch.eye(4)), nn.Linear(4, 4)
+
+        def forward(self, x):
+            weight = self.weight
+            self.weight = nn.Parameter(weight.detach() * 2)
+            y = self.layer(torch.relu(x @ self.weight))
+            self.weight = weight
+            return y
+
+    module = checkpoint_module(Scales())
+    weight = module.weight
+    module(torch.ones(3, 4, requires_grad=True)).sum().backward()
+    assert module.weight is weight
 
 
 def test_a_frozen_parameter_that_is_gone():

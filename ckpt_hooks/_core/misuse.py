@@ -51,17 +51,18 @@ def described_as(value: Any) -> str:
 
 
 def explain_refusal(error: BaseException) -> None:
-    """Has an error say what to do, if code in a region refused saved-tensor hooks, as transforms of ``torch.func`` do."""
+    """Has an error say what to do, if a transform of ``torch.func`` in a region refused saved-tensor hooks."""
     if type(error) is not RuntimeError or _REFUSAL in str(error):
         return
-    traceback = error.__traceback__
+    traceback, is_of_transform = error.__traceback__, False
     while traceback is not None and traceback.tb_next is not None:
+        is_of_transform = is_of_transform or traceback.tb_frame.f_globals.get("__name__", "").startswith("torch._functorch.")
         traceback = traceback.tb_next
-    if traceback is not None and traceback.tb_frame.f_code is _REFUSES_HOOKS:
+    if traceback is not None and traceback.tb_frame.f_code is _REFUSES_HOOKS and is_of_transform:
         error.args = (f"{error} {_REFUSAL}",)
 
 
-# Transforms of ``torch.func`` call it; an error of theirs has no class of its own, and is known by this code. 2.11 to 2.15.
+# Transforms call it; an error of theirs has no class of its own, and is known by this code. 2.11 to 2.15.
 _REFUSES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
 _REFUSAL = (
     "A region works by such hooks. Inside of it, use torch.autograd.grad(..., create_graph=True) in place of torch.func.grad "

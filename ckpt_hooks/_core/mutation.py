@@ -26,6 +26,7 @@ __all__ = [
     "changed_unmoved",
     "exchanged",
     "freed",
+    "gone",
     "overwritten",
     "written_late",
     "written_unseen",
@@ -171,6 +172,19 @@ def changed_before_rerun(
         tensor=name,
         expected=expected if expected >= 0 else None,
         found=tensor._version,
+    )
+
+
+def gone(name: str, region: Names) -> MutationError:
+    """Returns the error for a parameter of forward that is gone, and in whose place nothing stands."""
+    what = f"the parameter {name!r}"
+    return MutationError(
+        f"region {'/'.join(region)!r}: {what} that forward saw is gone, and no other one has its name. Backward reruns the "
+        "region and needs the values that forward saw. Keep the parameter until backward.",
+        region=region,
+        tensor=what,
+        expected=None,
+        found=None,
     )
 
 

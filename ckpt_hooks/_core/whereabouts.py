@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import linecache
 import os
@@ -173,10 +174,15 @@ def name_in_models(tensor: torch.Tensor) -> str | None:
     if not storage:
         return None
     modules = [found for found in gc.get_objects() if issubclass(type(found), torch.nn.Module)]
-    inner = {id(child) for module in modules for child in module._modules.values()}
+    inner = {id(child) for module in modules for child in vars(module).get("_modules", {}).values()}
+    found: list[str] = []
     for root in [module for module in modules if id(module) not in inner]:
-        for kind, named in ("parameter", root.named_parameters()), ("buffer", root.named_buffers()):
-            for name, value in named:
-                if storage_of(value) == storage:
-                    return f"the {kind} {name!r} of {type(root).__name__}"
-    return None
+        with contextlib.suppress(Exception):  # modules of others, half made maybe
+            for kind, named in ("parameter", root.named_parameters()), ("buffer", root.named_buffers()):
+                for name, value in named:
+                    if storage_of(value) == storage:
+                        words = f"the {kind} {name!r} of {type(root).__name__}"
+                        if (value.storage_offset(), value.shape) == (tensor.storage_offset(), tensor.shape):
+                            return words
+                        found.append(words)
+    return found[0] if len(found) == 1 else None  # several are parts of one memory

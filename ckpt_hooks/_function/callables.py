@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
-from torch.nn import Module
+from torch.nn import Module, ModuleList, Sequential
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._torch import OPERATOR_PACKET, OPERATORS
@@ -122,9 +122,14 @@ def name_of_function(function: Callable[..., Any]) -> str:
         return type(function).__qualname__
     name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
     if name.endswith(_RUNS_STEPS) and (steps := _steps_of(function)):
-        names = [(one, len(list(alike))) for one, alike in itertools.groupby(map(name_of_function, steps))]
+        names = [(one, len(list(alike))) for one, alike in itertools.groupby(map(_name_of_step, steps))]
         name = ", ".join(one if count == 1 else f"{one} x{count}" for one, count in names)
     return name
+
+
+def _name_of_step(step: Any) -> str:
+    name: str | None = None if isinstance(step, Module) else getattr(step, "__qualname__", None)
+    return name or type(step).__qualname__
 
 
 def module_of(function: Callable[..., Any]) -> Module | None:
@@ -141,6 +146,7 @@ def _steps_of(function: Any) -> list[Any]:
         return []
     try:
         end, functions, start = (cell.cell_contents for cell in function.__closure__)
-        return list(functions)[start : end + 1]
-    except (TypeError, ValueError):  # a function of somebody else's
+    except ValueError:  # not all are bound
         return []
+    is_like_theirs = isinstance(functions, list | tuple | Sequential | ModuleList) and type(start) is type(end) is int
+    return list(functions)[start : end + 1] if is_like_theirs else []

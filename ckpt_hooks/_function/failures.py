@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import queue
 from collections.abc import Callable
 
 from ckpt_hooks.errors import CheckpointError, DeterminismError
@@ -19,6 +21,8 @@ _REFUSED = {
     "forward: the recompute has another one on the same memory, without its history. Keep the tensor until backward",
 }
 
+#: The exceptions of an iterator, a file or a queue that is used up, or of a list that is empty.
+_OF_WHAT_IS_TAKEN = (StopIteration, EOFError, IndexError, queue.Empty, ValueError)
 #: What a rerun cannot have again.
 _TAKEN = (
     "An iterator, a generator, a file or a queue gives a recompute its next item: take the item before the region, and pass it "
@@ -36,7 +40,7 @@ def explain_failure(
 ) -> None:
     """Raises an exception of an operator as an error of its region where torch or a policy is the cause.
 
-    Other exceptions get a note.
+    Exceptions of what is used up get a note.
 
     Args:
         error: The exception.
@@ -50,8 +54,11 @@ def explain_failure(
         DeterminismError: For another failure under a policy.
     """
     if type(error) is not RuntimeError:
-        if hasattr(error, "add_note"):  # since Python 3.11
-            error.add_note(f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. {_TAKEN}")
+        note = f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. {_TAKEN}"
+        if isinstance(error, _OF_WHAT_IS_TAKEN) and note not in getattr(error, "__notes__", ()):
+            with contextlib.suppress(AttributeError):  # before Python 3.11
+                add_note: Callable[[str], None] = getattr(error, "add_note")  # noqa: B009
+                add_note(note)
         return
     found: CheckpointError
     for words, reason in _REFUSED.items():

@@ -271,7 +271,7 @@ class Rerun:
                 collector.lent.append((rewound.lent, state.changes))
                 exchanged = rewound.put_back()
                 if is_complete:
-                    changed = state.changed() + rewound.lost
+                    changed = state.changed() + rewound.lost(self._region)
             try:
                 if names is not None:
                     lent = lend(names, stand_ins)
@@ -283,8 +283,8 @@ class Rerun:
                 hook = collector.hook(self._wanted, exchanged)
                 if changed or (self._selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
-                if rewound is not None and rewound.lost:
-                    hook = collector.doubting(hook, rewound.lost, self._mutated)
+                if rewound is not None and (lost := rewound.lost(self._region)):
+                    hook = collector.doubting(hook, lost, self._mutated)
                 push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
                 try:
                     if changed:

@@ -13,6 +13,8 @@ __all__ = ["Printed", "Table", "as_text", "count_of", "fold_names", "format_byte
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
 _GAP = "  "
+_LONGEST = 4000  # characters of a name with numbers: Python reads no longer one
+_ESCAPES = {code: repr(chr(code))[1:-1] for code in (*range(32), 127)}  # names of the user's may have them
 _LEAST = 16  # characters of a cell that is cut
 
 
@@ -168,7 +170,7 @@ def format_table(
             cell.rjust(widths[column]) if column in right else cell.ljust(widths[column])
             for column, cell in zip(columns, cells, strict=True)
         )
-        lines.append(_GAP.join(aligned).rstrip())
+        lines.append(_GAP.join(aligned).rstrip().translate(_ESCAPES))
     return lines if columns else []
 
 
@@ -190,8 +192,8 @@ def _cut(cell: str, width: int) -> str:
 
 
 def name_pattern(name: str) -> str:
-    """Returns a name with ``*`` for each part that is a number, the same for all layers of a list."""
-    return _DIGITS.sub("*", name)
+    """Returns a name without the parts that are numbers, the same for all layers of a list."""
+    return _DIGITS.sub("\0", name)
 
 
 def fold_names(names: Iterable[str]) -> str:
@@ -208,7 +210,8 @@ def fold_names(names: Iterable[str]) -> str:
     distinct = list(dict.fromkeys(names))
     if len(distinct) < 2:
         return "".join(distinct)
-    numbers = list(zip(*(map(int, _DIGITS.findall(name)) for name in distinct), strict=True))
+    is_of_one_pattern = len(set(map(name_pattern, distinct))) == 1 and len(distinct[0]) < _LONGEST
+    numbers = list(zip(*(map(int, _DIGITS.findall(name)) for name in distinct), strict=True)) if is_of_one_pattern else [()]
     if math.prod(len(set(column)) for column in numbers) != len(distinct):  # not all combinations are there
         return f"{distinct[0]} ... {distinct[-1]}"
     folded = iter([_ranges(sorted(set(column))) for column in numbers])

@@ -24,7 +24,10 @@ class ParameterViews:
         self._left: list[torch.Size] | None = None
 
     def take(self, shape: torch.Size | None) -> bool:
-        """Whether a tensor of a shape that the node has saved is such a view, as far as shapes tell; each view counts once."""
+        """Whether a tensor of a shape that the node has saved is such a view. Each view counts once.
+
+        A node may have saved another argument of the shape instead, one that requires no grad: then no edge leads to it.
+        """
         if self._left is None:
             self._left = _views_read_by(self._node)
         if shape not in self._left:
@@ -34,7 +37,9 @@ class ParameterViews:
 
 
 def _views_read_by(node: Any) -> list[torch.Size]:
-    shapes = []
+    shapes: list[torch.Size] = []
+    if any(edge is None for edge, _ in node.next_functions):
+        return shapes
     for edge, index in node.next_functions:
         inner = edge
         while inner is not None and _is_view(type(inner).__name__):

@@ -11,7 +11,7 @@ from torch import nn
 import ckpt_hooks
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, policies
 from ckpt_hooks.report import format_saved_residuals, saved_residuals, saved_tensors_report, trace
-from ckpt_hooks.report.formatting import format_table
+from ckpt_hooks.report.formatting import fold_names, format_table
 from tests.fake_transformers import Model as Transformer
 from tests.measure import leaf
 
@@ -163,3 +163,39 @@ def test_a_region_with_the_name_of_its_module_has_one_name():
     text = str(found)
     assert " x11 encoder_layers_of_the_model.1-11  " in text
     assert all(line.count("encoder_layers_of_the_model") == 1 for line in text.splitlines() if "encoder" in line)
+
+
+@pytest.mark.parametrize(
+    ("names", "folded"),
+    [
+        (["blk.1", "head"], "blk.1 ... head"),
+        (["blk.1", "head.2"], "blk.1 ... head.2"),
+        (["layers.1", "layers.*"], "layers.1 ... layers.*"),
+        (["1" * 5000, "2" * 5000], "1" * 5000 + " ... " + "2" * 5000),
+        (["layers.0", "layers.1", "layers.3"], "layers.0-1,3"),
+    ],
+)
+def test_names_are_folded_if_they_are_of_one_pattern(names, folded):
+    assert fold_names(names) == folded
+
+
+def test_a_storage_of_several_regions_of_different_names():
+    def function(x):
+        h = x.exp() * 2
+        with checkpoint_region(name="block.1"):
+            y = h.sin()
+        with checkpoint_region(name="head\n"):
+            z = h.sin()
+        return y.sum() + z.sum()
+
+    text = str(saved_residuals(function, leaf(3, 8)))
+    assert "block.1 ... head\\n" in text
+
+
+def test_a_tensor_of_the_shape_of_a_weight_is_dropped():
+    """A weight whose product has no other gradient is not saved."""
+    weight, x = nn.Parameter(torch.rand(16, 16)), torch.rand(16, 16)
+    with trace() as found:
+        checkpoint(lambda x: torch.nn.functional.linear(x * 2, weight).sum(), x)
+    y = checkpoint(lambda x: torch.nn.functional.linear(x * 2, weight).sum(), x)
+    assert saved_tensors_report(y, known=[x, weight]).dropped_bytes >= found.steps[0].dropped_bytes == x.nbytes

@@ -13,8 +13,9 @@ read a changed parameter, the rerun ends: no later value would be right, and unp
 never end, if the function has a backward inside that comes to the very node waiting for this rerun.)
 
 A module may have other parameters by the time of a rerun: those of forward were given for one call
-(``torch.func.functional_call``), or new ones were bound since. A rerun finds forward's, unless a framework has exchanged them,
-as FSDP does with shards: such a parameter has another class or another shape.
+(``torch.func.functional_call``), or new ones were bound since. A rerun finds forward's, by their names, unless a framework has
+exchanged them, as FSDP does with shards. Afterwards what was bound before the rerun is bound, also where the function binds
+another one for a while, and was stopped before it bound its own again.
 
 Functions that write to a parameter themselves write again in a rerun. A parameter clamped or filled before its first read is
 read as forward read it. The end of a rerun undoes its writes, the version included: another rerun, and every operator that
@@ -33,6 +34,7 @@ from typing import Any, Protocol
 import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
@@ -44,13 +46,13 @@ from ckpt_hooks._torch import is_freed, storage_of
 from ckpt_hooks.errors import MutationError
 
 from .module_plan import ModulePlan
+from .parts import same
 
 __all__ = [
-    "Bound",
     "Noted",
+    "Rebound",
     "References",
     "WatchReads",
-    "bind_again",
     "references_of",
 ]
 
@@ -69,25 +71,61 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own
 
 
-def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]:
-    """Returns the present parameters: a framework may have exchanged the parameters of its modules by the time of a rerun."""
-    return [
-        parameter
-        for reference in modules
-        if (module := reference()) is not None
-        for parameter in module._parameters.values()
-        if parameter is not None
-    ]
+#: The parameters of a module, by name.
+Owner = dict[str, "torch.nn.Parameter | None"]
 
 
-#: The parameters of a module, a name in these, and what is bound to it.
-Bound = tuple[dict[str, "torch.nn.Parameter | None"], str, torch.nn.Parameter]
+def _owners_of(modules: Sequence[weakref.ref[Module]]) -> list[Owner]:
+    """Returns where the parameters of living modules are bound."""
+    return [module._parameters for reference in modules if (module := reference()) is not None]
 
 
-def bind_again(bound: Sequence[Bound]) -> None:
-    """Binds parameters in their modules."""
-    for own, name, parameter in bound:
-        own[name] = parameter
+def _bound_in(owners: Sequence[Owner]) -> tuple[list[str], list[int]]:
+    """Returns the name and the ``id`` of each parameter; the latter is that of None for a parameter without a value."""
+    values = itertools.chain.from_iterable(map(dict.values, owners))
+    return list(itertools.chain.from_iterable(owners)), list(map(id, values))
+
+
+_OF_NONE = id(None)
+
+
+class Rebound:
+    """What was bound in modules before a rerun.
+
+    Attributes:
+        bound: The names and ids of what was bound.
+        hidden: Attributes of modules by the name of a parameter, taken out.
+        lost: Parameters which stand in the places of forward's, which are gone, each with the version -1.
+        names: Names for which forward's parameter is gone, and nothing stands in its place.
+    """
+
+    __slots__ = ("_before", "_owners", "bound", "hidden", "lost", "names")
+
+    def __init__(self, owners: Sequence[Owner], bound: tuple[list[str], list[int]]) -> None:
+        self._owners, self.bound = owners, bound
+        self._before = [own.copy() for own in owners]
+        self.lost: list[tuple[torch.Tensor, int]] = []
+        self.names: list[str] = []
+        self.hidden: list[tuple[dict[str, Any], str, Any]] = []
+
+    def restore(self) -> None:
+        """Binds what was bound before, whether forward's was bound in its place, or the function has bound another."""
+        if _bound_in(self._owners) != self.bound:
+            for own, before in zip(self._owners, self._before, strict=True):
+                if not same(own, before):
+                    own.clear()
+                    own.update(before)
+        for own, name, value in self.hidden:
+            own[name] = value
+
+
+def _is_of_framework(found: torch.Tensor, now: torch.Tensor | None) -> bool:
+    """Whether a framework may have exchanged a parameter, as FSDP does with shards and what it gathers of these."""
+    return (
+        hasattr(found, "_fsdp_flattened")  # of FSDP's first version
+        or (now is not None and is_traceable_wrapper_subclass(found) != is_traceable_wrapper_subclass(now))
+        or is_freed(found)
+    )
 
 
 class Noted:
@@ -97,14 +135,16 @@ class Noted:
     have a history: of the region before, and so on.
     """
 
-    __slots__ = ("_held", "_modules", "_numbers", "_steps", "_versions", "_weak")
+    __slots__ = ("_bound", "_held", "_left_out", "_modules", "_sizes", "_steps", "_versions", "_weak")
 
     def __init__(self, references: References) -> None:
         """Notes the present versions."""
         self._steps = num_fused_steps()
         self._modules, others = references
-        self._held: Sequence[torch.Tensor] = _parameters_of(self._modules)
-        self._numbers = list(map(id, self._held))
+        owners = _owners_of(self._modules)
+        self._bound, self._sizes = _bound_in(owners), list(map(len, owners))
+        self._left_out: frozenset[int] = frozenset()
+        self._held: Sequence[torch.Tensor] = [one for own in owners for one in own.values() if one is not None]
         self._weak: Sequence[weakref.ref[torch.Tensor]] = ()
         if others or not all(map(_requires_grad, self._held)):
             frozen = [parameter for parameter in self._held if not parameter.requires_grad]
@@ -130,7 +170,7 @@ class Noted:
             plans: The plans of the noted modules, whose frozen parameters required no grad.
         """
         others = {id(tensor) for reference in self._weak if (tensor := reference()) is not None}
-        of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
+        of_modules = {number for plan in plans for number in _bound_in(_owners_of(plan.parameters[0]))[1]}
         return {*map(id, self._held), *(others - of_modules)}
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
@@ -146,35 +186,37 @@ class Noted:
             and (_version_or_none(tensor) != version or stepped_since(tensor, self._steps))
         ]
 
-    def bind(self, lost: list[tuple[torch.Tensor, int]]) -> Sequence[Bound]:
-        """Binds the noted parameters in their modules, where other ones are; returns those, for :func:`bind_again`.
+    def bind(self) -> Rebound:
+        """Binds the noted parameters in their modules; returns what was bound there."""
+        owners = _owners_of(self._modules)
+        rebound = Rebound(owners, _bound_in(owners))
+        is_gone = bool(self._weak) and None in [reference() for reference in self._weak]
+        if is_gone or rebound.bound != self._bound:
+            try:
+                self._rebind(rebound)
+            except BaseException:
+                rebound.restore()
+                raise
+        return rebound
 
-        Args:
-            lost: Gets those which stay, since the noted one is gone, each with the version -1.
-        """
-        if list(map(id, _parameters_of(self._modules))) == self._numbers:
-            return ()
+    def _rebind(self, rebound: Rebound) -> None:
         noted: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in self._tensors() if tensor is not None}
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        places = [
-            (module._parameters, name, parameter)
-            for module in modules
-            for name, parameter in module._parameters.items()
-            if parameter is not None
-        ]
-        if len(places) != len(self._numbers):  # some were added, or taken out
-            return ()
-        others = []
-        for (own, name, now), number in zip(places, self._numbers, strict=True):
-            found = noted.get(number)
-            if found is now or not number or type(now) not in PLAIN:
-                continue
-            if found is None:
-                lost.append((now, -1))
-            elif type(found) in PLAIN and found.shape == now.shape and not is_freed(found):
-                others.append((own, name, now))
-                own[name] = found  # type: ignore[assignment]  # functional_call binds tensors, too
-        return others
+        places = zip(*self._bound, strict=True)
+        for reference, size in zip(self._modules, self._sizes, strict=False):
+            module = reference()
+            for name, number in itertools.islice(places, size):
+                if module is None or number == _OF_NONE or number in self._left_out:
+                    continue
+                own, found = module._parameters, noted.get(number)
+                now = own.get(name)
+                if found is None and now is not None:
+                    rebound.lost.append((now, -1))
+                elif found is None:
+                    rebound.names.append(name)
+                elif found is not now and not _is_of_framework(found, now):
+                    own[name] = found  # type: ignore[assignment]  # functional_call binds tensors, too
+                    if name in module.__dict__:  # an attribute, which would be found first
+                        rebound.hidden.append((module.__dict__, name, module.__dict__.pop(name)))
 
     def leave_out(self, parameters: frozenset[int]) -> None:
         """Takes parameters out, given by the ``id`` of each."""
@@ -182,7 +224,7 @@ class Noted:
         self._versions = list(itertools.compress(self._versions, left))
         self._weak = list(itertools.compress(self._weak, left[len(self._held) :]))
         self._held = list(itertools.compress(self._held, left))
-        self._numbers = [0 if number in parameters else number for number in self._numbers]
+        self._left_out = parameters
 
 
 def _version_or_none(tensor: torch.Tensor | None) -> int:

@@ -6,9 +6,11 @@ in :mod:`.parameters`. Attributes go back first, since contents are written to t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+
+from ckpt_hooks._core.mutation import gone
 
 from .attributes import AttributeNotes, AttributesUndo
 from .buffers import Complain
@@ -16,7 +18,7 @@ from .contents import Contents
 from .contents_undo import ContentsUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
 from .notes import Changes, Lent
-from .parameters import Bound, Noted, bind_again, references_of
+from .parameters import Noted, Rebound, references_of
 from .tensor_note import StandIns
 from .walk import Walk
 
@@ -85,10 +87,9 @@ class Rewound:
 
     Attributes:
         lent: The contents of containers and objects that are lent.
-        lost: Parameters which stand in the places of forward's, which are gone, each with the version -1.
     """
 
-    __slots__ = ("_attributes", "_bound", "_complain", "_contents", "_state", "lent", "lost")
+    __slots__ = ("_attributes", "_complain", "_contents", "_parameters", "_state", "lent")
 
     def __init__(self, state: ReachedState, complain: Complain, stand_ins: StandIns) -> None:
         """Prepares for a rerun.
@@ -101,15 +102,14 @@ class Rewound:
         self._state, self._complain = state, complain
         self.lent = Lent(stand_ins)
         self._attributes = AttributesUndo(self.lent, with_buffers=state._with_buffers)
-        self._bound: Sequence[Bound] = ()
-        self.lost: list[tuple[torch.Tensor, int]] = []
+        self._parameters: Rebound | None = None
         self._contents: ContentsUndo | None = None
 
     def put_back(self) -> frozenset[int | None]:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
-        self._bound = state.parameters.bind(self.lost)
+        self._parameters = state.parameters.bind()
         if state._contents is None and not attributes.may_initialise:
             return _NO_STORAGES
         undo = self._contents = ContentsUndo(self._complain)
@@ -121,6 +121,21 @@ class Rewound:
         if state._contents is not None:
             state._contents.rewind(undo, may_write=may_write)
         return undo.storages()
+
+    def lost(self, region: Callable[[], tuple[str, ...]]) -> list[tuple[torch.Tensor, int]]:
+        """Returns the parameters in the places of forward's, which are gone, each with the version -1.
+
+        Args:
+            region: Returns the names of the region, for an error.
+
+        Raises:
+            MutationError: If nothing stands in the place of one.
+        """
+        if self._parameters is None:
+            return []
+        for name in self._parameters.names:
+            raise gone(name, region())
+        return self._parameters.lost
 
     def restore(self) -> None:
         """Restores the state from before :meth:`put_back`.
@@ -135,7 +150,8 @@ class Rewound:
         finally:
             if self._state._contents is not None:
                 self._state._contents.freed = ()
-            bind_again(self._bound)
+            if self._parameters is not None:
+                self._parameters.restore()
             self._attributes.restore()
             self.lent.restore(self._state.changes)
 
