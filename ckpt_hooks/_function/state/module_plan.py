@@ -202,8 +202,8 @@ def _children_of(modules: list[Module]) -> list[Module]:
     return [child for module in modules for child in module._modules.values() if child is not None]
 
 
-def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()]]:
-    return [weakref.ref(module) for module in modules if module._parameters], ()
+def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()], list[Any]]:
+    return [weakref.ref(module) for module in modules if module._parameters], (), []
 
 
 def _all_modules(root: Module) -> list[Module]:

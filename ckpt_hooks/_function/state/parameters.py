@@ -56,8 +56,15 @@ __all__ = [
     "references_of",
 ]
 
-#: Where parameters are: modules whose own ones are meant, and other tensors.
-References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor]]
+#: Where parameters are: modules whose own ones are meant, and other tensors. The list is for the latest numbers and names of
+#: the former, which forwards share as long as they are the same.
+References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor], list["Places"]]
+
+#: The parameters of a module, by name.
+Owner = dict[str, "torch.nn.Parameter | None"]
+
+#: The ``id`` of each parameter, and its module and name; and all owners, and what is in these.
+Places = tuple[list[int], list[tuple["weakref.ref[Module]", str]], list[Owner], list[int]]
 
 _requires_grad = operator.attrgetter("requires_grad")
 _version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -68,55 +75,63 @@ def references_of(plans: Sequence[ModulePlan], tensors: Sequence[torch.Tensor]) 
     if len(plans) == 1 and not tensors:
         return plans[0].parameters
     own = [tensor for tensor in tensors if tensor.requires_grad and type(tensor) in PLAIN and not tensor.is_inference()]
-    return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own
+    return list(itertools.chain.from_iterable(plan.parameters[0] for plan in plans)), own, []
 
 
-#: The parameters of a module, by name.
-Owner = dict[str, "torch.nn.Parameter | None"]
+def _parameters_of(modules: Sequence[weakref.ref[Module]]) -> list[torch.Tensor]:
+    """Returns the present parameters."""
+    return [
+        parameter
+        for reference in modules
+        if (module := reference()) is not None
+        for parameter in module._parameters.values()
+        if parameter is not None
+    ]
 
 
-def _owners_of(modules: Sequence[weakref.ref[Module]]) -> list[Owner]:
-    """Returns where the parameters of living modules are bound."""
-    return [module._parameters for reference in modules if (module := reference()) is not None]
+def _places_of(numbers: list[int], modules: Sequence[weakref.ref[Module]]) -> Places:
+    """Returns the places of the present parameters, which have some numbers."""
+    alive = [(reference, module._parameters) for reference in modules if (module := reference()) is not None]
+    names = [(reference, name) for reference, own in alive for name, parameter in own.items() if parameter is not None]
+    owners = [own for _, own in alive]
+    return numbers, names, owners, _bound_in(owners)
 
 
-def _bound_in(owners: Sequence[Owner]) -> tuple[list[str], list[int]]:
-    """Returns the name and the ``id`` of each parameter; the latter is that of None for a parameter without a value."""
-    values = itertools.chain.from_iterable(map(dict.values, owners))
-    return list(itertools.chain.from_iterable(owners)), list(map(id, values))
+def _bound_in(owners: Sequence[Owner]) -> list[int]:
+    """Returns the ``id`` of all that is bound in the parameters of modules: half a microsecond for a transformer's block."""
+    return list(map(id, _chain(map(_values, owners))))
 
 
-_OF_NONE = id(None)
+_chain, _values = itertools.chain.from_iterable, dict.values
 
 
 class Rebound:
-    """What was bound in modules before a rerun.
+    """What was bound in modules where forward's parameters are bound for a rerun.
 
     Attributes:
-        bound: The names and ids of what was bound.
+        before: The parameters of modules, and a copy from before.
         hidden: Attributes of modules by the name of a parameter, taken out.
         lost: Parameters which stand in the places of forward's, which are gone, each with the version -1.
         names: Names for which forward's parameter is gone, and nothing stands in its place.
     """
 
-    __slots__ = ("_before", "_owners", "bound", "hidden", "lost", "names")
+    __slots__ = ("before", "hidden", "lost", "names")
 
-    def __init__(self, owners: Sequence[Owner], bound: tuple[list[str], list[int]]) -> None:
-        self._owners, self.bound = owners, bound
-        self._before = [own.copy() for own in owners]
+    def __init__(self, modules: Sequence[weakref.ref[Module]]) -> None:
+        owners = [module._parameters for reference in modules if (module := reference()) is not None]
+        self.before = [(own, own.copy()) for own in owners]
         self.lost: list[tuple[torch.Tensor, int]] = []
         self.names: list[str] = []
         self.hidden: list[tuple[dict[str, Any], str, Any]] = []
 
     def restore(self) -> None:
-        """Binds what was bound before, whether forward's was bound in its place, or the function has bound another."""
-        if _bound_in(self._owners) != self.bound:
-            for own, before in zip(self._owners, self._before, strict=True):
-                if not same(own, before):
-                    own.clear()
-                    own.update(before)
-        for own, name, value in self.hidden:
-            own[name] = value
+        """Binds what was bound before."""
+        for own, before in self.before:
+            if not same(own, before):
+                own.clear()
+                own.update(before)
+        for attributes, name, value in self.hidden:
+            attributes[name] = value
 
 
 def _is_of_framework(found: torch.Tensor, now: torch.Tensor | None) -> bool:
@@ -135,16 +150,18 @@ class Noted:
     have a history: of the region before, and so on.
     """
 
-    __slots__ = ("_bound", "_held", "_left_out", "_modules", "_sizes", "_steps", "_versions", "_weak")
+    __slots__ = ("_held", "_left_out", "_modules", "_places", "_steps", "_versions", "_weak")
 
     def __init__(self, references: References) -> None:
         """Notes the present versions."""
         self._steps = num_fused_steps()
-        self._modules, others = references
-        owners = _owners_of(self._modules)
-        self._bound, self._sizes = _bound_in(owners), list(map(len, owners))
+        self._modules, others, latest = references
+        self._held: Sequence[torch.Tensor] = _parameters_of(self._modules)
+        numbers = list(map(id, self._held))
+        if not latest or latest[0][0] != numbers:
+            latest[:] = [_places_of(numbers, self._modules)]
+        self._places = latest[0]
         self._left_out: frozenset[int] = frozenset()
-        self._held: Sequence[torch.Tensor] = [one for own in owners for one in own.values() if one is not None]
         self._weak: Sequence[weakref.ref[torch.Tensor]] = ()
         if others or not all(map(_requires_grad, self._held)):
             frozen = [parameter for parameter in self._held if not parameter.requires_grad]
@@ -170,7 +187,7 @@ class Noted:
             plans: The plans of the noted modules, whose frozen parameters required no grad.
         """
         others = {id(tensor) for reference in self._weak if (tensor := reference()) is not None}
-        of_modules = {number for plan in plans for number in _bound_in(_owners_of(plan.parameters[0]))[1]}
+        of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
         return {*map(id, self._held), *(others - of_modules)}
 
     def changed(self) -> list[tuple[torch.Tensor, int]]:
@@ -186,37 +203,41 @@ class Noted:
             and (_version_or_none(tensor) != version or stepped_since(tensor, self._steps))
         ]
 
-    def bind(self) -> Rebound:
-        """Binds the noted parameters in their modules; returns what was bound there."""
-        owners = _owners_of(self._modules)
-        rebound = Rebound(owners, _bound_in(owners))
-        is_gone = bool(self._weak) and None in [reference() for reference in self._weak]
-        if is_gone or rebound.bound != self._bound:
-            try:
-                self._rebind(rebound)
-            except BaseException:
-                rebound.restore()
-                raise
-        return rebound
+    def bind(self) -> Rebound | None:
+        """Binds the noted parameters in their modules; returns what was bound there, or None if these were."""
+        _, _, owners, bound = self._places
+        is_bound = _bound_in(owners) == bound
+        is_there = not self._weak or None not in [reference() for reference in self._weak]
+        return None if is_bound and is_there else self._rebind()
 
-    def _rebind(self, rebound: Rebound) -> None:
+    def unbind(self, rebound: Rebound | None) -> None:
+        """Binds what was bound before a rerun, also in place of what the function has bound, and been stopped."""
+        if rebound is not None:
+            rebound.restore()
+        elif _bound_in(self._places[2]) != self._places[3]:
+            self._rebind()
+
+    def _rebind(self) -> Rebound:
+        rebound = Rebound(self._modules)
         noted: dict[int, torch.Tensor] = {id(tensor): tensor for tensor in self._tensors() if tensor is not None}
-        places = zip(*self._bound, strict=True)
-        for reference, size in zip(self._modules, self._sizes, strict=False):
-            module = reference()
-            for name, number in itertools.islice(places, size):
-                if module is None or number == _OF_NONE or number in self._left_out:
+        try:
+            for number, (reference, name) in zip(*self._places[:2], strict=True):
+                module, found = reference(), noted.get(number)
+                if module is None or number in self._left_out:
                     continue
-                own, found = module._parameters, noted.get(number)
-                now = own.get(name)
+                now = module._parameters.get(name)
                 if found is None and now is not None:
                     rebound.lost.append((now, -1))
                 elif found is None:
                     rebound.names.append(name)
                 elif found is not now and not _is_of_framework(found, now):
-                    own[name] = found  # type: ignore[assignment]  # functional_call binds tensors, too
+                    module._parameters[name] = found  # type: ignore[assignment]  # functional_call binds tensors, too
                     if name in module.__dict__:  # an attribute, which would be found first
                         rebound.hidden.append((module.__dict__, name, module.__dict__.pop(name)))
+        except BaseException:
+            rebound.restore()
+            raise
+        return rebound
 
     def leave_out(self, parameters: frozenset[int]) -> None:
         """Takes parameters out, given by the ``id`` of each."""

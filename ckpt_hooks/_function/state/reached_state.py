@@ -89,7 +89,7 @@ class Rewound:
         lent: The contents of containers and objects that are lent.
     """
 
-    __slots__ = ("_attributes", "_complain", "_contents", "_parameters", "_state", "lent")
+    __slots__ = ("_attributes", "_complain", "_contents", "_epoch", "_parameters", "_state", "lent")
 
     def __init__(self, state: ReachedState, complain: Complain, stand_ins: StandIns) -> None:
         """Prepares for a rerun.
@@ -103,6 +103,7 @@ class Rewound:
         self.lent = Lent(stand_ins)
         self._attributes = AttributesUndo(self.lent, with_buffers=state._with_buffers)
         self._parameters: Rebound | None = None
+        self._epoch: int | None = None
         self._contents: ContentsUndo | None = None
 
     def put_back(self) -> frozenset[int | None]:
@@ -110,6 +111,7 @@ class Rewound:
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
         self._parameters = state.parameters.bind()
+        self._epoch = epoch()
         if state._contents is None and not attributes.may_initialise:
             return _NO_STORAGES
         undo = self._contents = ContentsUndo(self._complain)
@@ -150,8 +152,9 @@ class Rewound:
         finally:
             if self._state._contents is not None:
                 self._state._contents.freed = ()
-            if self._parameters is not None:
-                self._parameters.restore()
+            # A function that binds a parameter moves the epoch.
+            if self._parameters is not None or self._epoch not in (None, epoch()):
+                self._state.parameters.unbind(self._parameters)
             self._attributes.restore()
             self.lent.restore(self._state.changes)
 
