@@ -138,7 +138,8 @@ def _is_of_framework(found: torch.Tensor, now: torch.Tensor | None) -> bool:
     """Whether a framework may have exchanged a parameter, as FSDP does with shards and what it gathers of these."""
     return (
         hasattr(found, "_fsdp_flattened")  # of FSDP's first version
-        or (now is not None and is_traceable_wrapper_subclass(found) != is_traceable_wrapper_subclass(now))
+        or is_traceable_wrapper_subclass(found)  # of the second, as ``DTensor`` is, which may gather to another one
+        or (now is not None and is_traceable_wrapper_subclass(now))
         or is_freed(found)
     )
 
