@@ -117,19 +117,17 @@ _RUNS_STEPS = "run_function.<locals>.forward"
 
 def name_of_function(function: Callable[..., Any]) -> str:
     """Returns the name of a region which was given none."""
-    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
-    if isinstance(function, Module):
-        return type(function).__qualname__
-    name: str = getattr(function, "__qualname__", None) or type(function).__qualname__
+    name = _own_name(function)
     if name.endswith(_RUNS_STEPS) and (steps := _steps_of(function)):
-        names = [(one, len(list(alike))) for one, alike in itertools.groupby(map(_name_of_step, steps))]
+        names = [(one, len(list(alike))) for one, alike in itertools.groupby(map(_own_name, steps))]
         name = ", ".join(one if count == 1 else f"{one} x{count}" for one, count in names)
     return name
 
 
-def _name_of_step(step: Any) -> str:
-    name: str | None = None if isinstance(step, Module) else getattr(step, "__qualname__", None)
-    return name or type(step).__qualname__
+def _own_name(function: Any) -> str:
+    # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
+    name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
+    return name or type(function).__qualname__
 
 
 def module_of(function: Callable[..., Any]) -> Module | None:

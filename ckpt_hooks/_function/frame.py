@@ -175,9 +175,8 @@ class FunctionFrame(HandleFrame):
                 raise suppressed_error(error) from error
 
     def _close(self, error: BaseException | None) -> None:
-        late = None
         close_frame(self)
-        written = self.call.settle(failed=error is not None)
+        written, late = self.call.settle(failed=error is not None), None
         if self._finish is not None:
             self._finish()
         if written is not None and error is None and any(self.alive()):

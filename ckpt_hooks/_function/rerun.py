@@ -55,6 +55,7 @@ __all__ = ["Rerun"]
 
 _NOTHING = nullcontext()  # to enter
 _NO_PLANS: Sequence[ModulePlan] = ()
+_UNCHANGED: Sequence[tuple[torch.Tensor, int]] = ()
 _NO_STORAGES: frozenset[int | None] = frozenset()
 
 
@@ -261,7 +262,7 @@ class Rerun:
         assert self._restored is not None
         tensors, stand_ins = self._restored
         rewound, lent, exchanged = None, None, _NO_STORAGES
-        changed: list[tuple[torch.Tensor, int]] = []
+        changed = lost = _UNCHANGED
         in_context = call.context is not None or self._contexts is not None or copy_context()
         try:
             if state is not None:
@@ -270,8 +271,8 @@ class Rerun:
                     rewound.lent.meet([value for value, _ in names.roots])
                 collector.lent.append((rewound.lent, state.changes))
                 exchanged = rewound.put_back()
-                if is_complete:
-                    changed = state.changed() + rewound.lost(self._region)
+                lost = rewound.lost(self._region)
+                changed = [*state.changed(), *lost] if is_complete else _UNCHANGED
             try:
                 if names is not None:
                     lent = lend(names, stand_ins)
@@ -279,11 +280,11 @@ class Rerun:
                         collector.lent.append((lent.lent, names.changes))
                 args, kwargs = call.arguments.build(tensors, collector.lent)
                 if is_complete:
-                    changed += [one for contents, _ in collector.lent for one in contents.changed]
+                    changed = [*changed, *(one for contents, _ in collector.lent for one in contents.changed)]
                 hook = collector.hook(self._wanted, exchanged)
                 if changed or (self._selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
-                if rewound is not None and (lost := rewound.lost(self._region)):
+                if lost:
                     hook = collector.doubting(hook, lost, self._mutated)
                 push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
                 try:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
-from ckpt_hooks.report.formatting import Printed, Table, count_of, fold_names, name_pattern
+from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .patch_torch import TorchPatch, patch_torch
 from .transformers_models import FLAG, Switch, Taken, check_support, switch_of, transformers_model
@@ -207,10 +207,7 @@ class EnabledCheckpointing(Printed):
         return f"{self._model}, {count if self._before else 'undone'}"
 
     def _tables(self) -> list[Table]:
-        alike: dict[str, list[str]] = {}
-        for name in self.regions:
-            alike.setdefault(name_pattern(name), []).append(name)
-        rows = [(f"x{len(names)}" if len(names) > 1 else "", fold_names(names)) for names in alike.values()]
+        rows = [(times(names), fold_names(names)) for names in alike(self.regions, name_pattern)]
         return [Table(["", "module"], rows, (0,), (1,))] if rows else []
 
 

@@ -14,7 +14,7 @@ from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.options import Form, options_of
 from ckpt_hooks.policies.base import Policy
-from ckpt_hooks.report.formatting import Printed, Table, count_of, fold_names, name_pattern
+from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .forward import RegionForward, RegionRunner, forward_of_class, region_forward_of
 from .own_switches import own_switches
@@ -138,10 +138,9 @@ class AppliedCheckpointing(Printed):
         return count_of(len(self), "region")
 
     def _tables(self) -> list[Table]:
-        alike: dict[Any, list[str]] = {}
-        for region in self:
-            alike.setdefault((name_pattern(region.name), *region[1:3], _in_words(region.policy)), []).append(region.name)
-        rows = [(f"x{len(names)}" if len(names) > 1 else "", fold_names(names), *key[1:]) for key, names in alike.items()]
+        cells = [(region.name, *region[1:3], _in_words(region.policy)) for region in self]
+        groups = alike(cells, lambda row: (name_pattern(row[0]), *row[1:]))
+        rows = [(times(group), fold_names(row[0] for row in group), *group[0][1:]) for group in groups]
         return [Table(["", "module", "class", "region", "policy"], rows, (0,), (1, 2, 4))]
 
 

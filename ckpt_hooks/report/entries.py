@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,7 +15,7 @@ import torch
 from ckpt_hooks._core.holdings import Holding, Reason
 from ckpt_hooks._core.words import kind_in_words
 
-from .formatting import Printed, Table, count_of, fold_names, format_bytes, name_pattern
+from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 
 __all__ = ["PrintedHoldings", "Reason", "Residual", "SavedResiduals", "headline_of", "tables_of"]
 
@@ -154,9 +157,7 @@ def tables_of(report: SavedResiduals, max_rows: int = _MAX_ROWS) -> Iterator[Tab
         report: The report.
         max_rows: The number of rows of a table; the rest is summed up.
     """
-    counts: dict[str, int] = {}
-    for entry in report.tensors:
-        counts[entry.reason.value] = counts.get(entry.reason.value, 0) + 1
+    counts = collections.Counter(entry.reason.value for entry in report.tensors)
     rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in report.by_reason.items()]
     if rows:
         yield Table(["bytes", "storages", "reason"], rows, (0, 1))
@@ -183,17 +184,12 @@ class PrintedHoldings(Printed):
         return f"{self._name!r} holds {holds}"
 
     def _tables(self) -> Iterator[Table]:
-        groups: list[list[Holding]] = []
-        for holding in self.kept():
-            before = groups[-1][0] if groups else None
-            if before is not None and (before.description, before[:3]) == (holding.description, holding[:3]):
-                groups[-1].append(holding)
-            else:
-                groups.append([holding])
+        neighbours = itertools.groupby(self.kept(), lambda holding: (holding.description, holding[:3]))
+        groups = [list(group) for _, group in neighbours]
         rows = [
             [
                 format_bytes(group[0].nbytes * len(group)),
-                f"x{len(group)}" if len(group) > 1 else "",
+                times(group),
                 group[0].description,
                 group[0].reason.value,
                 group[0].why,
@@ -209,32 +205,25 @@ _COLUMNS = ("bytes", "", "tensor", "reason", "module or name", "line", "operator
 
 def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table:
     """Returns a table of entries: a row for each group of entries alike, the largest groups first."""
-    groups: dict[Any, list[Residual]] = {}
-    patterns: dict[str | None, str | None] = {None: None}
-    for entry in entries:
-        for name in (entry.module, entry.name):
-            if name not in patterns:
-                patterns[name] = name_pattern(name or "")
-        key = (
+    pattern = functools.cache(name_pattern)
+
+    def key(entry: Residual) -> object:
+        return (
             entry.nbytes,
             entry.shape,
             entry.dtype,
             entry.reason,
             entry.operator,
             entry.site,
-            patterns[entry.module],
-            patterns[entry.name],
-            tuple(map(name_pattern, entry.region)) if entry.region else (),
+            entry.module and pattern(entry.module),
+            entry.name and pattern(entry.name),
+            tuple(map(pattern, entry.region)),
             entry.saved_by,
             entry.why,
-            tuple((view.shape, view.reason, view.saved_by) for view in entry.views) if entry.views else (),
+            tuple((view.shape, view.reason, view.saved_by) for view in entry.views),
         )
-        group = groups.get(key)
-        if group is None:
-            groups[key] = [entry]
-        else:
-            group.append(entry)
-    ordered = sorted(groups.values(), key=lambda group: -group[0].nbytes * len(group))
+
+    ordered = sorted(alike(entries, key), key=lambda group: -group[0].nbytes * len(group))
     rows: list[list[str]] = []
     for group in ordered[:max_rows]:
         rows += _rows_of(group)
@@ -246,17 +235,15 @@ def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table
 def _rows_of(group: Sequence[Residual]) -> list[list[str]]:
     """Returns a row for entries alike, and one for each other shape or reason of tensors in their storages."""
     first = group[0]
-    times = f"x{len(group)}" if len(group) > 1 else ""
     size = format_bytes(first.nbytes * len(group)) if first.nbytes or first.dtype is not None else "?"
-    alike: dict[tuple[str, Reason], list[Residual]] = {(_kind_of(first), first.reason): list(group)}
-    for view in [view for entry in group for view in entry.views]:
-        alike.setdefault((_kind_of(view), view.reason), []).append(view)
-    (members, *views) = alike.values()
+    (members, *views) = alike(
+        [*group, *(view for entry in group for view in entry.views)], lambda one: (_kind_of(one), one.reason)
+    )
     operator = (first.operator or "").removeprefix("aten.").removesuffix(".default")
     # The name of a parameter has its module in it.
     place = fold_names(entry.name for entry in group if entry.name is not None)
     place = place or fold_names(entry.module for entry in group if entry.module is not None)
-    rows = [[size, times, _kind_of(first), first.reason.value, place, first.site or "", operator, *_cells_of(members)]]
+    rows = [[size, times(group), _kind_of(first), first.reason.value, place, first.site or "", operator, *_cells_of(members)]]
     rows += [["", "", f"  as {_kind_of(view[0])}", view[0].reason.value, "", "", "", *_cells_of(view)] for view in views]
     return rows
 

@@ -6,9 +6,22 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-__all__ = ["Printed", "Table", "as_text", "count_of", "fold_names", "format_bytes", "format_table", "name_pattern"]
+__all__ = [
+    "Printed",
+    "Table",
+    "alike",
+    "as_text",
+    "count_of",
+    "fold_names",
+    "format_bytes",
+    "format_table",
+    "name_pattern",
+    "times",
+]
+
+T = TypeVar("T")
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB")
 _DIGITS = re.compile(r"(?<![^.\[/])\d+(?![^.\]/])")
@@ -78,10 +91,9 @@ def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None
         tables: Its tables.
         max_width: The number of columns of a terminal; None to cut nothing.
     """
-    lines = [headline]
+    lines, width = [headline], None if max_width is None else max_width - 1
     for table in tables:
         lines += ["", *([table.title] if table.title else [])]
-        width = None if max_width is None else max_width - 1
         lines += [f" {line}" for line in format_table(table.header, table.rows, table.right, table.names, width)]
         lines += [f" {table.rest}"] if table.rest else []
     return "\n".join(lines)
@@ -122,6 +134,19 @@ def format_bytes(nbytes: int) -> str:
 def count_of(count: int, noun: str) -> str:
     """Returns a number of things in words, as in ``"2 regions"``."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def alike(values: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    """Returns values in groups of the same key, which share a row, in the order of the first of each."""
+    groups: dict[object, list[T]] = {}
+    for value in values:
+        groups.setdefault(key(value), []).append(value)
+    return list(groups.values())
+
+
+def times(group: Sequence[Any]) -> str:
+    """Returns how many share a row, as in ``"x12"``; nothing for one."""
+    return f"x{len(group)}" if len(group) > 1 else ""
 
 
 def format_table(

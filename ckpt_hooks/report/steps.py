@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .formatting import Printed, Table, count_of, fold_names, format_bytes, name_pattern
+from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 
 __all__ = ["Drift", "RegionTrace", "StepTrace", "changes_of", "drift_of", "totals_of"]
 
@@ -241,10 +241,7 @@ def tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -
 
 
 def _add_rows(rows: list[list[str]], regions: Sequence[RegionTrace], depth: int) -> None:
-    alike: dict[object, list[RegionTrace]] = {}
-    for region in regions:
-        alike.setdefault(_signature(region), []).append(region)
-    for group in alike.values():
+    for group in alike(regions, _signature):
         rows.append(_row(group, depth))
         _add_rows(rows, [inner for region in group for inner in region.regions], depth + 1)
 
@@ -260,11 +257,11 @@ def _signature(region: RegionTrace) -> object:
 
 
 def _row(group: Sequence[RegionTrace], depth: int) -> list[str]:
-    first, count = group[0], len(group)
+    first = group[0]
     recomputes = sum(region.recomputes for region in group)
     seconds = sum(region.recompute_seconds for region in group)
     return [
-        f"{'  ' * depth}{f'x{count} ' if count > 1 else ''}{_label(group)}",
+        f"{'  ' * depth}{_label(group)}",
         format_bytes(first.dropped_bytes),
         format_bytes(sum(first.held_bytes.values())),
         format_bytes(first.offloaded_bytes) if first.offloaded_bytes else "",
@@ -282,22 +279,22 @@ def _number(number: int | None) -> str:
 
 
 def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
-    """Returns modules and name of regions alike, as in ``"layers.0-11 Block"``; once, where a region has its module's name."""
+    """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``.
+
+    A module's name stands once, where its region has the same.
+    """
     modules = fold_names(region.module or "" for region in group)
     names = fold_names(region.name for region in group)
-    return f"{modules} {names}" if modules and modules != names else names
+    return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
 
 
 def changes_of(drift: Sequence[Drift]) -> Iterator[Table]:
     """Yields a table of what changes from step to step, if anything does."""
-    alike: dict[object, list[Drift]] = {}
-    for change in drift:
-        key = name_pattern(change.module or ""), name_pattern(change.name), change.figure, change.values
-        alike.setdefault(key, []).append(change)
-    rows = [
-        [f"{f'x{len(group)} ' if len(group) > 1 else ''}{_label(group)}", group[0].figure, _in_words(group[0])]
-        for group in alike.values()
-    ]
+
+    def key(change: Drift) -> object:
+        return name_pattern(change.module or ""), name_pattern(change.name), change.figure, change.values
+
+    rows = [[_label(group), group[0].figure, _in_words(group[0])] for group in alike(drift, key)]
     if rows:
         more = f"and {len(rows) - _MOST} more" if len(rows) > _MOST else ""
         yield Table(["region", "changes", "from step to step"], rows[:_MOST], (), (0,), "", more)

@@ -344,20 +344,27 @@ def test_a_kernel_that_changes_between_two_operators(run, kernel):
     assert_as_eager(program, run)
 
 
+class Double(TorchFunctionMode):
+    """Doubles the results of a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is self.function else out
+
+
 @runs("region", "nested")
 def test_a_function_mode_in_forward(run):
     """What it made of the program is what is replayed, with it gone."""
-
-    class Double(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            return out * 2 if func is torch.Tensor.sin else out
 
     def program(run):
         x = leaf(4)
 
         def function(x):
-            with Double():
+            with Double(torch.Tensor.sin):
                 return x.sin().exp()
 
         return gradients(run(function, x), x)
@@ -369,15 +376,10 @@ def test_a_function_mode_in_forward(run):
 def test_a_function_mode_around_a_saved_tensor_that_is_read(run):
     """What is replayed for it is none of the mode's business."""
 
-    class Double(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            return out * 2 if func is aten.sin.default else out
-
     def program(run):
         x = leaf(4)
         node = run(lambda x: x.sin().cos(), x).grad_fn
-        with Double():
+        with Double(aten.sin.default):
             saved = node._saved_self
         return saved.detach(), x
 

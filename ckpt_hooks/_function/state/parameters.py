@@ -291,7 +291,7 @@ class WatchReads(QuietDispatchMode):
 
     def __init__(
         self,
-        changed: list[tuple[torch.Tensor, int]],
+        changed: Sequence[tuple[torch.Tensor, int]],
         collector: Doubting,
         error: Callable[[torch.Tensor, int], MutationError],
     ) -> None:

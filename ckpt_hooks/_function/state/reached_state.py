@@ -135,8 +135,8 @@ class Rewound:
         """
         if self._parameters is None:
             return []
-        for name in self._parameters.names:
-            raise gone(name, region())
+        if self._parameters.names:
+            raise gone(self._parameters.names[0], region())
         return self._parameters.lost
 
     def restore(self) -> None:
