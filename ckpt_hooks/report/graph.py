@@ -48,6 +48,7 @@ class GraphReader:
         self._numbers: dict[int, tuple[int | None, int]] = {}
         self._dropped: list[tuple[int | None, Residual]] = []
         self._read: set[tuple[int, int]] = set()  # handles, by frame and position
+        self._is_exact = True  # whether all of what is dropped is known, but for storages
         self._frames: dict[int, Frame] = {}
         self._names: dict[type, tuple[str, ...]] = {}  # of nodes, by their class
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
@@ -112,7 +113,9 @@ class GraphReader:
         if frame is not None:
             self._frames[id(frame)] = frame
             handle = frame.describe(packed)
-            if not (frame.watch is None and frame.kind == "function" and self._views.take(handle.shape)):
+            if frame.watch is None and frame.kind == "function" and self._views.take(handle.shape):
+                self._is_exact = False  # shapes alone tell
+            else:
                 self._read_dropped(frame, handle, origin, name)
         elif (description := describe_packed(packed)) is not None:
             cause = cause_of_kept(packed)
@@ -265,8 +268,8 @@ class GraphReader:
             elif counts.nbytes != size:
                 counts = counts._replace(nbytes=size)
             tensors.append(counts)
-        is_exact = all(storage is not None or not entry.nbytes for storage, entry in self._dropped)
-        return SavedResiduals(tuple(tensors), tuple(self._distinct()), is_exact)
+        known = (storage is not None or _is_empty(entry) for storage, entry in self._dropped)
+        return SavedResiduals(tuple(tensors), tuple(self._distinct()), self._is_exact and all(known))
 
     def _distinct(self) -> Iterator[Residual]:
         """Yields dropped tensors, each storage once and without those that are held after all."""
@@ -277,6 +280,11 @@ class GraphReader:
             elif storage not in seen and storage not in self._claims and not self._is_there_anyway(storage):
                 seen.add(storage)
                 yield entry
+
+
+def _is_empty(entry: Residual) -> bool:
+    """Whether a tensor is known to have no elements; one of unknown size has no dtype either."""
+    return entry.dtype is not None and not entry.nbytes
 
 
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -391,3 +391,15 @@ def test_what_is_dropped_is_an_upper_bound_without_a_trace():
     assert report.is_dropped_exact
     assert report.dropped_bytes == 2 * x.nbytes  # of exp, and what sin reads
     assert "; regions dropped 256 B" in repr(report)
+
+
+def test_a_size_that_is_unknown_or_guessed_is_not_exact():
+    """Of torch's own regions nothing shows; without a trace, shapes alone tell of a view of a weight."""
+    x, weight = torch.rand(8, 8, requires_grad=True), torch.rand(8, 8, requires_grad=True)
+    y = torch.utils.checkpoint.checkpoint(torch.sin, x * 1, use_reentrant=False)
+    assert not saved_tensors_report(y).is_dropped_exact
+    z = checkpoint(lambda: torch.nn.functional.linear(x, weight))
+    assert not saved_tensors_report(z).is_dropped_exact
+    with trace():
+        z = checkpoint(lambda: torch.nn.functional.linear(x, weight))
+    assert saved_tensors_report(z).is_dropped_exact
