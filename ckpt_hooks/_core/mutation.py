@@ -17,6 +17,7 @@ from .whereabouts import name_in_models
 from .words import describe_kind, describe_tensor
 
 __all__ = [
+    "GONE",
     "argument_in_words",
     "changed_argument",
     "changed_before_rerun",
@@ -34,19 +35,20 @@ __all__ = [
 
 Names = tuple[str, ...]
 
+#: In place of a version: the tensor of forward is gone, and another one stands in its place.
+GONE = -1
+
 
 def _change_in_words(found: int, expected: int, since: str = "", *, is_same: bool = True, has_moved: bool = False) -> str:
     """Returns the predicate of a sentence about a tensor: how the tensor has changed.
 
     Args:
         found: Its version.
-        expected: Its version in forward; -1 where the tensor of forward is gone.
+        expected: Its version in forward.
         since: Since when, as in ``" since forward"``.
         is_same: Whether the tensor is known to be forward's.
         has_moved: Whether the tensor is known to be in another storage.
     """
-    if expected < 0:
-        return "is another tensor than forward saw, and that one is gone."
     versions = f"it is at version {found}; expected version {expected} instead"
     if found == expected:
         versions = "a step of a fused optimizer wrote to it, which its version does not tell"
@@ -69,8 +71,6 @@ def _advice_for(tensor: torch.Tensor, expected: int, clone: str = "let forward u
         expected: Its version in forward.
         clone: How a clone helps.
     """
-    if expected < 0:
-        return "Keep the one of forward until backward, or hand it to the function as an argument."
     if tensor._version < expected:
         return "Bind or exchange it after backward, or hand the one of forward to the function as an argument."
     advice = f"Modify it after backward, or {clone}."
@@ -151,13 +151,17 @@ def changed_before_rerun(
     Args:
         name: The tensor in words, for the start of a sentence.
         tensor: The tensor.
-        expected: The tensor's version in forward.
+        expected: The tensor's version in forward; :data:`GONE` for one in the place of forward's, which is gone.
         region: Names of the regions, outermost first.
         is_same: Whether this is the very tensor of forward, as far as known.
         will_copy: Whether later forwards of the region copy the tensor.
     """
+    advice = _advice_for(tensor, expected)
     change = _change_in_words(tensor._version, expected, " since forward", is_same=is_same)
-    if is_freed(tensor):
+    if expected == GONE:
+        change = "is another tensor than forward saw, and that one is gone."
+        advice = "Keep the one of forward until backward, or hand it to the function as an argument."
+    elif is_freed(tensor):
         change = f"has no memory any more: its storage was freed. It is at version {tensor._version}."
     more = " Or run the step again: from the next forward on the region copies it." if will_copy else ""
     if not is_same:
@@ -167,10 +171,10 @@ def changed_before_rerun(
         )
     return MutationError(
         f"region {'/'.join(region)!r}: {name}, {describe_tensor(tensor)}, {change} Backward reruns the region and needs the "
-        f"values that forward saw. {_advice_for(tensor, expected)}{more}",
+        f"values that forward saw. {advice}{more}",
         region=region,
         tensor=name,
-        expected=expected if expected >= 0 else None,
+        expected=None if expected == GONE else expected,
         found=tensor._version,
     )
 

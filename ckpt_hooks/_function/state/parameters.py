@@ -38,6 +38,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
+from ckpt_hooks._core.mutation import GONE
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
@@ -111,7 +112,7 @@ class Rebound:
     Attributes:
         before: The parameters of modules, and a copy from before.
         hidden: Attributes of modules by the name of a parameter, taken out.
-        lost: Parameters which stand in the places of forward's, which are gone, each with the version -1.
+        lost: Parameters which stand in the places of forward's, which are gone, each with :data:`GONE` for a version.
         names: Names for which forward's parameter is gone, and nothing stands in its place.
     """
 
@@ -228,7 +229,7 @@ class Noted:
                     continue
                 now = module._parameters.get(name)
                 if found is None and now is not None:
-                    rebound.lost.append((now, -1))
+                    rebound.lost.append((now, GONE))
                 elif found is None:
                     rebound.names.append(name)
                 elif found is not now and not _is_of_framework(found, now):

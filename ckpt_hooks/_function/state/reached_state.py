@@ -125,7 +125,7 @@ class Rewound:
         return undo.storages()
 
     def lost(self, region: Callable[[], tuple[str, ...]]) -> list[tuple[torch.Tensor, int]]:
-        """Returns the parameters in the places of forward's, which are gone, each with the version -1.
+        """Returns the parameters in the places of forward's, which are gone, each with :data:`GONE` for a version.
 
         Args:
             region: Returns the names of the region, for an error.
