@@ -37,7 +37,15 @@ if _TYPE_CHECKING:
     from ._tensors.refilling import Finder as _Finder
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
-    from .report import format_saved_residuals, print_saved_residuals, print_trace, saved_residuals, saved_tensors_report, trace
+    from .report import (
+        format_saved_residuals,
+        memory_ledger,
+        print_saved_residuals,
+        print_trace,
+        saved_residuals,
+        saved_tensors_report,
+        trace,
+    )
 
 __version__ = "0.1.0"
 
@@ -64,6 +72,7 @@ __all__ = [
     "format_saved_residuals",
     "get_device_states",
     "is_recomputing",
+    "memory_ledger",
     "noop_context_fn",
     "patch_torch",
     "print_saved_residuals",
@@ -99,6 +108,7 @@ _LATER = {
     "enable_in_transformers": "integrations",
     "every": "modules",
     "format_saved_residuals": "report",
+    "memory_ledger": "report",
     "patch_torch": "integrations",
     "print_saved_residuals": "report",
     "print_trace": "report",

@@ -68,6 +68,7 @@ class TensorInfo(NamedTuple):
         nbytes: Its size in bytes.
         storage: The number of its storage; None without a storage.
         storage_nbytes: The size of its storage in bytes; 0 without a storage.
+        address: The address of the memory of its storage; 0 without memory.
     """
 
     id: int
@@ -76,6 +77,7 @@ class TensorInfo(NamedTuple):
     nbytes: int
     storage: int | None
     storage_nbytes: int
+    address: int
 
 
 class Operator(NamedTuple):

@@ -52,6 +52,10 @@ class Reason(str, enum.Enum):
     RANDOM_STATE = "random state"
     #: Brought back by a running backward.
     RECOMPUTED = "recomputed"
+    #: The gradient of a leaf.
+    GRADIENT = "gradient"
+    #: Made by a running backward, and freed before its end.
+    BACKWARD = "backward"
     #: Freed with the graph, and found in no node: torch does not show all that C++ nodes hold.
     UNSEEN = "unseen"
     #: Dropped, and brought back in backward: takes no memory until then.

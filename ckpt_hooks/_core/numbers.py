@@ -16,12 +16,14 @@ import torch
 
 from ckpt_hooks._torch import storage_of
 
-__all__ = ["number_of", "storage_and_size", "tell_when_freed"]
+__all__ = ["address_of", "number_of", "storage_and_size", "tell_when_freed"]
 
 _next_number = itertools.count(1).__next__
 
 # By the identity of what is numbered, which leaves before another thing has the same.
 _numbers: dict[int, tuple[weakref.ref[Any], int]] = {}
+# The identity of what is numbered, by the number.
+_identities: dict[int, int] = {}
 
 
 class _Told(Protocol):
@@ -36,7 +38,7 @@ _audience: dict[int, weakref.WeakSet[Any]] = {}
 
 
 def _forget(key: int, number: int, _: Any) -> None:
-    del _numbers[key]
+    del _numbers[key], _identities[number]
     for observer in _audience.pop(number, ()):
         observer.freed(number)
 
@@ -46,6 +48,7 @@ def _numbered(thing: Any) -> int:
     if found is not None:
         return found[1]
     number = _next_number()
+    _identities[number] = id(thing)
     _numbers[id(thing)] = weakref.ref(thing, partial(_forget, id(thing), number)), number
     return number
 
@@ -61,6 +64,22 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
         return None, 0
     storage = tensor.untyped_storage()
     return _numbered(storage), storage.nbytes()
+
+
+def address_of(storage: int | None) -> int:
+    """Returns the address of the memory of a storage; 0 if the storage is gone, or has no memory.
+
+    Args:
+        storage: The storage's number; None for no storage.
+    """
+    key = None if storage is None else _identities.get(storage)
+    found = None if key is None else _numbers[key][0]()
+    if found is None or found.device.type == "meta":  # as of fake tensors
+        return 0
+    try:
+        return int(found.data_ptr())
+    except RuntimeError:  # of a tensor without memory
+        return 0
 
 
 def tell_when_freed(storage: int, observers: Iterable[_Told]) -> None:

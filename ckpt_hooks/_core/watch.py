@@ -12,7 +12,7 @@ import torch
 
 from .events import Observer, Operator, Region, TensorInfo, Watchable
 from .holdings import Reason, size_of
-from .numbers import number_of, storage_and_size, tell_when_freed
+from .numbers import address_of, number_of, storage_and_size, tell_when_freed
 from .paths import RegionPath, format_path
 from .saved import Kept, Saved, TrackedKept, cause_of_kept
 from .whereabouts import module_in_call, site_of
@@ -89,7 +89,7 @@ class Watch:
         if storage is not None:
             tell_when_freed(storage, self._observers)
         shape = None if tensor.is_nested else tensor.shape
-        return TensorInfo(number_of(tensor), shape, tensor.dtype, size_of(tensor), storage, size)
+        return TensorInfo(number_of(tensor), shape, tensor.dtype, size_of(tensor), storage, size, address_of(storage))
 
     def ran(
         self,

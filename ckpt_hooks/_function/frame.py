@@ -97,14 +97,20 @@ class FunctionFrame(HandleFrame):
             options = dataclasses.replace(options, early_stop=settings.early_stop)
         parent = stack.innermost
         HandleFrame.__init__(self, name, parent, settings.observers, module_of(function) if settings.observers else None)
-        if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
-            push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
-            try:
-                arguments = Arguments(args, kwargs)
-            finally:
-                pop_saved_tensors_hooks()
-        else:
-            arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
+        if self.watch is not None:  # before any memory is taken
+            self.watch.entered()
+        try:
+            if options.offload_from is not None and top_saved_tensors_hooks(False) is None:
+                push_saved_tensors_hooks(*hooks_for_inputs(self.path, self.watch, options.offload_from))
+                try:
+                    arguments = Arguments(args, kwargs)
+                finally:
+                    pop_saved_tensors_hooks()
+            else:
+                arguments = Arguments(args, kwargs, inside=None if parent is None else (parent, self.path))
+        except BaseException as error:
+            self._tell_exited(error)
+            raise
         self.call = CapturedCall(function, arguments, options, contexts)
         self.is_split = options.split_backward
         self.scripted: ScriptedCalls | None = None
@@ -134,6 +140,9 @@ class FunctionFrame(HandleFrame):
             if concurrent and options.preserve_rng_state:
                 call.draws = RecordDraws()
                 call.draws.__enter__()
+        except BaseException as error:
+            self._tell_exited(error)
+            raise
         finally:
             if paused:
                 resume_modes(paused)
@@ -142,8 +151,6 @@ class FunctionFrame(HandleFrame):
         if self.watch is not None and self.watch.wants_operators:
             call.contexts = telling_operators(call.contexts, self.parent)
         try:
-            if self.watch is not None:
-                self.watch.entered()
             if call.contexts is not None:
                 call.contexts[0].__enter__()
         except BaseException as error:
@@ -153,6 +160,7 @@ class FunctionFrame(HandleFrame):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._keeps_all:
+            self._tell_exited(error)
             return
         call, suppressed = self.call, False
         parent = self.parent  # gone when the frame is closed
@@ -181,10 +189,13 @@ class FunctionFrame(HandleFrame):
             self._finish()
         if written is not None and error is None and any(self.alive()):
             late = written_late(name_of(written[0], self.call.function), *written, format_path(self.path))
-        if self.watch is not None:
-            self.watch.exited(late or error)
+        self._tell_exited(late or error)
         if late is not None:
             raise late
+
+    def _tell_exited(self, error: BaseException | None) -> None:
+        if self.watch is not None:
+            self.watch.exited(error)
 
     def note_inside(self, count: int, path: RegionPath) -> None:
         """Leaves a mark; see :meth:`Frame.note_inside`."""

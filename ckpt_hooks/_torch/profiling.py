@@ -1,13 +1,48 @@
-"""Ranges of the profiler."""
+"""Ranges and events of the profiler."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.profiler import profile
 
-__all__ = ["profiler_range"]
+__all__ = ["IS_ALLOCATION", "NOT_OPERATORS", "is_profiling", "profile_memory", "profiler_range"]
 
 # A named range of the profiler, as a context manager: without an operator, which dispatch modes would see, and in a tenth of
 # the time of ``torch.profiler.record_function``. 2.11 to 2.15. Goes with a public way.
 profiler_range: Any = torch._C._profiler._RecordFunctionFast
+
+#: The tag of an allocation or a free in the tree of events.
+IS_ALLOCATION: Any = torch._C._profiler._EventType.Allocation
+
+#: The scopes of ranges that are no operators.
+NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._profiler.RecordScope.BACKWARD_FUNCTION})
+
+# Whether a profiler runs on this thread: a second one is an error. 2.11 to 2.15. Goes with a public way.
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+class profile_memory:  # noqa: N801  # a context manager, as torch's own
+    """Profiles a block, memory included.
+
+    The public profiler gives allocations without addresses, and not in one order with ranges: the tree of events has both.
+    2.11 to 2.15. Goes with a public way.
+    """
+
+    def __init__(self) -> None:
+        # On an accelerator too its allocator reports to the CPU's part of the profiler; kernels are of no use here.
+        self._profile = profile(use_cpu=True, profile_memory=True, use_kineto=True)
+
+    def __enter__(self) -> profile_memory:
+        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._profile.__exit__(*exc_info)  # type: ignore[no-untyped-call]
+
+    def events(self) -> list[Any]:
+        """Returns the roots of the tree of events, once the block has ended."""
+        results = self._profile.kineto_results
+        return [] if results is None else results.experimental_event_tree()

@@ -6,12 +6,26 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .entries import Reason, Residual, SavedResiduals
+    from .ledger.allocations import Allocation, Change, Hold, Maker, Origin
+    from .ledger.holders import Holder, LedgerPeak
+    from .ledger.ledger import MemoryLedger
+    from .ledger.phases import Phase
+    from .ledger.recording import memory_ledger
     from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
     from .steps import Drift, RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
 
 __all__ = [
+    "Allocation",
+    "Change",
     "Drift",
+    "Hold",
+    "Holder",
+    "LedgerPeak",
+    "Maker",
+    "MemoryLedger",
+    "Origin",
+    "Phase",
     "Reason",
     "RegionTrace",
     "Residual",
@@ -20,6 +34,7 @@ __all__ = [
     "Trace",
     "format_saved_residuals",
     "format_trace",
+    "memory_ledger",
     "print_saved_residuals",
     "print_trace",
     "saved_residuals",
@@ -29,6 +44,16 @@ __all__ = [
 
 # Modules by the names in them, imported when asked for: a first checkpoint needs none.
 _MODULES = {
+    "Allocation": "ledger.allocations",
+    "Change": "ledger.allocations",
+    "Hold": "ledger.allocations",
+    "Maker": "ledger.allocations",
+    "Origin": "ledger.allocations",
+    "Holder": "ledger.holders",
+    "LedgerPeak": "ledger.holders",
+    "MemoryLedger": "ledger.ledger",
+    "Phase": "ledger.phases",
+    "memory_ledger": "ledger.recording",
     "Drift": "steps",
     "RegionTrace": "steps",
     "StepTrace": "steps",

@@ -9,7 +9,7 @@ from typing import Any
 
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 
-__all__ = ["Drift", "RegionTrace", "StepTrace", "changes_of", "drift_of", "totals_of"]
+__all__ = ["Drift", "RegionTrace", "StepTrace", "changes_of", "drift_of", "largest_of", "totals_of"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -199,6 +199,7 @@ _HEADER = ("region", "dropped", "held", "to host", "recomputes", "ms each", "ope
 _NUMBERS = range(1, 8)
 _MOST = 20  # changes from step to step in a report
 _LATEST = 8  # steps of a change
+_LARGEST = 5  # regions in a note
 
 
 def totals_of(step: StepTrace) -> str:
@@ -222,6 +223,26 @@ def totals_of_region(region: RegionTrace) -> str:
     held = format_bytes(sum(region.held_bytes.values()))
     recomputes = count_of(region.recomputes, "recompute")
     return f"{_label([region])}, dropped {format_bytes(region.dropped_bytes)}, held {held}, {recomputes}"
+
+
+def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
+    """Returns lines on the regions that hold most, as in ``"12.0 MiB  x12 layers.0-11 Block  model.py:12  region input"``.
+
+    Args:
+        regions: Regions which hold something.
+    """
+
+    def size(group: Sequence[RegionTrace]) -> int:
+        return sum(sum(region.held_bytes.values()) for region in group)
+
+    def key(region: RegionTrace) -> object:
+        return name_pattern(region.module or ""), name_pattern(region.name), region.site, tuple(region.held_bytes)
+
+    groups = sorted(alike(regions, key), key=size, reverse=True)
+    return [
+        "  ".join((format_bytes(size(group)), _label(group), group[0].site or "", ", ".join(group[0].held_bytes)))
+        for group in groups[:_LARGEST]
+    ]
 
 
 def tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:

@@ -18,7 +18,8 @@ from ckpt_hooks._torch import graph_task_id
 from ckpt_hooks._torch.profiling import profiler_range
 
 from .formatting import Printed, Table, as_text, format_bytes
-from .steps import Drift, RegionTrace, StepTrace, changes_of, drift_of, totals_of
+from .out_of_memory import noting_out_of_memory
+from .steps import Drift, RegionTrace, StepTrace, changes_of, drift_of, largest_of, totals_of
 
 __all__ = ["Trace", "format_trace", "print_trace", "trace"]
 
@@ -83,7 +84,6 @@ class _Tracer(Observer):
         self._dropped: dict[int, tuple[int, int, int]] = {}  # by storage: region, position, bytes
         self._freed: dict[int, tuple[int, int, int]] = {}  # likewise, of those that are freed and counted
         self._positions: dict[tuple[int, int], int] = {}  # storages, by region and position
-        self._early: dict[int, int] = {}  # bytes sent to the host by regions which are not entered yet, by number
         self._late, self._seconds = 0, 0.0
 
     def _present(self) -> StepTrace:
@@ -106,6 +106,11 @@ class _Tracer(Observer):
         """Returns the ended steps, and the present one if there is anything in it."""
         return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
 
+    def largest(self) -> list[str]:
+        """Returns lines on the regions of this step that hold most, and live still."""
+        living = [entry.frozen(operators=False) for entry in self._entries.values() if entry.region.frame() is not None]
+        return largest_of([region for region in living if region.held_bytes])
+
     # Events
 
     def entered(self, region: Region) -> None:
@@ -113,7 +118,6 @@ class _Tracer(Observer):
         if region.in_recompute:
             return
         entry = self._entries[region.id] = _Entry(region)
-        entry.offloaded = self._early.pop(region.id, 0)
         self._open.add(region.id)
         outer = None if region.parent is None else self._entries.get(region.parent)
         (self._roots if outer is None else outer.inside).append(entry)
@@ -174,8 +178,6 @@ class _Tracer(Observer):
         entry = self._entries.get(region.id)
         if to_host and entry is not None:
             entry.offloaded += nbytes
-        elif to_host:  # a call saves its arguments before it is entered
-            self._early[region.id] = self._early.get(region.id, 0) + nbytes
 
     def recomputing(self, region: Region) -> None:
         self._begin_range(region, "recompute")
@@ -279,7 +281,8 @@ class Trace(Printed):
 def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool = False) -> Iterator[Trace]:
     """Traces the regions whose forward begins in a block, on this thread: what they drop, hold and compute again.
 
-    Backward may run in the block or behind it. Call ``step()`` of the trace at the end of each step, to compare steps.
+    Backward may run in the block or behind it. An accelerator's ``torch.OutOfMemoryError`` which leaves the block gets a note:
+    the regions, with their lines, that hold most. Call ``step()`` of the trace at the end of each step, to compare steps.
 
     Args:
         operators: Whether operators are counted, at some 20 us an operator.
@@ -310,7 +313,7 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
         log=checked_flag(log, "log") and _logger.isEnabledFor(logging.DEBUG),
         profiler_ranges=checked_flag(profiler_ranges, "profiler_ranges"),
     )
-    with observe(tracer):
+    with noting_out_of_memory(tracer.largest), observe(tracer):
         yield Trace(tracer)
 
 

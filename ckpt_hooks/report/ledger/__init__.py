@@ -1,0 +1,1 @@
+"""The ledger of a step: every byte allocated, and what made it."""

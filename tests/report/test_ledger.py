@@ -1,0 +1,399 @@
+"""Ledgers: every byte of a step, against the profiler's own count, and what made it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import sys
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import MutationError, checkpoint, checkpoint_region, memory_ledger
+from ckpt_hooks._torch.profiling import IS_ALLOCATION, profile_memory
+from ckpt_hooks.report import Maker, Reason
+from tests.report.models import INPUTS, RUNS, Block, Convolution, Layer, Net
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+class UNet(nn.Module):
+    """Two levels, with skips between the two sides."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.down = nn.ModuleList([nn.Conv2d(2, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
+        self.up = nn.ModuleList([nn.Conv2d(12, 4, 3, padding=1), nn.Conv2d(6, 2, 3, padding=1)])
+
+    def forward(self, x):
+        skips = []
+        for layer in self.down:
+            skips.append(x)
+            x = nn.functional.max_pool2d(self.run(layer, x).relu(), 2)
+        for layer in self.up:
+            x = nn.functional.interpolate(x, scale_factor=2)
+            x = self.run(layer, torch.cat([x, skips.pop()], 1)).relu()
+        return x.sum()
+
+
+MODELS = {
+    "mlp": lambda run: (Net(Layer, run), INPUTS[Layer]),
+    "gpt": lambda run: (Net(Block, run), INPUTS[Block]),
+    "resnet": lambda run: (Net(Convolution, run), INPUTS[Convolution]),
+    "unet": lambda run: (UNet(run), (2, 2, 8, 8)),
+}
+
+OTHERS = {
+    "offload_inputs": lambda layer, x: checkpoint(offload_inputs=True)(layer)(x),
+    "offload_inputs, recorded": lambda layer, x: checkpoint_region(offload_inputs=True)(layer)(x),
+    "split_backward": lambda layer, x: checkpoint(split_backward=True)(layer)(x),
+}
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """Returns the profiler's events of the latest ledger: time, address, bytes, and the allocator's total."""
+    found = []
+    events = profile_memory.events
+
+    def counting(profile):
+        roots = events(profile)
+        found.clear()
+        todo = [*roots]
+        while todo:
+            event = todo.pop()
+            if event.tag == IS_ALLOCATION:
+                memory = event.extra_fields
+                found.append((event.start_time_ns, memory.ptr, memory.alloc_size, memory.total_allocated))
+            todo += event.children
+        found.sort(key=lambda row: row[0])
+        return roots
+
+    monkeypatch.setattr(profile_memory, "events", counting)
+    return found
+
+
+def assert_is_the_allocators(found, counted):
+    """The sum at each moment is the profiler's, but for older memory, of whose end the profiler may tell nothing."""
+    alive, sizes = set(), []
+    for _, address, nbytes, _ in counted:
+        if nbytes > 0:
+            alive.add(address)
+            sizes.append(nbytes)
+        elif address in alive:
+            alive.remove(address)
+            sizes.append(nbytes)
+    new = [change for change in found.changes if change.allocation is not None]
+    assert [change.nbytes for change in new] == sizes
+    totals = [total for *_, total in counted]
+    assert [total - totals[0] + counted[0][2] for total in totals] == [*itertools.accumulate(row[2] for row in counted)]
+    live = [*itertools.accumulate(change.nbytes for change in found.changes)]
+    assert [change.live for change in found.changes] == live
+    assert found.peak.nbytes == max(0, *live)
+    assert found.peak.nbytes + found.base_nbytes == found.peak.total_nbytes
+    assert sum(holder.nbytes for holder in found.peak.holders) + found.peak.older_nbytes == found.peak.total_nbytes
+
+
+def assert_nothing_outside(found, allowed=("ones_like",)):
+    """But for what the lines of a step call themselves."""
+    outside = {one.origin for one in found.allocations if one.origin.maker is Maker.OUTSIDE}
+    assert {(origin.operator or "").removeprefix("aten::") for origin in outside} <= set(allowed), outside
+    assert all(origin.line.startswith("test_ledger.py:") for origin in outside)
+
+
+@pytest.mark.parametrize("run", [*RUNS, *OTHERS])
+@pytest.mark.parametrize("model", MODELS)
+def test_the_sum_is_the_allocators_byte_for_byte(model, run, counted, transfers):
+    torch.manual_seed(0)
+    net, shape = MODELS[model]({**RUNS, **OTHERS}[run])
+    x = torch.randn(shape)
+    net(x).backward()
+    net.zero_grad()
+    found = memory_ledger(lambda: net(x).backward())
+    assert_is_the_allocators(found, counted)
+    assert_nothing_outside(found)
+    assert [phase.name for phase in found.phases][:2] == ["forward", "backward"]
+    gradients = sum(parameter.grad.nbytes for parameter in net.parameters())
+    assert sum(one.nbytes for one in found.allocations if one.is_gradient) == gradients
+
+
+@pytest.mark.parametrize("run", ["none", "checkpoint", "region, policy", "offload_inputs"])
+@pytest.mark.parametrize("model", MODELS)
+def test_autocast_microbatches_and_an_optimizer(model, run, counted, transfers):
+    torch.manual_seed(0)
+    net, shape = MODELS[model]({**RUNS, **OTHERS}[run])
+    optimizer = torch.optim.AdamW(net.parameters())
+    batches = [torch.randn(shape), torch.randn(shape)]
+
+    def step():
+        for batch in batches:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = net(batch)
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(2):
+        found = memory_ledger(step)
+        assert_is_the_allocators(found, counted)
+        assert_nothing_outside(found)
+        assert [phase.name for phase in found.phases if phase.name != "rest"] == ["forward", "backward"] * 2 + ["optimizer"]
+    optimizer.zero_grad()
+    for batch in batches:
+        net(batch).backward()
+
+    def step_that_frees_first():
+        optimizer.zero_grad()
+        step()
+
+    gradients = sum(parameter.grad.nbytes for parameter in net.parameters())
+    found = memory_ledger(step_that_frees_first)
+    assert_is_the_allocators(found, counted)
+    assert min(change.live for change in found.changes) <= -gradients
+    assert found.base_nbytes - found.peak.older_nbytes == gradients
+    assert "from before are freed by then" in str(found)
+
+
+def test_a_node_of_backward_belongs_to_the_module_of_its_forward():
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), nn.Softmax(1))
+    found = memory_ledger(lambda: net(torch.ones(2, 4)).sum().backward())
+    made = {(one.origin.node, one.origin.module) for one in found.allocations if one.origin.maker is Maker.BACKWARD}
+    nodes = {"SoftmaxBackward0": "2 Softmax", "TanhBackward0": "1.0 Tanh"}
+    assert {(node, name) for node, name in made if node in nodes} == set(nodes.items())
+    assert {name for node, name in made if node == "AddmmBackward0"} == {"0 Linear", "1.1 Linear"}
+    gradients = {one.origin.module for one in found.allocations if one.is_gradient}
+    assert gradients == {"0 Linear", "1.1 Linear"}
+
+
+@pytest.mark.parametrize("form", [checkpoint, lambda function, x: checkpoint_region()(function)(x)])
+def test_forward_and_recompute_of_regions(form):
+    def work(x):
+        return x.sin().cos().exp()
+
+    x = torch.ones(256, requires_grad=True)
+    form(work, x).sum().backward()
+    found = memory_ledger(lambda: form(work, x).sum().backward())
+    made = {}
+    for one in found.allocations:
+        if one.nbytes == 1024:
+            made.setdefault(one.origin.maker, []).append(one.origin.operator.removeprefix("aten::"))
+    assert made[Maker.REGION] == ["sin", "cos", "exp"]
+    assert made[Maker.RECOMPUTE] in (["sin", "cos"], ["sin", "cos", "exp"])
+    lines = {one.origin.line for one in found.allocations if one.origin.maker is Maker.REGION and one.nbytes == 1024}
+    assert len(lines) == 1
+
+
+def test_the_line_of_a_list_that_collects_results_of_reruns():
+    unseen = threading.local()  # a list that reruns see is as forward left it afterwards
+    unseen.collected = []
+
+    def work(x):
+        y = x.sin()
+        unseen.collected.append(y.detach())
+        return y.cos()
+
+    x = torch.ones(1024, requires_grad=True)
+    with memory_ledger() as found:
+        for _ in range(3):
+            checkpoint(work, x).sum().backward()
+    line = f"test_ledger.py:{work.__code__.co_firstlineno + 1}"
+    again = [one for one in found.peak.holders if one.origin.maker is Maker.RECOMPUTE and one.reason is None]
+    assert [(one.origin.line, one.origin.operator) for one in again] == [(line, "aten::sin")]
+    assert again[0].count >= 2
+    assert line in str(found)
+
+
+def test_the_line_of_a_view_that_keeps_its_base():
+    seen = []
+
+    def work(x):
+        y = x.exp()
+        seen.append(y[:1])
+        return y
+
+    x = torch.ones(4096)
+    found = memory_ledger(lambda: [work(x).sum() for _ in range(3)])
+    largest = found.holders_at(len(found.changes) - 1)[0]
+    assert (largest.nbytes, largest.count, largest.reason) == (3 * x.nbytes, 3, None)
+    assert largest.origin.line == f"test_ledger.py:{work.__code__.co_firstlineno + 1}"
+
+
+def test_the_line_of_a_cache_that_grows():
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.cache = nn.Linear(64, 64), []
+
+        def forward(self, x):
+            self.cache.append(x * 2)
+            return self.linear(x)
+
+    net, x = Cached(), torch.ones(64, 64)
+    with memory_ledger() as found:
+        for _ in range(4):
+            net(x).sum().backward()
+    largest = found.peak.holders[0]
+    assert (largest.nbytes, largest.origin.operator, largest.origin.module) == (4 * x.nbytes, "aten::mul", "Cached")
+    assert largest.origin.line == f"test_ledger.py:{Cached.forward.__code__.co_firstlineno + 1}"
+
+
+def test_a_rerun_whose_graph_is_pinned():
+    unseen = threading.local()
+
+    def work(x):
+        y = unseen.pinned = x.sin().exp()
+        return y.cos()
+
+    x = torch.ones(1024, requires_grad=True)
+    found = memory_ledger(lambda: checkpoint(work, x).sum().backward())
+    left = [one for one in found.holders_at(len(found.changes) - 1) if one.origin.maker is Maker.RECOMPUTE]
+    assert sum(one.nbytes for one in left) >= x.nbytes
+
+
+def test_reasons_at_the_peak():
+    torch.manual_seed(0)
+    net = Net(Block, RUNS["checkpoint, policy"])
+    x = torch.randn(INPUTS[Block])
+    net(x).backward()
+    found = memory_ledger(lambda: net(x).backward())
+    reasons = {holder.reason for holder in found.peak.holders}
+    assert {Reason.POLICY, Reason.INPUT, Reason.RECOMPUTED} <= reasons
+    regions = {holder.origin.region for holder in found.peak.holders if holder.reason is Reason.POLICY}
+    assert regions <= {f"layers.{number} Block" for number in range(3)}
+    plain = copy.deepcopy(net)
+    plain.run = RUNS["none"]
+    found = memory_ledger(lambda: plain(x).backward())
+    assert Reason.SAVED in {holder.reason for holder in found.peak.holders}
+
+
+def test_text_of_some_twenty_lines():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.LayerNorm(8)) for _ in range(12)])
+    found = memory_ledger(lambda: apply_and_run(net))
+    lines = str(found).split("\n")
+    assert len(lines) <= 22
+    assert lines[0].startswith("peak ")
+    assert "forward" in lines[3]
+    assert "backward" in lines[4]
+    assert repr(found) == f"<MemoryLedger: {lines[0]}>"
+    assert "<table>" in found._repr_html_()
+
+
+def apply_and_run(net):
+    net(torch.ones(4, 8)).sum().backward()
+
+
+def test_to_json_has_everything():
+    x = torch.ones(16, requires_grad=True)
+    found = memory_ledger(lambda: checkpoint(torch.sin, x).exp().sum().backward())
+    values = json.loads(json.dumps(found.to_json()))
+    assert values["peak"]["nbytes"] == found.peak.nbytes
+    assert len(values["allocations"]) == len(found.allocations)
+    origins = [values["origins"][one["origin"]]["operator"] for one in values["allocations"]]
+    assert origins == [one.origin.operator for one in found.allocations]
+    assert [change[2] for change in values["changes"]] == [change.nbytes for change in found.changes]
+
+
+def test_nothing_is_kept_alive_and_results_are_bitwise():
+    def gradients(run):
+        torch.manual_seed(0)
+        net = Net(Block, RUNS["checkpoint"])
+        x = torch.randn(INPUTS[Block])
+        run(lambda: net(x).backward())
+        return [parameter.grad for parameter in net.parameters()], torch.get_rng_state()
+
+    (watched, after), (plain, state) = gradients(memory_ledger), gradients(lambda step: step())
+    assert all(map(torch.equal, watched, plain))
+    assert torch.equal(after, state)
+    gc.collect()
+    before = sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects())
+    found = memory_ledger(lambda: torch.ones(8).sin())
+    gc.collect()
+    assert sum(issubclass(type(one), torch.Tensor) for one in gc.get_objects()) == before
+    assert found.peak.nbytes == 64
+
+
+def test_hooks_are_gone_afterwards():
+    modules, optimizers = sys.modules["torch.nn.modules.module"], sys.modules["torch.optim.optimizer"]
+    tables = [
+        modules._global_forward_pre_hooks,
+        modules._global_forward_hooks,
+        modules._global_forward_hooks_always_called,
+        optimizers._global_optimizer_pre_hooks,
+    ]
+    before = [dict(table) for table in tables]
+
+    def fail():
+        torch.ones(4)
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), memory_ledger() as found:
+        fail()
+    assert [dict(table) for table in tables] == before
+    assert found.peak.nbytes == 16
+    assert memory_ledger(lambda: torch.ones(8)).peak.nbytes == 32
+
+
+def test_an_exception_in_a_module_ends_the_module():
+    class Fails(nn.Module):
+        def forward(self, x):
+            x.sin()
+            raise ValueError("no")
+
+    def step():
+        try:
+            Fails()(torch.ones(16))
+        except ValueError:
+            torch.ones(64)
+
+    found = memory_ledger(step)
+    assert [(one.nbytes, one.origin.module) for one in found.allocations] == [(64, None), (64, "Fails"), (256, None)]
+
+
+def test_an_exception_in_a_recompute_ends_the_recompute():
+    x = torch.ones(16, requires_grad=True)
+    weight = torch.ones(16)
+
+    def step():
+        y = checkpoint(lambda x: (x * weight).sin(), x)
+        weight.add_(1)
+        try:
+            y.sum().backward()
+        except MutationError:
+            torch.ones(64)
+
+    found = memory_ledger(step)
+    assert found.allocations[-1].origin.maker is Maker.OUTSIDE
+
+
+def test_a_ledger_is_read_after_its_block():
+    with memory_ledger() as found, pytest.raises(RuntimeError, match=r"'changes' of a ledger was read while its block runs"):
+        _ = found.peak
+    assert found.changes == ()
+    assert str(found).endswith("nothing was allocated")
+    with pytest.raises(AttributeError, match="no attribute 'peaks'"):
+        _ = found.peaks
+
+
+def test_bad_input():
+    with pytest.raises(
+        TypeError, match=r"memory_ledger takes a step to run, a function, but got a tensor.*Write `memory_ledger"
+    ):
+        memory_ledger(torch.ones(2))
+    with memory_ledger(), pytest.raises(RuntimeError, match=r"while a profiler runs on this thread.*End the profiler"):
+        memory_ledger(lambda: None)
+    with pytest.raises(ValueError, match=r"nothing was allocated on device 'cuda:0', but on cpu. Name one of these."):
+        memory_ledger(lambda: torch.ones(2)).on("cuda:0")
+
+
+def test_ranges_of_the_user_stay_whole():
+    """A function mode marks calls into torch, and the begin and the end of a range are two such calls."""
+    with memory_ledger() as found, torch.profiler.record_function("Optimizer.step#Own.step"):
+        torch.ones(4)
+        torch.zeros(4)
+    assert {one.origin.optimizer for one in found.allocations} == {"Own.step"}
