@@ -93,7 +93,7 @@ class Ledger(Observer):
     def moved(self, region, nbytes, *, to_host):
         self.moved_bytes[to_host] += nbytes
 
-    def recomputing(self, region):
+    def recomputing(self, region, *, in_order):
         self.running.append((region.path, []))
 
     def recomputed(self, region, error):

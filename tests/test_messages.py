@@ -32,6 +32,7 @@ from ckpt_hooks import (
     create_selective_checkpoint_contexts,
     enable_in_transformers,
     every,
+    memory_ledger,
     patch_torch,
     policies,
     trace,
@@ -112,6 +113,28 @@ def saves_fewer_with_the_logs():
 def a_step_of_a_trace_in_a_region():
     with trace() as found, checkpoint_region():
         found.step()
+
+
+@provokes
+def a_ledger_read_too_early():
+    with memory_ledger() as found:
+        found.phases  # noqa: B018
+
+
+@provokes
+def a_ledger_of_no_step():
+    memory_ledger(torch.ones(2))
+
+
+@provokes
+def a_ledger_in_a_ledger():
+    with memory_ledger():
+        memory_ledger(lambda: None)
+
+
+@provokes
+def a_ledger_of_a_device_without_allocations():
+    memory_ledger(lambda: torch.ones(2)).on("cuda:0")
 
 
 @provokes

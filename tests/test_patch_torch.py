@@ -46,7 +46,7 @@ class Count(Observer):
         self.names.append(region.path[-1])
         self.frame = region.frame
 
-    def recomputing(self, region):
+    def recomputing(self, region, *, in_order):
         self.recomputes += 1
 
 

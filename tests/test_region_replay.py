@@ -137,7 +137,7 @@ def test_observers_are_told_of_replays(fails, monkeypatch):
     log = []
 
     class Log(Observer):
-        def recomputing(self, region):
+        def recomputing(self, region, *, in_order):
             log.append(("begins", region.path[-1]))
 
         def recomputed(self, region, error):

@@ -96,7 +96,7 @@ def test_events_in_order():
         def exited(self, region, error):
             self.events.append(f"exited {error!r}")
 
-        def recomputing(self, region):
+        def recomputing(self, region, *, in_order):
             self.events.append("recomputing")
 
         def recomputed(self, region, error):

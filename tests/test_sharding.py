@@ -196,7 +196,7 @@ def test_torchs_regions_around_a_unit_run_here(one_rank, shard):
         def entered(self, region):
             self.entries += 1
 
-        def recomputing(self, region):
+        def recomputing(self, region, *, in_order):
             self.recomputes += 1
 
     def call(block, x):

@@ -150,7 +150,7 @@ def frame(start=0, size=0):
         current=None,
         whole=None,
         watch=None,
-        observed=lambda run, *args: run(*args),
+        observed=lambda run, *args, in_order: run(*args),
         unseen=[],
     )
 

@@ -46,6 +46,8 @@ class Region(NamedTuple):
             ``"layers.0"``; None in a recompute, and without a module.
         in_recompute: Whether the recompute of a region around enters this region.
         frame: A weak reference to the frame, for ``saved()`` and ``held()``.
+        repeats: The number of forward's entry which a recompute enters again, by their order inside of the region around;
+            None in forward.
     """
 
     id: int
@@ -56,6 +58,7 @@ class Region(NamedTuple):
     module: str | None
     in_recompute: bool
     frame: Callable[[], Watchable | None]
+    repeats: int | None = None
 
 
 class TensorInfo(NamedTuple):
@@ -90,6 +93,14 @@ class Operator(NamedTuple):
         outputs: The tensors in its result.
         site: The calling line of the user's program; None in a replay, where no user code runs.
         in_recompute: Whether a recompute ran the operator.
+        policy_index: The ``index`` at which a policy that is a function is asked about this run; None where policies are not
+            asked.
+        is_view: Whether the result is a view of an argument.
+        writes: The positions in ``inputs`` of the tensors written to; of an operator without a schema, all positions.
+        reads_shape_only: Whether the operator reads the shape of its first argument alone, as ``empty_like``.
+        seconds: The time on the host; None where no observer wants durations.
+        repeats: In the replay of a recorded region, the region and the place of forward's operator which runs again: the replay
+            runs operators of regions inside, too. None elsewhere, and for operators inside of a custom function.
     """
 
     place: int
@@ -98,6 +109,12 @@ class Operator(NamedTuple):
     outputs: tuple[TensorInfo, ...]
     site: str | None
     in_recompute: bool
+    policy_index: int | None
+    is_view: bool
+    writes: tuple[int, ...]
+    reads_shape_only: bool
+    seconds: float | None
+    repeats: tuple[int, int] | None
 
 
 class Observer:
@@ -108,9 +125,11 @@ class Observer:
 
     Attributes:
         wants_operators: Whether to call :meth:`ran`, by a dispatch mode around each region, at some 20 us an operator.
+        wants_durations: Whether operators are timed.
     """
 
     wants_operators = False
+    wants_durations = False
 
     def entered(self, region: Region) -> None:
         """Forward of a region begins."""
@@ -118,8 +137,13 @@ class Observer:
     def exited(self, region: Region, error: BaseException | None) -> None:
         """Forward of a region ended, by an exception or not."""
 
-    def ran(self, region: Region, operator: Operator) -> None:
-        """An operator ran. Operators ignored by policies (``detach``) are left out."""
+    def ran(self, region: Region | None, operator: Operator) -> None:
+        """An operator ran. Operators ignored by policies (``detach``) are left out.
+
+        Args:
+            region: The region; None for an operator outside of regions (:func:`ckpt_hooks._operators.watched.observe_all`).
+            operator: The operator.
+        """
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         """Autograd saved a tensor in a region.
@@ -145,11 +169,23 @@ class Observer:
     def moved(self, region: Region, nbytes: int, *, to_host: bool) -> None:
         """A copy of a tensor to the host began, or one back."""
 
-    def recomputing(self, region: Region) -> None:
-        """A recompute begins."""
+    def recomputing(self, region: Region, *, in_order: bool) -> None:
+        """A recompute begins.
+
+        Args:
+            region: The region.
+            in_order: Whether forward's operators run in their order, all at once: in a rerun, and in the replay of a region
+                which overwrites a value after an operator read it. Other replays may run as far as one value needs.
+        """
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
         """A recompute ended, by an exception or not."""
 
     def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
         """A saved tensor with a handle is handed to autograd."""
+
+    def backward_began(self) -> None:
+        """A backward runs its first operator. Told by :func:`ckpt_hooks._operators.watched.observe_all`."""
+
+    def backward_ended(self) -> None:
+        """The same backward has ended; not told after an exception in it."""

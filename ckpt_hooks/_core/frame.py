@@ -144,12 +144,22 @@ class Frame(abc.ABC):
             path: The region inside.
         """
 
-    def observed(self, recompute: Callable[..., R], *args: Any) -> R:
-        """Runs a recompute, and tells observers."""
+    def num_values(self) -> int | None:
+        """Returns the number of values on the tape of a recorded forward; None elsewhere."""
+        return None
+
+    def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
+        """Runs a recompute, and tells observers.
+
+        Args:
+            recompute: The recompute.
+            *args: Its arguments.
+            in_order: Whether forward's operators run in their order, all at once.
+        """
         watch = self.watch
         if watch is None:
             return recompute(*args)
-        watch.recomputing()
+        watch.recomputing(in_order=in_order)
         error: BaseException | None = None
         try:
             return recompute(*args)

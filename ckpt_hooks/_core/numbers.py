@@ -16,7 +16,7 @@ import torch
 
 from ckpt_hooks._torch import storage_of
 
-__all__ = ["address_of", "number_of", "storage_and_size", "tell_when_freed"]
+__all__ = ["address_in", "address_of", "number_of", "storage_and_size", "tell_when_freed"]
 
 _next_number = itertools.count(1).__next__
 
@@ -66,6 +66,16 @@ def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
     return _numbered(storage), storage.nbytes()
 
 
+def address_in(storage: Any) -> int:
+    """Returns the address of the memory of a storage; 0 without memory, as of fake tensors."""
+    if storage.device.type == "meta":
+        return 0
+    try:
+        return int(storage.data_ptr())
+    except RuntimeError:
+        return 0
+
+
 def address_of(storage: int | None) -> int:
     """Returns the address of the memory of a storage; 0 if the storage is gone, or has no memory.
 
@@ -74,12 +84,7 @@ def address_of(storage: int | None) -> int:
     """
     key = None if storage is None else _identities.get(storage)
     found = None if key is None else _numbers[key][0]()
-    if found is None or found.device.type == "meta":  # as of fake tensors
-        return 0
-    try:
-        return int(found.data_ptr())
-    except RuntimeError:  # of a tensor without memory
-        return 0
+    return 0 if found is None else address_in(found)
 
 
 def tell_when_freed(storage: int, observers: Iterable[_Told]) -> None:

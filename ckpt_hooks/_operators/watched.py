@@ -1,22 +1,29 @@
-"""The dispatch mode which tells observers of operators, for observers which ask for operators."""
+"""The dispatch modes which tell observers of operators, for observers which ask for operators."""
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
 
+from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
+from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.stack import is_recomputing, stack
+from ckpt_hooks._core.watch import OperatorRun
 from ckpt_hooks._core.whereabouts import site_of
+from ckpt_hooks._torch import graph_task_id, queue_callback
 
-from .facts import facts_of
+from .facts import OpFacts, facts_of
 from .kinds import Kind
 
-__all__ = ["OperatorWatch", "wants_operators", "watch_forward", "watch_replay"]
+__all__ = ["OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
 
 
 class OperatorWatch(QuietDispatchMode):
@@ -30,29 +37,107 @@ class OperatorWatch(QuietDispatchMode):
         """
         super().__init__()
         self._replayed = replayed
+        self._expected: list[tuple[Any, int]] = []
 
     def _recreate_cm(self) -> OperatorWatch:
         """Returns another mode, for a rerun inside a rerun: the outer mode is paused meanwhile."""
         return OperatorWatch(self._replayed)
 
+    def expect(self, operators: Iterable[tuple[Any, int]]) -> None:
+        """Takes the operators of a replay and their numbers on the tape, the last to run first."""
+        self._expected = list(operators)
+
+    def _number_of(self, func: Any) -> int | None:
+        """Returns the number on the tape of an operator which runs in a replay; None inside of a custom function."""
+        expected = self._expected
+        for at in reversed(range(max(0, len(expected) - 2), len(expected))):  # the next, or the one after a custom function
+            if expected[at][0] is func:
+                number = expected[at][1]
+                del expected[at:]
+                return number
+        return None
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        count_writes(func, args)
-        kind = facts_of(func).kind
-        if kind is Kind.RANGE:
-            self.note_range(func, args)
-            return output
-        replayed = self._replayed
+        facts, replayed = facts_of(func), self._replayed
         frame = replayed or stack.innermost
-        if not self.paused and kind is not Kind.IGNORED and frame is not None and frame.watch is not None:
-            frame.watch.ran(
-                str(func),
-                _tensors_in((args, kwargs)),
-                _tensors_in(output),
-                in_recompute=replayed is not None or is_recomputing(),
-                site=None if replayed is not None else site_of(sys._getframe(1)),
-            )
+        watch = None if frame is None or self.paused or facts.kind is Kind.IGNORED else frame.watch
+        if frame is None or watch is None or facts.kind is Kind.RANGE:
+            output = func(*args, **kwargs) if kwargs else func(*args)
+            count_writes(func, args)
+            if facts.kind is Kind.RANGE:
+                self.note_range(func, args)
+            return output
+        in_recompute = replayed is not None or is_recomputing()
+        number = None if in_recompute else frame.num_values()
+        repeated = None if replayed is None else self._number_of(func)
+        output, run = _run(func, facts, args, kwargs, is_timed=watch.wants_durations)
+        site = None if replayed is not None else site_of(sys._getframe(1))
+        watch.ran(run._replace(site=site, in_recompute=in_recompute), number, repeated)
         return output
+
+
+def _run(func: Any, facts: OpFacts, args: Any, kwargs: Any, *, is_timed: bool) -> tuple[Any, OperatorRun]:
+    """Runs an operator; returns its result, and what there is to tell of the run."""
+    kwargs = kwargs or {}
+    begun = time.perf_counter() if is_timed else 0.0
+    output = func(*args, **kwargs) if kwargs else func(*args)
+    seconds = time.perf_counter() - begun if is_timed else None
+    count_writes(func, args)
+    return output, OperatorRun(
+        name=str(func),
+        inputs=_tensors_in((args, kwargs)),
+        outputs=_tensors_in(output),
+        written=_tensors_in(facts.written_in(args, kwargs)),
+        is_asked_about=facts.is_asked_about,
+        is_view=facts.is_view or facts.kind is Kind.VIEW,
+        reads_shape_only=facts.is_like or facts.is_uninitialized,
+        site=None,
+        in_recompute=False,
+        seconds=seconds,
+    )
+
+
+class _OutsideWatch(QuietDispatchMode):
+    """Tells one observer of operators outside of regions, those of backward included, and of the begin and end of backward."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._observer = observer
+        self._num_operators = 0
+        self._is_in_backward = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if graph_task_id() == -1:
+            self._is_in_backward = False  # also after one that ended by an exception
+        elif not self._is_in_backward:
+            self._is_in_backward = True
+            self._observer.backward_began()
+            queue_callback(self._end)
+        facts = facts_of(func)
+        if self.paused or facts.kind is Kind.IGNORED or facts.kind is Kind.RANGE or stack.innermost is not None:
+            output = func(*args, **kwargs) if kwargs else func(*args)
+            count_writes(func, args)
+            return output
+        output, run = _run(func, facts, args, kwargs, is_timed=self._observer.wants_durations)
+        place, self._num_operators = self._num_operators, self._num_operators + 1
+        run = run._replace(site=site_of(sys._getframe(1)))
+        self._observer.ran(None, run.event(place, None, None, (self._observer,)))
+        return output
+
+    def _end(self) -> None:
+        self._is_in_backward = False
+        self._observer.backward_ended()
+
+
+@contextlib.contextmanager
+def observe_all(observer: Observer) -> Iterator[None]:
+    """Makes an observer watch regions, and the operators outside of these, on this thread.
+
+    Operators run under a dispatch mode, as in a region whose observer wants operators. Of two observers, each has a mode of
+    its own.
+    """
+    with observe(observer), _OutsideWatch(observer):
+        yield
 
 
 def wants_operators(frame: Frame | None) -> bool:

@@ -98,6 +98,8 @@ class RecordedFrame(ReplayedFrame):
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
+        if self.watch is not None and outer is not None and outer.watch is not None:
+            self.watch.share_tape(outer.watch)
         self._debug = settings.debug
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
@@ -110,6 +112,10 @@ class RecordedFrame(ReplayedFrame):
         self._offload_from = offload_from
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape
+
+    def num_values(self) -> int | None:
+        """Returns the number of values on the tape; see :meth:`Frame.num_values`."""
+        return None if self.tape is None else self.tape.tables.number
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape

@@ -188,7 +188,8 @@ class Replay:
             self.made.renew()
         self._fetch(work)
         if work.steps:
-            self.frame.observed(self._run_on_loans if self.owners else self._run, work.steps)
+            run = self._run_on_loans if self.owners else self._run
+            self.frame.observed(run, work.steps, in_order=self._plan.in_order)
 
     def _run_on_loans(self, steps: dict[int, Op | Value]) -> None:
         with Borrowing(steps, self.tensors, self.owners) as borrowing:
@@ -203,6 +204,8 @@ class Replay:
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
         with ReplayContext(self.frame) as context:
+            if context.operator_watch is not None:
+                context.operator_watch.expect((op.facts.operator, op.number) for op in todo if type(op) is Op)
             while todo:
                 op = todo.pop()
                 if type(op) is Value:

@@ -65,7 +65,7 @@ class ReplayContext:
         self._undo: Any = None
         self._guard = BelowAutograd()
         self._guard.__enter__()
-        self._operator_watch = None if self._frame.watch is None else watch_replay(self._frame)
+        self.operator_watch = None if self._frame.watch is None else watch_replay(self._frame)
         return self
 
     def under(self, surroundings: Surroundings, tensors: Mapping[int, torch.Tensor]) -> None:
@@ -107,8 +107,8 @@ class ReplayContext:
         self._current = current or self._current
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._operator_watch is not None:
-            self._operator_watch.__exit__()
+        if self.operator_watch is not None:
+            self.operator_watch.__exit__()
         self._move(self._frame.current)
         self._guard.__exit__(None, None, None)
         if self._undo is not None:

@@ -126,7 +126,9 @@ class _Tracer(Observer):
         self._end_range(region)
         self._open.discard(region.id)
 
-    def ran(self, region: Region, operator: Operator) -> None:
+    def ran(self, region: Region | None, operator: Operator) -> None:
+        if region is None:
+            return
         running = self._running.recomputes
         entry = self._entries.get(running[-1][0] if operator.in_recompute and running else region.id)
         if entry is not None and operator.in_recompute:
@@ -179,7 +181,7 @@ class _Tracer(Observer):
         if to_host and entry is not None:
             entry.offloaded += nbytes
 
-    def recomputing(self, region: Region) -> None:
+    def recomputing(self, region: Region, *, in_order: bool) -> None:
         self._begin_range(region, "recompute")
         self._running.recomputes.append((region.id, time.perf_counter()))
 

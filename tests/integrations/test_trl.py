@@ -40,7 +40,7 @@ class Recomputes(Observer):
         monkeypatch.setattr(frame, "__init__", init)
         monkeypatch.setattr(function, "forward", staticmethod(forward))
 
-    def recomputing(self, region, *args):
+    def recomputing(self, region, *, in_order):
         self.ours += 1
 
     def callback(self):

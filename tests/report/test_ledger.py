@@ -385,7 +385,7 @@ def test_bad_input():
         TypeError, match=r"memory_ledger takes a step to run, a function, but got a tensor.*Write `memory_ledger"
     ):
         memory_ledger(torch.ones(2))
-    with memory_ledger(), pytest.raises(RuntimeError, match=r"while a profiler runs on this thread.*End the profiler"):
+    with memory_ledger(), pytest.raises(RuntimeError, match=r"while a profiler runs on this thread.*Leave the block"):
         memory_ledger(lambda: None)
     with pytest.raises(ValueError, match=r"nothing was allocated on device 'cuda:0', but on cpu. Name one of these."):
         memory_ledger(lambda: torch.ones(2)).on("cuda:0")

@@ -44,7 +44,7 @@ class MemoryLedger(Printed):
     def __getattr__(self, name: str) -> Any:
         if name in MemoryLedger.__annotations__:
             raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it when the block has ended.")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return object.__getattribute__(self, name)  # which raises
 
     def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:
         """Takes the rows of the step.

@@ -56,12 +56,12 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
     Example:
         >>> import torch
         >>> from ckpt_hooks import checkpoint, memory_ledger
-        >>> x = torch.ones(256, requires_grad=True)
+        >>> x = torch.ones(4096, requires_grad=True)
         >>> found = memory_ledger(lambda: checkpoint(lambda x: x.sin().exp(), x).sum().backward())
         >>> [phase.name for phase in found.phases]
         ['forward', 'backward']
-        >>> found.peak.phase, found.peak.nbytes
-        ('backward', 4104)
+        >>> [(holder.nbytes, holder.reason.value) for holder in found.peak.holders if holder.reason]
+        [(16384, 'backward'), (16384, 'backward'), (16384, 'gradient')]
     """
     if step is None:
         return _block()
@@ -79,8 +79,8 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
 def _block() -> Iterator[MemoryLedger]:
     if is_profiling():
         raise RuntimeError(
-            "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. End the "
-            "profiler, or the ledger around this one, first."
+            "memory_ledger was begun while a profiler runs on this thread, and torch has one a thread at most. Leave the block "
+            "of the profiler, or of the ledger around this one, first."
         )
     found, marks = MemoryLedger(), Marks()
     older = OlderMemory(marks)

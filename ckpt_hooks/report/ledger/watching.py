@@ -16,11 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason
-from ckpt_hooks._core.numbers import address_of
+from ckpt_hooks._core.numbers import address_in, address_of
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._core.whereabouts import site_of
+from ckpt_hooks._torch import PastFunctionModes
 
 from .marks import Marks, Moment
 
@@ -43,7 +44,7 @@ class _Regions(Observer):
     def exited(self, region: Region, error: BaseException | None) -> None:
         self._mark(Moment.REGION_ENDS, region.id)
 
-    def recomputing(self, region: Region) -> None:
+    def recomputing(self, region: Region, *, in_order: bool) -> None:
         self._mark(Moment.RECOMPUTE_BEGINS, region)
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
@@ -97,7 +98,8 @@ class _Lines(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
 
 
-_GET_GRADIENT: Any = vars(torch._C.TensorBase)["grad"].__get__
+_gradient: Any = torch.Tensor.grad
+_GET_GRADIENT = _gradient.__get__
 
 
 class _Modules:
@@ -106,12 +108,12 @@ class _Modules:
     def __init__(self, marks: Marks) -> None:
         self._mark = marks.add
         self._names: dict[int, str] = {}
-        self.roots: list[torch.nn.Module] = []  # held, for the table to hold
+        self._roots: list[torch.nn.Module] = []  # held, for the table to hold
 
     def begin(self, module: torch.nn.Module, args: Any) -> None:
         """A module's forward begins."""
         if id(module) not in self._names:
-            self.roots.append(module)
+            self._roots.append(module)
             for name, inner in module.named_modules():
                 self._names.setdefault(id(inner), name)
         self._mark(Moment.MODULE_BEGINS, (self._names[id(module)], type(module).__name__))
@@ -131,10 +133,11 @@ class OlderMemory:
     def __init__(self, marks: Marks) -> None:
         self.sizes: dict[int, int] = {}
         self._ends: list[weakref.finalize[Any, Any]] = []
-        for tensor in _tensors():
+        parts = (part for pair in _leaves_and_others() for tensor in pair for part in dense_parts(tensor))
+        for tensor in parts:
             storage = tensor.untyped_storage()
-            address, nbytes = storage.data_ptr(), storage.nbytes()
-            if address and nbytes and address not in self.sizes:
+            address, nbytes = address_in(storage), storage.nbytes()
+            if tensor.device.type == "cpu" and address and address not in self.sizes:
                 self.sizes[address] = nbytes
                 self._ends.append(end := weakref.finalize(storage, marks.add, Moment.OLDER_FREED, address))
                 end.atexit = False
@@ -145,14 +148,12 @@ class OlderMemory:
             end.detach()
 
 
-def _tensors() -> Iterator[torch.Tensor]:
-    """Yields the tensors on the host, and their gradients."""
+def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Yields every tensor that Python knows, with its gradient."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):
             with contextlib.suppress(Exception):  # tensors of others, half made maybe
-                gradients = (found.grad,) if found.is_leaf and found.requires_grad else ()
-                for tensor in (found, *gradients):
-                    yield from (part for part in dense_parts(tensor) if part.device.type == "cpu")
+                yield found, found.grad if found.is_leaf and found.requires_grad else None
 
 
 @contextlib.contextmanager
@@ -164,12 +165,13 @@ def watch(marks: Marks) -> Iterator[None]:
     """
 
     def note_gradients(gradients: Iterable[Any]) -> None:
-        addresses = [part.untyped_storage().data_ptr() for gradient in gradients for part in dense_parts(gradient)]
+        parts = (part for gradient in gradients for part in dense_parts(gradient))
+        addresses = [address_in(part.untyped_storage()) for part in parts]
         if addresses:
             marks.add(Moment.GRADIENTS, addresses)
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        with torch._C.DisableTorchFunction():
+        with PastFunctionModes():
             note_gradients(parameter.grad for group in optimizer.param_groups for parameter in group["params"])
 
     modules = _Modules(marks)
@@ -181,7 +183,7 @@ def watch(marks: Marks) -> Iterator[None]:
     try:
         with observe(_Regions(marks)), _Lines(marks, note_gradients):
             yield
-        note_gradients(parameter.grad for root in modules.roots for parameter in root.parameters())
+        note_gradients(gradient for _, gradient in _leaves_and_others())
     finally:
         for hook in hooks:
             hook.remove()
