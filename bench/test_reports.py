@@ -1,4 +1,4 @@
-"""What reports on saved tensors cost: on a graph of 1,000 regions with 100,000 saved tensors, against its forward."""
+"""What reports cost: on a graph of 1,000 regions with 100,000 saved tensors, against its forward; and a ledger of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks.report import format_saved_residuals, saved_tensors_report
+from ckpt_hooks._torch.profiling import profile_memory
+from ckpt_hooks.report import format_saved_residuals, memory_ledger, saved_tensors_report
 
 REGIONS, WIDTH = 1000, 50
 ROUNDS = 5
@@ -69,4 +70,60 @@ def test_reports(benchmark: BenchmarkFixture, note: Callable[[str], None], way: 
     note(
         f"report on {regions * WIDTH * 2:,} saved tensors, {way}: {best['report']:.2f} s, its text {best['text']:.2f} s; "
         f"{ratio:.2f} of a plain forward"
+    )
+
+
+@pytest.mark.benchmark(group="reports")
+def test_ledger(benchmark: BenchmarkFixture, note: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU seconds of a ledger's step, of the profiler's own stop, and of the ledger and its text beyond these."""
+    layers = 10 if benchmark.disabled else 600
+    net = torch.nn.Sequential(
+        *(
+            torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.LayerNorm(16), torch.nn.Linear(16, 16))
+            for _ in range(layers)
+        )
+    )
+    x, stops, counts = torch.randn(4, 16), list[float](), list[int]()
+    stop, events = profile_memory.__exit__, profile_memory.events
+
+    def timed_stop(profile: profile_memory, *exc_info: object) -> None:
+        start = time.process_time()
+        stop(profile, *exc_info)
+        stops.append(time.process_time() - start)
+
+    def counted(profile: profile_memory) -> list[object]:
+        start = time.process_time()
+        roots = events(profile)
+        todo, count = [*roots], 0
+        while todo:
+            count += 1
+            todo += todo.pop().children
+        counts.append(count)
+        stops[-1] += time.process_time() - start
+        return roots
+
+    monkeypatch.setattr(profile_memory, "__exit__", timed_stop)
+    monkeypatch.setattr(profile_memory, "events", counted)
+    beyond, steps = list[float](), list[float]()
+
+    def step() -> None:
+        start = time.process_time()
+        y = x
+        for block in net:
+            y = checkpoint(block, y)
+        y.sum().backward()
+        steps.append(time.process_time() - start)
+
+    step()
+    plain = steps.pop()
+
+    def one_round() -> None:
+        start = time.process_time()
+        str(memory_ledger(step))
+        beyond.append(time.process_time() - start - steps[-1] - stops[-1])
+
+    benchmark.pedantic(one_round, rounds=1 if benchmark.disabled else ROUNDS)  # type: ignore[no-untyped-call]
+    note(
+        f"ledger of {counts[-1]:,} events of the profiler: {min(beyond):.2f} s with its text, beyond {min(stops):.2f} s of the "
+        f"profiler's own stop; the step takes {min(steps) / plain:.2f} of one without"
     )

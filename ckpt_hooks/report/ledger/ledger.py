@@ -117,8 +117,9 @@ class MemoryLedger(Printed):
         words = f"peak {format_bytes(peak.nbytes)} above the {format_bytes(self.base_nbytes)} in use before, on {self.device}"
         if not self.changes:
             return f"{words}: nothing was allocated"
-        there = "" if peak.origin is None else f" by {maker_in_words(peak.origin)}"
-        return f"{words}: in {peak.phase}{there}, {count_of(len(self.allocations), 'allocation')}"
+        maker = "" if peak.origin is None else maker_in_words(peak.origin)
+        there = maker if maker.startswith(peak.phase) else ", by ".join(filter(None, (peak.phase, maker)))
+        return f"{words}: in {there}; {count_of(len(self.allocations), 'allocation')}"
 
     def _tables(self) -> Iterator[Table]:
         peak = self.peak

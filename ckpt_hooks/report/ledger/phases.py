@@ -33,7 +33,7 @@ class Phase:
 def phases_of(changes: Sequence[Change]) -> tuple[Phase, ...]:
     """Returns the phases of a step, in order.
 
-    A pause between two nodes of backward belongs to backward if nothing is allocated there.
+    What allocates nothing, as a pause between two nodes of backward, belongs to the phase before.
 
     Args:
         changes: The step's allocations and frees.
@@ -44,9 +44,10 @@ def phases_of(changes: Sequence[Change]) -> tuple[Phase, ...]:
         runs.append((name, first, first + len(others) + 1))
     found: list[tuple[str, int, int]] = []
     for at, (name, begin, end) in enumerate(runs):
-        if name == "rest" and next((later for later, *_ in runs[at + 1 :] if later != "rest"), None) == "backward":
-            is_pause = found and found[-1][0] == "backward" and all(change.nbytes < 0 for change in changes[begin:end])
-            name = "backward" if is_pause else "forward"
+        if name == "rest" and found and all(change.nbytes < 0 for change in changes[begin:end]):
+            name = found[-1][0]
+        elif name == "rest" and next((later for later, *_ in runs[at + 1 :] if later != "rest"), None) == "backward":
+            name = "forward"
         if found and found[-1][0] == name:
             begin = found.pop()[1]
         found.append((name, begin, end))
