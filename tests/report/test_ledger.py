@@ -449,3 +449,10 @@ def test_memory_used_by_two_threads():
     live = [*itertools.accumulate(change.nbytes for change in found.changes)]
     assert [change.live for change in found.changes] == live
     assert [change.time for change in found.changes] == sorted(change.time for change in found.changes)
+
+
+def test_tensors_that_are_not_made_yet():
+    lazy = nn.LazyLinear(8)
+    found = memory_ledger(lambda: nn.Linear(8, 8)(torch.ones(4, 8)).sum().backward())
+    assert found.peak.nbytes > 0
+    assert memory_ledger(lambda: lazy(torch.ones(4, 8)).sum().backward()).peak.nbytes > 0

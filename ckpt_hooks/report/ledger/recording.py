@@ -34,7 +34,8 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
 
     The ledger is of what the profiler tells: it is byte for byte the sum of the allocator. Of an accelerator it has the
     rounded sizes of the caching allocator's blocks. Memory from before is counted once, as ``base_nbytes``; its end inside of
-    the step, as by ``zero_grad``, makes the sum fall.
+    the step, as by ``zero_grad``, makes the sum fall. What other threads of the program allocate is not seen: the profiler is
+    of this thread, and of the threads of a backward begun here.
 
     A step in a ledger computes the same, and takes longer: some microseconds for each call into torch, whose line is noted by
     a function mode, and what the profiler takes. Code that ``torch.compile`` has compiled is compiled once more. No tensor is

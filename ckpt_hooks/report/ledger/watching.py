@@ -133,12 +133,10 @@ class OlderMemory:
     def __init__(self, marks: Marks) -> None:
         self.sizes: dict[int, int] = {}
         self._ends: list[weakref.finalize[Any, Any]] = []
-        parts = (part for pair in _leaves_and_others() for tensor in pair for part in dense_parts(tensor))
-        for tensor in parts:
-            storage = tensor.untyped_storage()
-            address, nbytes = address_in(storage), storage.nbytes()
-            if tensor.device.type == "cpu" and address and address not in self.sizes:
-                self.sizes[address] = nbytes
+        for storage in _storages_of(tensor for pair in _leaves_and_others() for tensor in pair):
+            address = address_in(storage)
+            if storage.device.type == "cpu" and address and address not in self.sizes:
+                self.sizes[address] = storage.nbytes()
                 self._ends.append(end := weakref.finalize(storage, marks.add, Moment.OLDER_FREED, address))
                 end.atexit = False
 
@@ -152,8 +150,17 @@ def _leaves_and_others() -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
     """Yields every tensor that Python knows, with its gradient."""
     for found in gc.get_objects():
         if issubclass(type(found), torch.Tensor):
-            with contextlib.suppress(Exception):  # tensors of others, half made maybe
-                yield found, found.grad if found.is_leaf and found.requires_grad else None
+            gradient = None
+            with contextlib.suppress(Exception):  # of a tensor of others, half made maybe
+                gradient = found.grad if found.is_leaf and found.requires_grad else None
+            yield found, gradient
+
+
+def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
+    """Yields the storages of tensors; nothing for a tensor not made yet, as of a lazy module."""
+    for tensor in tensors:
+        with contextlib.suppress(Exception):
+            yield from [part.untyped_storage() for part in dense_parts(tensor)]
 
 
 @contextlib.contextmanager
@@ -165,8 +172,7 @@ def watch(marks: Marks) -> Iterator[None]:
     """
 
     def note_gradients(gradients: Iterable[Any]) -> None:
-        parts = (part for gradient in gradients for part in dense_parts(gradient))
-        addresses = [address_in(part.untyped_storage()) for part in parts]
+        addresses = list(map(address_in, _storages_of(gradients)))
         if addresses:
             marks.add(Moment.GRADIENTS, addresses)
 
