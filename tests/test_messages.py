@@ -138,6 +138,27 @@ def a_ledger_of_a_device_without_allocations():
 
 
 @provokes
+def runs_of_a_module_without_a_name():
+    policies.save_indices([(1, MM, 0)])
+
+
+@provokes
+def runs_without_numbers():
+    policies.save_indices([("", MM, "first")])
+
+
+@provokes
+def runs_before_the_first():
+    policies.save_indices([("", MM, -1)])
+
+
+@provokes
+def a_run_more_than_a_policy_expects():
+    policy = policies.save_indices([("", SIN, 0)], counts={("", SIN): 1})
+    checkpoint(policy=policy)(lambda x: x.sin().sin())(leaf(4))
+
+
+@provokes
 def saves_more():
     changing(lambda x: x.sin().cos(), lambda x: x.sin().cos().exp().tan(), early_stop=False)
 

@@ -34,7 +34,7 @@ from ckpt_hooks._torch import (
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
-from ckpt_hooks.policies.decisions import RECOMPUTE, SAVE
+from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE
 
 from . import writes
 from .calls import decide, op_of, run
@@ -126,9 +126,13 @@ class Recorder(SelectiveCheckpointContext):
             if decision is None:
                 decision = decisions.of(facts)
             if decision != RECOMPUTE:
-                if decision == SAVE and facts.is_fresh and graph_task_id() == tape.task:
-                    return self._save(func, facts, args, kwargs or _NO_KWARGS)
-                return self._record(func, facts, args, kwargs or _NO_KWARGS)
+                if facts.is_fresh and graph_task_id() == tape.task:
+                    if decision == ASK and decisions.is_kept is not None and not facts.has_buffered_masks:
+                        decision = SAVE if decisions.is_kept(func) else RECOMPUTE
+                    if decision == SAVE:
+                        return self._save(func, facts, args, kwargs or _NO_KWARGS)
+                if decision != RECOMPUTE:
+                    return self._record(func, facts, args, kwargs or _NO_KWARGS)
         if facts.looks_at_switches:
             self._look_closely(facts)
         out = facts.call(*args, **kwargs) if kwargs else facts.call(*args)

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from .base import Policy, PolicyFn
 from .context import SelectiveCheckpointContext
+from .indices import save_indices
 from .ready_made import (
     dots_saveable,
     dots_with_no_batch_dims_saveable,
@@ -57,6 +58,7 @@ __all__ = [
     "save_compute_and_communication",
     "save_every",
     "save_from_both_policies",
+    "save_indices",
     "save_only_these_names",
     "save_ops",
 ]

@@ -128,6 +128,15 @@ class Policy(abc.ABC):
         """Returns the function to ask in one region: the policy itself, unless the policy counts."""
         return self
 
+    def count_runs(self) -> Callable[[Any], bool] | None:
+        """Starts a count in one region, for a policy that goes by runs of operators alone; None for other policies.
+
+        Returns:
+            A function which is called for each run of an operator without a decision of its own (:meth:`for_op`), and returns
+            whether to keep the output. Recorded regions ask it in a third of the time of :meth:`start`'s.
+        """
+        return None
+
     def warn_of_view(self, operator: Any) -> None:
         """Warns of a view the policy wants to keep; once for a policy."""
         if not self.has_views:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from torch.utils.checkpoint import CheckpointPolicy
@@ -50,13 +51,14 @@ class Decisions:
     """The decisions of a policy in one region.
 
     Attributes:
+        is_kept: Tells whether to keep the next run of an operator of decision ``ASK``, where the policy only counts runs.
         known: Answers of :meth:`of`.
         names: Names given to tensors, where the policy expects some.
         policy: The policy.
         seen: Operators which ran, where the policy expects some.
     """
 
-    __slots__ = ("_asks", "_num_asked", "known", "names", "policy", "seen")
+    __slots__ = ("_asks", "_num_asked", "is_kept", "known", "names", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
         """Starts a region.
@@ -65,7 +67,8 @@ class Decisions:
             policy: The policy of the region.
         """
         self.policy = policy
-        self._asks: Callable[..., Any] = policy.start()
+        self.is_kept = policy.count_runs()
+        self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else partial(_by_count, self.is_kept)
         self._num_asked = 0
         self.seen: set[Any] | None = set() if policy.expects else None
         self.names: set[str] | None = set() if policy.expected_names else None
@@ -139,6 +142,10 @@ class Decisions:
             warn_of_unseen(self.policy, self.seen if seen is None else seen)
         if self.names is not None:
             warn_of_unheard(self.policy, frozenset(self.names))
+
+
+def _by_count(is_kept: Callable[[Any], bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _meaning_of(answer: Any, facts: OpFacts) -> int:

@@ -1,0 +1,237 @@
+"""``save_indices``: single runs of operators, told by submodule, operator and number."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import gc
+import pickle
+import sys
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region
+from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks.policies import save_indices, save_ops
+from ckpt_hooks.report import Reason
+
+aten = torch.ops.aten
+ADDMM, TANH, MUL = aten.addmm.default, aten.tanh.default, aten.mul.Tensor
+
+
+class Inner(nn.Module):
+    """A layer called twice, and a scale."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.linear(self.linear(x).tanh()) * 2
+
+
+class Block(nn.Module):
+    """Two such layers, with dropout."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.dropout, self.second = Inner(), nn.Dropout(0.5), Inner()
+
+    def forward(self, x):
+        return self.second(self.dropout(self.first(x)).tanh()).sin()
+
+
+class Kept(Observer):
+    """Counts the tensors that policies keep, by operator, and the operators that run again."""
+
+    wants_operators = True
+
+    def __init__(self):
+        self.kept, self.again = collections.Counter(), collections.Counter()
+
+    def held(self, region, holdings):
+        self.kept["policy"] += sum(one.reason is Reason.POLICY for one in holdings)
+
+    def ran(self, region, operator):
+        self.again[operator.name] += operator.in_recompute
+
+
+FORMS = {
+    "function": lambda block, policy: checkpoint(policy=policy)(block),
+    "recorded": lambda block, policy: checkpoint_region(policy=policy)(block),
+    "module": lambda block, policy: checkpoint_module(block, policy=policy),
+    "recorded module": lambda block, policy: checkpoint_module(block, policy=policy, recorded=True),
+}
+ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+
+
+def gradients(block, form=None, policy=None, times=1):
+    torch.manual_seed(1)
+    block = copy.deepcopy(block)
+    run = block if form is None else form(block, policy)
+    seen, x = Kept(), torch.ones(4, 8, requires_grad=True)
+    with observe(seen):
+        for _ in range(times):
+            run(x).sum().backward()
+    return [x.grad, *(parameter.grad for parameter in block.parameters())], seen
+
+
+@pytest.fixture
+def block():
+    torch.manual_seed(0)
+    return Block()
+
+
+@ALL
+def test_single_runs_are_kept(block, form):
+    plain, _ = gradients(block)
+    runs = [("first.linear", ADDMM, 1), ("second.linear", ADDMM, 0), ("second", TANH, 0)]
+    found, seen = gradients(block, form, save_indices(runs))
+    assert all(map(torch.equal, found, plain))
+    assert seen.again["aten.addmm.default"] == 2  # of four
+    assert seen.again["aten.tanh.default"] == 2
+    found, seen = gradients(block, form, save_indices([]))
+    assert all(map(torch.equal, found, plain))
+    assert seen.again["aten.addmm.default"] == 4
+    assert seen.kept["policy"] == 0
+
+
+@ALL
+def test_all_runs_are_as_a_list(block, form):
+    runs = [(f"{name}.linear", ADDMM, number) for name in ("first", "second") for number in (0, 1)]
+    found, seen = gradients(block, form, save_indices(runs))
+    by_list, of_list = gradients(block, form, save_ops(ADDMM))
+    assert all(map(torch.equal, found, by_list))
+    assert seen.again == of_list.again
+    assert seen.kept == of_list.kept
+
+
+@ALL
+def test_each_call_counts_anew(block, form):
+    plain, _ = gradients(block, times=3)
+    found, seen = gradients(block, form, save_indices([("first.linear", ADDMM, 0)]), times=3)
+    assert all(map(torch.equal, found, plain))
+    assert seen.again["aten.addmm.default"] == 9
+
+
+@ALL
+def test_other_submodules_do_not_matter(block, form):
+    policy = save_indices([("second.linear", ADDMM, 0)], counts={("second.linear", ADDMM): 2, ("first.linear", ADDMM): 2})
+    for training in (True, False):
+        block.train(training)
+        plain, _ = gradients(block)
+        found, seen = gradients(block, form, policy)
+        assert all(map(torch.equal, found, plain))
+        assert seen.again["aten.addmm.default"] == 3
+
+
+@ALL
+def test_a_run_that_is_not_expected(block, form):
+    policy = save_indices([("second.linear", ADDMM, 0)], counts={("second.linear", ADDMM): 2, ("first.linear", ADDMM): 1})
+    plain, _ = gradients(block)
+    with pytest.warns(UserWarning, match=r"made for 1 runs of aten.addmm.default in module 'first.linear', and met one more"):
+        found, seen = gradients(block, form, policy)
+    assert all(map(torch.equal, found, plain))
+    assert seen.kept["policy"] == 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gradients(block, form, policy)  # a warning comes once
+
+
+def test_a_module_without_submodules():
+    x = torch.ones(4, 4, requires_grad=True)
+    policy = save_indices([("", MUL, 1)])
+    seen = Kept()
+    with observe(seen):
+        checkpoint(policy=policy)(lambda x: (x * 2 * 3).sin())(x).sum().backward()
+    assert seen.kept["policy"] == 1
+    assert seen.again["aten.mul.Tensor"] == 1
+
+
+def test_pickled_compared_and_printed():
+    policy = save_indices([("a", ADDMM, 1), ("a", ADDMM, 0), ("", TANH, 3)], counts={("a", ADDMM): 2, ("", TANH): 4})
+    copied = pickle.loads(pickle.dumps(policy))
+    assert copied == policy == copy.deepcopy(policy)
+    assert hash(copied) == hash(policy)
+    assert copied != save_indices([("a", ADDMM, 1)])
+    assert str(copied) == (
+        "<save_indices: keeps the outputs of 3 runs of operators>\n"
+        "module    operator            runs kept\n"
+        "a         aten.addmm.default  0, 1\n"
+        "(itself)  aten.tanh.default   3"
+    )
+
+
+def test_policies_keep_no_module_alive(block):
+    policy = save_indices([("first.linear", ADDMM, 0)])
+    block = copy.deepcopy(block)
+    gone = weakref.ref(block.first)
+    run = checkpoint(policy=policy)(block)
+    run(torch.ones(4, 8)).sum().backward()
+    del block, run
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_changed_model_has_new_names(block):
+    policy = save_indices([("first.linear", ADDMM, 0)])
+    x = torch.ones(4, 8, requires_grad=True)
+    checkpoint(policy=policy)(block)(x).sum().backward()
+    block.first = Inner()
+    seen = Kept()
+    with observe(seen):
+        checkpoint(policy=policy)(block)(x).sum().backward()
+    assert seen.again["aten.addmm.default"] == 3
+
+
+@pytest.mark.parametrize(
+    ("runs", "counts", "error", "message"),
+    [
+        ([("a", "mm", 0)], None, ValueError, "Expected op in `runs` to be an OpOverload"),
+        ([(1, ADDMM, 0)], None, TypeError, "runs should name submodules, but has 1 of type int. Give a name."),
+        ([("a", ADDMM, 1.0)], None, TypeError, "runs should have integers, but has 1.0 for aten.addmm.default. Give"),
+        ([("a", ADDMM, True)], None, TypeError, "runs should have integers, but has True"),
+        ([("a", ADDMM, -1)], None, ValueError, "runs should have numbers from 0, but has -1 for aten.addmm.default. Give"),
+        ([], {("a", ADDMM): -1}, ValueError, "counts should have numbers from 0, but has -1"),
+    ],
+)
+def test_bad_input(runs, counts, error, message):
+    with pytest.raises(error, match=message.replace(".", r"\.")):
+        save_indices(runs, counts=counts)
+
+
+def test_python_calls_of_an_operator():
+    """At most a tenth more than under a list, in recorded regions: one for each run that is counted."""
+    x = torch.ones(4, 4, requires_grad=True)
+
+    def run(x):
+        for _ in range(100):
+            x = x.sin().cos()
+        return x
+
+    def calls(policy):
+        region = checkpoint_region(policy=policy)
+        region(run)(x)
+        count = 0
+
+        def profile(frame, event, argument):
+            nonlocal count
+            count += event == "call"
+
+        sys.setprofile(profile)
+        try:
+            region(run)(x)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    sin = aten.sin.default
+    by_list = calls([sin])
+    by_index = calls(save_indices([("", sin, number) for number in range(100)]))
+    assert by_list < by_index <= by_list + 100
+    assert by_index <= 1.1 * by_list
