@@ -138,6 +138,11 @@ def a_ledger_of_a_device_without_allocations():
 
 
 @provokes
+def options_of_a_module_that_are_none():
+    apply_checkpointing(nn.Sequential(nn.Linear(2, 2)), {"0": {"name": "first"}})
+
+
+@provokes
 def runs_of_a_module_without_a_name():
     policies.save_indices([(1, MM, 0)])
 

@@ -701,6 +701,34 @@ def test_a_mapping_of_patterns():
     assert ops.counts["addmm"] == 3 + 1  # that of the region whose policy is None
 
 
+def test_a_mapping_of_patterns_to_options():
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(4)))
+    x = torch.randn(2, 4, requires_grad=True)
+    (plain,) = torch.autograd.grad(model(x).sum(), x)
+    options = {"recorded": True, "policy": policies.dots_saveable, "replay_whole": False}
+    with apply_checkpointing(model, {"0": options, "1": {"policy": policies.dots_saveable}, "2": None}) as applied:
+        assert [tuple(region)[2:] for region in applied] == [
+            ("checkpoint_region", policies.dots_saveable),
+            ("checkpoint", policies.dots_saveable),
+            ("checkpoint", None),
+        ]
+        (found,) = torch.autograd.grad(model(x).sum(), x)
+    assert torch.equal(found, plain)
+    with apply_checkpointing(model, {"*": {"recorded": False}, "3": None}, recorded=True) as applied:
+        assert {region.form for region in applied} == {"checkpoint"}
+    before = [dict(vars(module)) for module in model.modules()]
+    for wrong, message in [
+        ({"0": {"name": "x"}}, "select has options for '0' that are none"),
+        ({"0": {1: 2}}, "select has options for '0' that are none"),
+        ({"0": {"recorded": True, "early_stop": False}}, "Unexpected keyword arguments: early_stop"),
+        ({"0": {"unknown": 1}}, "unknown"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            apply_checkpointing(model, wrong)
+    assert [dict(vars(module)) for module in model.modules()] == before
+
+
 def test_the_table():
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Tanh()))
 

@@ -160,7 +160,8 @@ def apply_checkpointing(
             - :func:`every` for every n-th layer;
             - name patterns, one or several, in which ``*`` stands for a part of a name between dots and ``**`` for any number
               of parts: all modules found, also inside each other;
-            - a mapping of name patterns to policies: likewise, with the policy of the first matching pattern.
+            - a mapping of name patterns to policies, or to mappings of options, as in ``{"policy": ..., "recorded": True}``:
+              likewise, with the policy or the options of the first matching pattern.
         policy: The outputs to keep, as for :func:`checkpoint_module`. Not with a mapping.
         recorded: Whether backward replays operators instead of calling ``forward`` again.
         **options: Other options, as for :func:`checkpoint_module`.
@@ -195,9 +196,11 @@ def apply_checkpointing(
     if "name" in options:
         raise ValueError("apply_checkpointing got name, but names each region after its module. Leave it out.")
     selected = select_modules(model, select, policy)
+    common = {"recorded": recorded, **options}
+    own = [{**common, **_options_of(name, value)} for name, (_, value) in selected.items()]
     forwards = [
-        _forward_for(module, name or type(module).__qualname__, own_policy, recorded, options)
-        for name, (module, own_policy) in selected.items()
+        _forward_for(module, name or type(module).__qualname__, **split)
+        for (name, (module, _)), split in zip(selected.items(), map(_split, own), strict=True)
     ]
     switches = own_switches(model, selected)
     for switch in switches.values():
@@ -205,9 +208,31 @@ def apply_checkpointing(
     for forward, (name, (module, _)) in zip(forwards, selected.items(), strict=True):
         forward.put(module)
         forward.own_switch = switches.get(name)
-    form = "checkpoint_region" if recorded else "checkpoint"
-    regions = [AppliedRegion(name, type(module).__name__, form, own) for name, (module, own) in selected.items()]
+    regions = [
+        AppliedRegion(name, type(module).__name__, _FORMS[bool(one["recorded"])], one["policy"])
+        for (name, (module, _)), one in zip(selected.items(), own, strict=True)
+    ]
     return AppliedCheckpointing(regions, forwards)
+
+
+_FORMS = ("checkpoint", "checkpoint_region")
+
+
+def _options_of(name: str, value: Any) -> dict[str, Any]:
+    """Returns the options of a selected module, the policy among them."""
+    if not isinstance(value, Mapping):
+        return {"policy": value}
+    if not all(isinstance(key, str) for key in value) or "name" in value:
+        raise ValueError(
+            f"select has options for {name!r} that are none: {dict(value)!r}. Write options of checkpoint_module, without "
+            "a name."
+        )
+    return {"policy": None, **value}
+
+
+def _split(options: dict[str, Any]) -> dict[str, Any]:
+    others = {key: value for key, value in options.items() if key not in ("policy", "recorded")}
+    return {"policy": options["policy"], "recorded": options["recorded"], "options": others}
 
 
 _REGION_OPTIONS = frozenset(options_of(Form.RECORDED))
