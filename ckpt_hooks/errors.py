@@ -10,6 +10,9 @@
             ├── OverlapError           two backwards of one GraphExecGroup asked for the same tensor
             └── InternalError          a bug in this package
 
+    ValueError
+    └── BudgetTooSmallError            no plan fits a byte budget
+
 A mistake of the caller (a wrong option, a wrong type) is a ``ValueError`` or ``TypeError``. A failure while a model runs is a
 :class:`CheckpointError`, a child of torch's class of the same name, so code written for ``torch.utils.checkpoint`` catches it
 unchanged. No exception carries a tensor, so a logged or kept exception keeps no activation alive.
@@ -21,7 +24,7 @@ from typing import Any, TypeVar
 
 import torch.utils.checkpoint
 
-__all__ = ["CheckpointError", "DeterminismError", "InternalError", "MutationError", "OverlapError"]
+__all__ = ["BudgetTooSmallError", "CheckpointError", "DeterminismError", "InternalError", "MutationError", "OverlapError"]
 
 
 class CheckpointError(torch.utils.checkpoint.CheckpointError):
@@ -108,3 +111,24 @@ class OverlapError(CheckpointError):
 
 class InternalError(CheckpointError):
     """A promise of this package did not hold. Please report the error, with the program."""
+
+
+class BudgetTooSmallError(ValueError):
+    """No plan of a model's step fits a byte budget.
+
+    Attributes:
+        budget: The bytes given.
+        minimum: The least peak of any plan, in bytes.
+        bottleneck: The block in which that peak is; None outside of any block.
+    """
+
+    def __init__(self, message: str, *, budget: int, minimum: int, bottleneck: str | None) -> None:
+        super().__init__(message)
+        self.budget, self.minimum, self.bottleneck = budget, minimum, bottleneck
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made_again, (self.args[0], self.budget, self.minimum, self.bottleneck)
+
+
+def _made_again(message: str, budget: int, minimum: int, bottleneck: str | None) -> BudgetTooSmallError:
+    return BudgetTooSmallError(message, budget=budget, minimum=minimum, bottleneck=bottleneck)

@@ -1,0 +1,11 @@
+"""Byte budgets: the fastest step that fits, for any eager model.
+
+One profiled step, a simulation of every plan from it, and the cheapest plan that fits, which is measured before it is returned.
+"""
+
+from __future__ import annotations
+
+from .plan import KeptRun, Plan, PlannedBlock
+from .planning import plan_memory
+
+__all__ = ["KeptRun", "Plan", "PlannedBlock", "plan_memory"]

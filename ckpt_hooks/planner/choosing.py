@@ -1,0 +1,263 @@
+"""The choice of an option for each block: the least cost under a budget.
+
+A block's option changes memory at many moments, but outside of the block's own backward by constant amounts: by what it keeps. So
+time falls into windows, each with one block that varies in it. The peak of a window is the sum of a maximum for that block and of
+constants for the others. A greedy search takes the step with the most bytes for its cost, and exchanges steps afterwards.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from .cuts import Choice
+from .profiling import Profile
+from .simulating import Delta, Effect, effect_of, timeline_of
+
+__all__ = ["Option", "Problem", "choose", "options_of"]
+
+
+@dataclasses.dataclass
+class Option:
+    """An option of a block, with its effects in all of the block's calls.
+
+    Attributes:
+        choice: The choice.
+        effects: The effect in each call.
+        cost: The cost of the operators which run again, in all calls.
+    """
+
+    choice: Choice
+    effects: list[Effect]
+    cost: float
+
+
+class Problem:
+    """What every choice does to memory.
+
+    Attributes:
+        blocks: The blocks' names.
+        options: The options of each block.
+        costs: Their costs, for each block.
+        memory: Of each block, the bytes of each option in each window.
+        base: The bytes in each window without any block.
+    """
+
+    def __init__(self, profile: Profile, options: Mapping[str, Sequence[Option]], natural: Sequence[int]) -> None:
+        self.profile = profile
+        self.blocks = [*options]
+        self.options = [options[name] for name in self.blocks]
+        self.costs = [torch.tensor([option.cost for option in of], dtype=torch.float64) for of in self.options]
+        spans: list[tuple[int, int, int]] = []  # begin, end, block
+        for entry in profile.entries:
+            number = self.blocks.index(entry.block)
+            rows = [row for handle in entry.handles for row in (handle.restored, handle.let_go) if row is not None]
+            spans.append((entry.begin, entry.end + 1, number))
+            if rows:
+                spans.append((min(rows), max(rows) + 1, number))
+        bounds = sorted({0, profile.num_rows, *(row for begin, end, _ in spans for row in (begin, end))})
+        self._bounds = bounds
+        self.natural = _with_common(natural, options, bounds)
+        owners: list[int | None] = [None] * (len(bounds) - 1)
+        for begin, end, number in spans:
+            for window in range(bisect.bisect_left(bounds, begin), bisect.bisect_left(bounds, min(end, profile.num_rows))):
+                owners[window] = number
+        self._owners = owners
+        base = [moment for moment in timeline_of(profile, (), self.natural) if moment[0] < profile.num_rows]
+        self._base = self._by_window(base)
+        self.base = torch.tensor([float(self._most((), window)) for window in range(len(owners))], dtype=torch.float64)
+        self.memory = [self._memory_of(number, of) for number, of in enumerate(self.options)]
+
+    def _by_window(self, moments: Iterable[Delta]) -> list[tuple[int, list[Delta]]]:
+        """Returns for each window the sum before, and the changes inside."""
+        inside: list[list[Delta]] = [[] for _ in range(len(self._bounds) - 1)]
+        for moment in moments:
+            inside[bisect.bisect_right(self._bounds, moment[0]) - 1].append(moment)
+        sums = [0, *itertools.accumulate(sum(nbytes for *_, nbytes in window) for window in inside)]
+        return list(zip(sums, inside, strict=False))
+
+    def _most(self, changes: Iterable[Delta], window: int, before: int = 0) -> int:
+        start, base = self._base[window]
+        live = most = start + before
+        for _, _, nbytes in sorted((*base, *changes)):
+            live += nbytes
+            most = max(most, live)
+        return most
+
+    def _memory_of(self, number: int, options: Sequence[Option]) -> torch.Tensor:
+        rows = []
+        for option in options:
+            row = []
+            for window, (before, changes) in enumerate(self._by_window(self._changes_of(option.effects))):
+                if self._owners[window] == number:
+                    row.append(self._most(changes, window, before) - float(self.base[window]))
+                else:
+                    row.append(float(max(itertools.accumulate((nbytes for *_, nbytes in sorted(changes)), initial=before))))
+            rows.append(row)
+        return torch.tensor(rows, dtype=torch.float64)
+
+    def _changes_of(self, effects: Iterable[Effect]) -> list[Delta]:
+        """Returns the changes of a block's effects beside the timeline without any block."""
+        changes: list[Delta] = []
+        ends: dict[int, int] = {}
+        for effect in effects:
+            changes += effect.deltas
+            for number, end in effect.ends.items():
+                ends[number] = max(ends.get(number, 0), end)
+            for number in effect.spared:
+                one = self.profile.allocations[number]
+                changes += [(one.born, -1, -one.nbytes), (self.natural[number], -1, one.nbytes)]
+        for number, end in ends.items():
+            one, natural = self.profile.allocations[number], self.natural[number]
+            if end > natural and not one.is_again:
+                changes += [(natural, -1, one.nbytes), (end, -1, -one.nbytes)]
+        return [change for change in changes if change[0] < self.profile.num_rows]
+
+    def least(self) -> list[int]:
+        """Returns the choice with the least peak: each block's option with the least memory at its worst moment."""
+        return [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
+
+    def bottleneck(self) -> str | None:
+        """Returns the block in whose forward or backward the least peak is; None outside of any."""
+        total = self.base + sum(memory[option] for memory, option in zip(self.memory, self.least(), strict=True))
+        owner = self._owners[int(total.argmax())]
+        return None if owner is None else self.blocks[owner]
+
+    def peak(self, chosen: Sequence[int]) -> float:
+        """Returns the peak of a choice."""
+        total = self.base.clone()
+        for memory, option in zip(self.memory, chosen, strict=True):
+            total += memory[option]
+        return float(total.max())
+
+    def cost(self, chosen: Sequence[int]) -> float:
+        """Returns the cost of a choice."""
+        return sum(float(costs[option]) for costs, option in zip(self.costs, chosen, strict=True))
+
+
+def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[Option]], bounds: Sequence[int]) -> list[int]:
+    """Returns the ends of allocations that any choice has: a block may need one whatever its option, as its input.
+
+    Two blocks that hold one storage, as the maker of an activation and the block which reads it, would count it twice otherwise.
+    Where the maker may hold it for longer, the window in which the reader lets go of it counts the storage to its end.
+    """
+    found = [*natural]
+    longest: dict[int, int] = {}
+    for of in options.values():
+        last: list[dict[int, int]] = []
+        for option in of:
+            ends: dict[int, int] = {}
+            for effect in option.effects:
+                for number, end in effect.ends.items():
+                    ends[number] = max(ends.get(number, 0), end)
+                    longest[number] = max(longest.get(number, 0), end)
+            last.append(ends)
+        for number in set(last[0]).intersection(*last):
+            found[number] = max(found[number], min(ends[number] for ends in last))
+    for number, end in longest.items():
+        if natural[number] < found[number] < end:
+            found[number] = bounds[bisect.bisect_left(bounds, found[number])]
+    return found
+
+
+def choose(problem: Problem, budget: float) -> list[int] | None:
+    """Returns the option of each block with the least cost found under a budget; None if none fits.
+
+    Args:
+        problem: The problem.
+        budget: The bytes at most.
+    """
+    chosen = [int(costs.argmin()) for costs in problem.costs]
+    total = problem.base + sum(memory[option] for memory, option in zip(problem.memory, chosen, strict=True))
+    while float(total.max()) > budget:
+        best, step = 0.0, None
+        excess = (total - budget).clamp(min=0).sum()
+        for block, (memory, costs) in enumerate(zip(problem.memory, problem.costs, strict=True)):
+            after = (total + memory - memory[chosen[block]] - budget).clamp(min=0).sum(1)
+            gain = excess - after
+            price = (costs - costs[chosen[block]]).clamp(min=1e-9)
+            rates = torch.where(gain > 0, gain / price, 0.0)
+            option = int(rates.argmax())
+            if float(rates[option]) > best:
+                best, step = float(rates[option]), (block, option)
+        if step is None:
+            return None
+        block, option = step
+        total += problem.memory[block][option] - problem.memory[block][chosen[block]]
+        chosen[block] = option
+    _exchange(problem, chosen, total, budget)
+    return chosen
+
+
+def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
+    """Improves a choice: by one block's cheaper option, or by this and a dearer option of another block."""
+    improved = True
+    while improved:
+        improved = _improve_one(problem, chosen, total, budget) or _improve_two(problem, chosen, total, budget)
+
+
+def _improve_one(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:
+    best, step = 1e-9, None
+    for block, (memory, costs) in enumerate(zip(problem.memory, problem.costs, strict=True)):
+        fits = (total + memory - memory[chosen[block]]).amax(1) <= budget
+        saved = torch.where(fits, costs[chosen[block]] - costs, 0.0)
+        option = int(saved.argmax())
+        if float(saved[option]) > best:
+            best, step = float(saved[option]), (block, option)
+    if step is None:
+        return False
+    _take(problem, chosen, total, *step)
+    return True
+
+
+def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:
+    best, steps = 1e-9, None
+    for first, (memory, costs) in enumerate(zip(problem.memory, problem.costs, strict=True)):
+        cheaper = [option for option in range(len(costs)) if float(costs[option]) < float(costs[chosen[first]])]
+        for option in cheaper:
+            after = total + memory[option] - memory[chosen[first]]
+            saved = float(costs[chosen[first]] - costs[option])
+            for second, (others, prices) in enumerate(zip(problem.memory, problem.costs, strict=True)):
+                if second == first:
+                    continue
+                fits = (after + others - others[chosen[second]]).amax(1) <= budget
+                left = torch.where(fits, saved + prices[chosen[second]] - prices, 0.0)
+                at = int(left.argmax())
+                if float(left[at]) > best:
+                    best, steps = float(left[at]), ((first, option), (second, at))
+    if steps is None:
+        return False
+    for step in steps:
+        _take(problem, chosen, total, *step)
+    return True
+
+
+def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, option: int) -> None:
+    total += problem.memory[block][option] - problem.memory[block][chosen[block]]
+    chosen[block] = option
+
+
+def options_of(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dict[str, list[Option]]:
+    """Returns the options of each block.
+
+    Args:
+        profile: The profile.
+        choices: The choices of each block, by its first call.
+    """
+    found: dict[str, list[Option]] = {}
+    for block, of in choices.items():
+        entries = [entry for entry in profile.entries if entry.block == block]
+        first = entries[0]
+        found[block] = []
+        for choice in of:
+            runs = None if choice.kept is None else {first.ops[at].run for at in choice.kept}
+            effects = []
+            for entry in entries:
+                kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
+                effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
+            found[block].append(Option(choice, effects, sum(effect.cost for effect in effects)))
+    return found

@@ -1,0 +1,346 @@
+"""One step with recorded regions that keep nothing, as a stream of allocations, operators and needs of backward."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import enum
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+
+from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
+from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.saved import Saved
+from ckpt_hooks._core.whereabouts import called_modules
+from ckpt_hooks._torch.profiling import profile_memory
+from ckpt_hooks.report.ledger.marks import Marks
+from ckpt_hooks.report.ledger.rows import rows_of
+
+from .costs import cost_of
+
+__all__ = ["Allocation", "Entry", "Handle", "OpRun", "Profile", "profile_step"]
+
+
+class _Moment(enum.Enum):
+    ENTERED = enum.auto()
+    EXITED = enum.auto()
+    RAN = enum.auto()
+    SAVED = enum.auto()
+    LET_GO = enum.auto()
+    RECOMPUTING = enum.auto()
+    RECOMPUTED = enum.auto()
+    RESTORED = enum.auto()
+
+
+class Run(NamedTuple):
+    """What tells a run of an operator from others: the submodule's name in the block, the operator, and the number."""
+
+    module: str
+    operator: str
+    number: int
+
+
+class _Watch(Observer):
+    """Marks what regions of blocks do."""
+
+    wants_operators = wants_durations = True
+
+    def __init__(self, marks: Marks, blocks: dict[str, Module]) -> None:
+        self._mark: Callable[[Any, Any], None] = marks.add  # type: ignore[assignment]
+        self._blocks = blocks
+        self._names: dict[str, dict[int, str]] = {}
+        self._counts: dict[int, collections.Counter[tuple[str, str]]] = {}
+
+    def entered(self, region: Region) -> None:
+        self._mark(_Moment.ENTERED, region)
+
+    def exited(self, region: Region, error: BaseException | None) -> None:
+        self._mark(_Moment.EXITED, region.id)
+
+    def ran(self, region: Region | None, operator: Operator) -> None:
+        run = None
+        if region is not None and not operator.in_recompute and operator.policy_index is not None:
+            run = self._run_of(region, operator)
+        self._mark(_Moment.RAN, (None if region is None else region.id, operator, run))
+
+    def _run_of(self, region: Region, operator: Operator) -> Run | None:
+        """Returns how a policy of runs tells this run."""
+        name = region.path[-1]
+        block = self._blocks.get(name)
+        if block is None:
+            return None
+        if name not in self._names:
+            self._names[name] = {id(module): inner for inner, module in block.named_modules()}
+        innermost = called_modules(sys._getframe(1))[0]
+        module = self._names[name].get(id(innermost), "")
+        counts = self._counts.setdefault(region.id, collections.Counter())
+        number = counts[module, operator.name]
+        counts[module, operator.name] += 1
+        return Run(module, operator.name, number)
+
+    def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
+        self._mark(_Moment.SAVED, (region.id, saved.position, saved.fate, tensor.address))
+
+    def let_go(self, region: Region, position: int) -> None:
+        self._mark(_Moment.LET_GO, (region.id, position))
+
+    def recomputing(self, region: Region, *, in_order: bool) -> None:
+        self._mark(_Moment.RECOMPUTING, (region.id, in_order))
+
+    def recomputed(self, region: Region, error: BaseException | None) -> None:
+        self._mark(_Moment.RECOMPUTED, region.id)
+
+    def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
+        self._mark(_Moment.RESTORED, (region.id, position))
+
+
+@dataclasses.dataclass(slots=True)
+class Allocation:
+    """Memory allocated in the step.
+
+    Attributes:
+        nbytes: Its size.
+        born: The row which allocated it.
+        freed: The row which freed it; the number of rows if none did.
+        is_again: Whether a recompute made it.
+    """
+
+    nbytes: int
+    born: int
+    freed: int
+    is_again: bool
+
+
+#: A storage at a moment: the index of its allocation, and how often operators of the entry had written to it.
+Value = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class OpRun:
+    """An operator of an entry.
+
+    Attributes:
+        name: Its name.
+        run: What a policy of runs knows it by; None where policies are not asked.
+        reads: The values that it reads, made in the step.
+        makes: The values that it makes or writes, each once.
+        fresh: The allocations of its results.
+        cost: The cost of a second run.
+        seconds: The time of the run in forward, on the host.
+        temporary: The most bytes that a second run takes besides its results.
+        extras: Allocations for a second run, as the state of a generator.
+    """
+
+    name: str
+    run: Run | None
+    reads: list[Value]
+    makes: list[Value]
+    fresh: list[int]
+    cost: float
+    seconds: float
+    temporary: int = 0
+    extras: list[int] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass(slots=True)
+class Handle:
+    """A tensor which backward asks for.
+
+    Attributes:
+        value: What it is; None for a tensor from before the step.
+        restored: The row at which backward asked for it; None if never.
+        let_go: The row at which backward let go of it.
+    """
+
+    value: Value | None
+    restored: int | None
+    let_go: int
+
+
+@dataclasses.dataclass
+class Entry:
+    """One call of a block.
+
+    Attributes:
+        block: The block's name.
+        begin: The row at which forward began.
+        end: The row at which forward ended.
+        ops: Its operators.
+        handles: What backward asks for.
+        maker: The operator which makes a value, by the value.
+        in_order: Whether its replays run whole, in forward's order.
+    """
+
+    block: str
+    begin: int
+    end: int
+    ops: list[OpRun] = dataclasses.field(default_factory=list)
+    handles: list[Handle] = dataclasses.field(default_factory=list)
+    maker: dict[Value, int] = dataclasses.field(default_factory=dict)
+    in_order: bool = False
+
+
+@dataclasses.dataclass
+class Profile:
+    """A step whose blocks keep nothing.
+
+    Attributes:
+        num_rows: The number of rows.
+        allocations: The allocations.
+        entries: The calls of blocks, in order.
+        moments: Allocations and frees but for those of recomputes: the row, and the bytes.
+    """
+
+    num_rows: int
+    allocations: list[Allocation]
+    entries: list[Entry]
+    moments: list[tuple[int, int]]
+
+
+def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
+    """Runs a step whose blocks are recorded regions that keep nothing, and replay by value.
+
+    Args:
+        step: The step.
+        blocks: The blocks, by the names of their regions.
+    """
+    marks = Marks()
+    profile = profile_memory()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(profile)
+        stack.enter_context(observe(_Watch(marks, blocks)))
+        step()
+    marks.close()
+    return _Reader(set(blocks)).read(rows_of(profile.events(), marks))
+
+
+class _Reader:
+    """Reads the rows of a step."""
+
+    def __init__(self, blocks: set[str]) -> None:
+        self._blocks = blocks
+        self._alive: dict[int, int] = {}
+        self._allocations: list[Allocation] = []
+        self._moments: list[tuple[int, int]] = []
+        self._entries: dict[int, Entry] = {}
+        self._handles: dict[tuple[int, int], Handle] = {}
+        self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
+        self._recomputes: list[int] = []
+        self._begun = 0  # the bytes that live when the latest operator of a recompute ended, and the most since
+        self._live = self._most = 0
+        self._has_begun = False
+        self._seen = 0  # allocations up to the latest operator of forward
+
+    def read(self, rows: Sequence[Any]) -> Profile:
+        """Returns the profile."""
+        for at, row in enumerate(rows):
+            if row.mark is not None:
+                self._pass(at, row.mark.moment, row.mark.data)
+            elif row.nbytes > 0:
+                self._alive[row.address] = len(self._allocations)
+                self._allocations.append(Allocation(row.nbytes, at, len(rows), bool(self._recomputes)))
+                self._change(at, row.nbytes, bool(self._recomputes))
+            elif (number := self._alive.pop(row.address, None)) is not None:
+                self._allocations[number].freed = at
+                self._change(at, row.nbytes, self._allocations[number].is_again)
+        for entry in self._entries.values():
+            for op in entry.ops:
+                op.extras = [number for number in op.extras if self._allocations[number].freed > entry.end]
+        for handle in self._handles.values():
+            handle.let_go = min(handle.let_go, len(rows))
+        return Profile(len(rows), self._allocations, list(self._entries.values()), self._moments)
+
+    def _change(self, at: int, nbytes: int, is_again: bool) -> None:
+        if nbytes > 0 and not self._has_begun:  # what the operator before has read is freed by now
+            self._has_begun, self._begun, self._most = True, self._live, self._live
+        self._live += nbytes
+        self._most = max(self._most, self._live)
+        if not is_again:
+            self._moments.append((at, nbytes))
+
+    def _pass(self, at: int, moment: Any, data: Any) -> None:
+        if moment is _Moment.ENTERED and not data.in_recompute and data.path[-1] in self._blocks:
+            self._entries[data.id] = Entry(data.path[-1], at, at)
+            self._seen = len(self._allocations)
+        elif moment is _Moment.EXITED and data in self._entries:
+            self._entries[data].end = at
+        elif moment is _Moment.RAN:
+            self._ran(*data)
+        elif moment is _Moment.SAVED:
+            self._saved(*data)
+        elif moment is _Moment.LET_GO and data in self._handles:
+            self._handles[data].let_go = at
+        elif moment is _Moment.RESTORED and data in self._handles:
+            handle = self._handles[data]
+            handle.restored = at if handle.restored is None else handle.restored
+        elif moment is _Moment.RECOMPUTING:
+            region, in_order = data
+            self._recomputes.append(region)
+            self._restart()
+            if region in self._entries:
+                self._entries[region].in_order |= in_order
+        elif moment is _Moment.RECOMPUTED and self._recomputes:
+            self._recomputes.pop()
+
+    def _value_at(self, region: int, address: int) -> Value | None:
+        number = self._alive.get(address)
+        return None if number is None else (number, self._versions.get((region, number), 0))
+
+    def _ran(self, region: int | None, operator: Operator, run: Run | None) -> None:
+        if operator.in_recompute:
+            self._ran_again(operator)
+            return
+        entry = None if region is None else self._entries.get(region)
+        if entry is None or region is None:
+            return
+        reads = [value for tensor in operator.inputs if (value := self._value_at(region, tensor.address)) is not None]
+        written = {
+            value[0]
+            for position in operator.writes
+            if (value := self._value_at(region, operator.inputs[position].address)) is not None
+        }
+        before = {value[0] for value in reads}
+        fresh = list(dict.fromkeys(self._alive[one.address] for one in operator.outputs if one.address in self._alive))
+        fresh = [number for number in fresh if number not in before and self._allocations[number].born > entry.begin]
+        fresh = [number for number in fresh if (number, self._versions.get((region, number), 0)) not in entry.maker]
+        makes = [(number, 0) for number in fresh]
+        for number in written:
+            version = self._versions.get((region, number), 0) + 1
+            self._versions[region, number] = version
+            makes.append((number, version))
+        if operator.reads_shape_only:
+            reads = reads[1:] if operator.inputs else reads
+        at = len(entry.ops)
+        for value in makes:
+            entry.maker[value] = at
+        op = OpRun(operator.name, run, list(dict.fromkeys(reads)), makes, fresh, cost_of(operator), operator.seconds or 0.0)
+        new = range(self._seen, len(self._allocations))
+        self._seen = len(self._allocations)
+        op.extras = [number for number in new if number not in fresh]
+        entry.ops.append(op)
+
+    def _ran_again(self, operator: Operator) -> None:
+        """Notes what a second run of an operator takes besides its results."""
+        if operator.repeats is not None:
+            region, place = operator.repeats
+            entry = self._entries.get(region)
+            if entry is not None and place < len(entry.ops):
+                op = entry.ops[place]
+                results = sum(self._allocations[number].nbytes for number in op.fresh)
+                op.temporary = max(op.temporary, self._most - self._begun - results)
+        self._restart()
+
+    def _restart(self) -> None:
+        self._begun = self._most = self._live
+        self._has_begun = False
+
+    def _saved(self, region: int, position: int, fate: Reason, address: int) -> None:
+        entry = self._entries.get(region)
+        if entry is not None:  # numbers below 0 are those of tensors kept as they are
+            handle = self._handles[region, position] = Handle(self._value_at(region, address), None, sys.maxsize)
+            entry.handles.append(handle)

@@ -1,0 +1,190 @@
+"""The memory of a step under a plan, from the profile of the step in which blocks keep nothing.
+
+Allocations outside of recomputes stay as measured, but for their ends. A kept result lives until backward has let go of the last
+tensor that needs it. Replays take place where backward asks for a tensor that is not there: each operator once, and each
+result lives until the last operator has read it and backward has let go of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterable, Sequence
+
+from .profiling import Entry, OpRun, Profile, Value
+
+__all__ = ["Effect", "effect_of", "natural_ends", "peak_of", "timeline_of"]
+
+#: The row, a number which orders moments at one row, and the bytes.
+Delta = tuple[int, int, int]
+
+
+@dataclasses.dataclass
+class Effect:
+    """What one call of a block does to memory under a choice of kept operators.
+
+    Attributes:
+        deltas: Changes beside those of the profile, in order.
+        ends: Of allocations of the profile which this call needs: the row of the last need.
+        cost: The cost of the operators which run again.
+        again: The operators which run again.
+        spared: Allocations of the profile for the second runs of others.
+    """
+
+    deltas: list[Delta]
+    ends: dict[int, int]
+    cost: float
+    again: list[int]
+    spared: list[int]
+
+
+def effect_of(profile: Profile, entry: Entry, kept: Collection[int], *, is_plain: bool = False) -> Effect:
+    """Returns the effect of keeping the results of some operators.
+
+    Args:
+        profile: The profile.
+        entry: The call of the block.
+        kept: The indices of the operators.
+        is_plain: Whether the block is no region: autograd keeps what it saves, and nothing runs again.
+    """
+    if is_plain:
+        kept = range(len(entry.ops))
+    # A kept result is kept with what is written to it later.
+    held = {number for at in kept for number in entry.ops[at].fresh}
+    ends: dict[int, int] = {}
+    again: set[int] = set()
+    needs: list[tuple[int, list[int]]] = []  # in the order of asking: the row, and the operators to run
+    for handle in sorted(entry.handles, key=lambda one: (one.restored is None, one.restored or 0)):
+        if handle.value is None:
+            continue
+        run = _needed(entry, handle.value, held, handle.let_go, ends)
+        if handle.restored is None:
+            continue
+        new = sorted(run - again)
+        again |= run
+        if new:
+            needs.append((handle.restored, new))
+    if entry.in_order and needs:
+        needs = [(needs[0][0], sorted(again))]
+    spared = [number for at, op in enumerate(entry.ops) if at not in again for number in op.extras]
+    cost = sum(entry.ops[at].cost for at in again)
+    return Effect(_replays(profile, entry, held, again, needs), ends, cost, sorted(again), spared)
+
+
+def _needed(entry: Entry, value: Value, held: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
+    """Returns the operators which bring back a value, and notes what they need until backward lets go of it."""
+    todo, seen, found = [value], set[Value](), set[int]()
+    while todo:
+        one = todo.pop()
+        if one in seen:
+            continue
+        seen.add(one)
+        at = entry.maker.get(one)
+        if at is None or one[0] in held:
+            ends[one[0]] = max(ends.get(one[0], 0), let_go)
+        else:
+            found.add(at)
+            todo += entry.ops[at].reads
+    return found
+
+
+def _replays(
+    profile: Profile, entry: Entry, held: set[int], again: set[int], needs: list[tuple[int, list[int]]]
+) -> list[Delta]:
+    """Returns the changes of the replays."""
+    readers: dict[int, int] = {}
+    for at in again:
+        for number in _inside(entry, entry.ops[at], held):
+            readers[number] = readers.get(number, 0) + 1
+    lasts: dict[int, int] = {}
+    for handle in entry.handles:
+        if (
+            handle.value is not None
+            and handle.value[0] not in held
+            and handle.value in entry.maker
+            and handle.restored is not None
+        ):
+            lasts[handle.value[0]] = max(lasts.get(handle.value[0], 0), handle.let_go)
+    deltas: list[Delta] = []
+    order = 0
+    for row, run in needs:
+        for at in run:
+            op = entry.ops[at]
+            made = [number for number in op.fresh if readers.get(number) or number in lasts]
+            lost = [number for number in op.fresh if number not in made]
+            size = sum(profile.allocations[number].nbytes for number in op.fresh)
+            if size or op.temporary > 0:
+                deltas.append((row, order, size + max(0, op.temporary)))
+                deltas.append((row, order + 1, -max(0, op.temporary) - _bytes(profile, lost)))
+                order += 2
+            for number in _inside(entry, op, held):
+                readers[number] -= 1
+                if not readers[number]:
+                    end = lasts.get(number, row)
+                    deltas.append((max(end, row), order, -profile.allocations[number].nbytes))
+                    order += 1
+            for number in made:
+                if not readers.get(number):
+                    deltas.append((max(lasts[number], row), order, -profile.allocations[number].nbytes))
+                    order += 1
+    return deltas
+
+
+def _bytes(profile: Profile, numbers: Iterable[int]) -> int:
+    return sum(profile.allocations[number].nbytes for number in numbers)
+
+
+def _inside(entry: Entry, op: OpRun, held: set[int]) -> set[int]:
+    """Returns the allocations which an operator reads and a replay makes."""
+    return {value[0] for value in op.reads if value in entry.maker and value[0] not in held and value[0] not in op.fresh}
+
+
+def natural_ends(profile: Profile) -> list[int]:
+    """Returns for each allocation the row at which it would be freed if no block needed it in backward.
+
+    Where a block was the last to need an allocation in the profile, the program had let go of it before; it needs it in the
+    forward of the block at least.
+    """
+    found = [one.freed for one in profile.allocations]
+    for entry in profile.entries:
+        for number, end in effect_of(profile, entry, ()).ends.items():
+            if found[number] <= end + _SOON or found[number] == entry.end:
+                found[number] = entry.end
+    return found
+
+
+#: Rows between the last need of an allocation and its end.
+_SOON = 4
+
+
+def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[int]) -> list[Delta]:
+    """Returns the changes of memory in a step, in order.
+
+    Args:
+        profile: The profile.
+        effects: The effect of each entry.
+        natural: The result of :func:`natural_ends`.
+    """
+    moments: list[Delta] = []
+    ends: dict[int, int] = {}
+    spared: set[int] = set()
+    for effect in effects:
+        moments += effect.deltas
+        spared.update(effect.spared)
+        for number, end in effect.ends.items():
+            ends[number] = max(ends.get(number, 0), end)
+    for number, one in enumerate(profile.allocations):
+        if not one.is_again and number not in spared:
+            moments.append((one.born, -1, one.nbytes))
+            moments.append((max(natural[number], ends.get(number, 0)), -1, -one.nbytes))
+    moments.sort()
+    return moments
+
+
+def peak_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[int]) -> int:
+    """Returns the peak of a plan, above the memory in use when the step begins; see :func:`timeline_of`."""
+    live = most = 0
+    for row, _, nbytes in timeline_of(profile, effects, natural):
+        if row < profile.num_rows:
+            live += nbytes
+            most = max(most, live)
+    return most
