@@ -23,7 +23,7 @@ from ._core.stack import is_recomputing
 from ._function.contexts import noop_context_fn
 from ._tensors.refilling import register_finder as _register_finder
 from .device_states import DefaultDeviceType, get_device_states, set_device_states
-from .errors import CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
+from .errors import BudgetTooSmallError, CheckpointError, DeterminismError, InternalError, MutationError, OverlapError
 from .policies import CheckpointPolicy, SelectiveCheckpointContext
 from .region import checkpoint_name, checkpoint_region
 from .report.debug import set_checkpoint_debug_enabled
@@ -37,6 +37,7 @@ if _TYPE_CHECKING:
     from ._tensors.refilling import Finder as _Finder
     from .integrations import enable_in_transformers, patch_torch
     from .modules import apply_checkpointing, checkpoint_module, every, remove_checkpointing
+    from .planner import plan_memory
     from .report import (
         format_saved_residuals,
         memory_ledger,
@@ -51,6 +52,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SAC_IGNORED_OPS",
+    "BudgetTooSmallError",
     "CheckpointError",
     "CheckpointPolicy",
     "DefaultDeviceType",
@@ -75,6 +77,7 @@ __all__ = [
     "memory_ledger",
     "noop_context_fn",
     "patch_torch",
+    "plan_memory",
     "print_saved_residuals",
     "print_trace",
     "remove_checkpointing",
@@ -110,6 +113,7 @@ _LATER = {
     "format_saved_residuals": "report",
     "memory_ledger": "report",
     "patch_torch": "integrations",
+    "plan_memory": "planner",
     "print_saved_residuals": "report",
     "print_trace": "report",
     "remove_checkpointing": "modules",

@@ -11,10 +11,9 @@ __all__ = ["Budget", "parsed"]
 #: Bytes as an integer, or a part as a float.
 Budget = int | float | str
 
-_UNITS = {
-    "b": 1,
-    **{f"{letter}{i}b": (1024 if i else 1000) ** power for power, letter in enumerate("kmgt", 1) for i in ("", "i")},
-}
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS[f"{_letter}b"], _UNITS[f"{_letter}ib"] = 1000**_power, 1024**_power
 _WORDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
 
 

@@ -1,8 +1,8 @@
 """The choice of an option for each block: the least cost under a budget.
 
-A block's option changes memory at many moments, but outside of the block's own backward by constant amounts: by what it keeps. So
-time falls into windows, each with one block that varies in it. The peak of a window is the sum of a maximum for that block and of
-constants for the others. A greedy search takes the step with the most bytes for its cost, and exchanges steps afterwards.
+A block's option changes memory at many moments, but outside of the block's own backward by constant amounts: by what it keeps.
+So time falls into windows, each with one block that varies in it. The peak of a window is the sum of a maximum for that block
+and of constants for the others. A greedy search takes the step with the most bytes for its cost, and then exchanges steps.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Problem:
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[Option]], bounds: Sequence[int]) -> list[int]:
     """Returns the ends of allocations that any choice has: a block may need one whatever its option, as its input.
 
-    Two blocks that hold one storage, as the maker of an activation and the block which reads it, would count it twice otherwise.
+    Two blocks that hold one storage, as the maker of an activation and its reader, would count it twice otherwise.
     Where the maker may hold it for longer, the window in which the reader lets go of it counts the storage to its end.
     """
     found = [*natural]

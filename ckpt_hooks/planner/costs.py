@@ -6,8 +6,8 @@ from ckpt_hooks._core.events import Operator
 
 __all__ = ["BYTE", "cost_of"]
 
-#: Operations for which a byte is moved: about the ratio of the two speeds of an accelerator. Without it pointwise operators, which
-#: are most of what a recompute of convolutions runs, would be free.
+#: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
+#: are most of what a recompute of convolutions runs.
 BYTE = 10
 
 
@@ -20,18 +20,16 @@ def cost_of(operator: Operator) -> float:
 
 
 def _count(operator: Operator) -> float:
-    shapes = [tensor.shape for tensor in operator.inputs]
+    """Returns the floating-point operations: those of products by shape, and one for each element of other results."""
+    inputs = [tensor.shape for tensor in operator.inputs if tensor.shape is not None]
+    outputs = [tensor.shape for tensor in operator.outputs if tensor.shape is not None]
     name = operator.name.removeprefix("aten.").partition(".")[0]
-    if None in shapes:
-        return 0.0
-    if name in ("mm", "bmm"):
-        return 2.0 * shapes[0].numel() * shapes[1][-1]
-    if name in ("addmm", "baddbmm"):
-        return 2.0 * shapes[1].numel() * shapes[2][-1]
-    if name == "convolution":
-        (out,) = (one.shape for one in operator.outputs)
-        return 2.0 * out.numel() * shapes[1][1:].numel()
-    if "attention" in name:
-        query, key = shapes[0], shapes[1]
-        return 4.0 * query.numel() * key[-2]
-    return float(sum(one.shape.numel() for one in operator.outputs if one.shape is not None))
+    if name in ("mm", "bmm") and len(inputs) == 2:
+        return 2.0 * inputs[0].numel() * inputs[1][-1]
+    if name in ("addmm", "baddbmm") and len(inputs) == 3:
+        return 2.0 * inputs[1].numel() * inputs[2][-1]
+    if name == "convolution" and len(inputs) > 1 and outputs:
+        return 2.0 * outputs[0].numel() * inputs[1][1:].numel()
+    if "attention" in name and len(inputs) > 2:
+        return 4.0 * inputs[0].numel() * inputs[1][-2]
+    return float(sum(shape.numel() for shape in outputs))

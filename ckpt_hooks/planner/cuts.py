@@ -1,15 +1,16 @@
 """Options of a block: which results to keep, from nothing to all, each the cheapest for the bytes that it takes.
 
-Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs again,
-at its cost, and needs what it reads. A sweep of prices gives the options on the convex hull; to add or drop one result at a time
-fills the gaps between these.
+Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
+again, at its cost, and needs what it reads. A sweep of prices gives the options on the convex hull. To add or drop one result
+at a time fills the gaps between these.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Iterator
 
 from .profiling import Entry, Profile
 
@@ -46,7 +47,7 @@ class _Graph:
             for number, _ in op.makes:
                 if number not in op.fresh and number in owner:
                     leader[at] = owner[number]
-        self.cost = collections.Counter[int]()
+        self.cost: dict[int, float] = collections.defaultdict(float)
         self.needs: dict[int, set[int]] = collections.defaultdict(set)
         self.size: dict[int, int] = {}
         for at, op in enumerate(entry.ops):
@@ -115,7 +116,7 @@ class _Flow:
 
     def _levels(self) -> dict[object, int]:
         levels: dict[object, int] = {"source": 0}
-        todo = collections.deque(["source"]) if "source" in self._capacity else collections.deque[object]()
+        todo = collections.deque[object](["source"])
         while todo:
             one = todo.popleft()
             for other, capacity in self._capacity[one].items():
@@ -127,12 +128,12 @@ class _Flow:
     def cut(self) -> set[object]:
         """Returns the nodes on the side of the source of a minimum cut."""
         while "sink" in (levels := self._levels()):
-            edges = {node: iter([*others]) for node, others in self._capacity.items()}
+            edges: dict[object, Iterator[object]] = {node: iter([*others]) for node, others in self._capacity.items()}
             while self._augment(levels, edges):
                 pass
         return set(levels)
 
-    def _augment(self, levels: dict[object, int], edges: dict[object, Iterable[object]]) -> bool:
+    def _augment(self, levels: dict[object, int], edges: dict[object, Iterator[object]]) -> bool:
         path: list[object] = ["source"]
         while path[-1] != "sink":
             one = path[-1]
@@ -145,8 +146,8 @@ class _Flow:
                 if not path:
                     return False
                 # The edge to a dead end is passed by the iterator of the node before.
-        amount = min(self._capacity[one][other] for one, other in zip(path, path[1:], strict=False))
-        for one, other in zip(path, path[1:], strict=False):
+        amount = min(self._capacity[one][other] for one, other in itertools.pairwise(path))
+        for one, other in itertools.pairwise(path):
             self._capacity[one][other] -= amount
             self._capacity[other][one] += amount
             edges[one] = iter([other, *edges[one]])  # which may have capacity left

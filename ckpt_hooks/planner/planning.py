@@ -38,17 +38,18 @@ def plan_memory(
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
-    Runs the step once as it is, once with every block a recorded region that keeps nothing, and once under the plan, up to three
-    times where the prediction was off. The plan that is returned has been measured. Afterwards everything is as before:
-    parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after an exception too. Copies for that lie
-    on the host, as large as parameters, buffers, gradients and optimizer states together.
+    Runs the step once as it is, once with every block a recorded region that keeps nothing, and once under the plan, up to
+    three times where the prediction was off. The plan that is returned has been measured. Afterwards everything is as before:
+    parameters, buffers, gradients, optimizers, attributes, hooks and random streams, after an exception too. Copies for that
+    lie on the host, as large as parameters, buffers, gradients and optimizer states together.
 
     Args:
         model: The model.
         step: Runs one training step up to the gradients, ``step(model)``; an optimizer's step in it is welcome.
-        memory_budget: The peak allowed: bytes, words such as ``"20GiB"``, or a part from 0.0, the least peak of any plan, to 1.0,
-            that of no regions.
-        blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find them.
+        memory_budget: The peak allowed: bytes, words such as ``"20GiB"``, or a part from 0.0, the least peak of any plan, to
+            1.0, that of no regions.
+        blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
+            them.
         total: Whether the budget is for all memory in use, not only for what the step adds.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
 
@@ -86,7 +87,8 @@ def plan_memory(
     called = {entry.block for entry in profile.entries}
     if missing := [name for name in found if name not in called]:
         raise ValueError(
-            f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step call it."
+            f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
+            "call it."
         )
     natural = natural_ends(profile)
     first = {entry.block: entry for entry in reversed(profile.entries)}
@@ -108,9 +110,9 @@ def _check(model: Any, step: Any) -> None:
         raise TypeError(f"step should be a function of the model, but got {described_as(step)}. Write `lambda model: ...`.")
     if any(getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod") for one in model.modules()):
         raise ValueError(
-            "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, which "
-            "gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the model "
-            "before torch.compile."
+            "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
+            "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
+            "model before torch.compile."
         )
 
 
@@ -119,8 +121,8 @@ def _too_small(budget: int, least: int, base: int, problem: Problem, *, total: b
     there = "outside of any block" if bottleneck is None else f"in block {bottleneck!r}"
     extra = base if total else 0
     return BudgetTooSmallError(
-        f"No plan fits {budget + extra} bytes: the least peak is {least + extra} bytes, {there}. Raise the budget, or pass smaller "
-        "blocks, a smaller batch, or more of the model as blocks.",
+        f"No plan fits {budget + extra} bytes: the least peak is {least + extra} bytes, {there}. Raise the budget, or pass "
+        "smaller blocks, a smaller batch, or more of the model as blocks.",
         budget=budget + extra,
         minimum=least + extra,
         bottleneck=bottleneck,
@@ -138,24 +140,22 @@ def _corrected(
     tolerance: float,
 ) -> Plan:
     """Returns the plan measured, after corrections of the target by what the prediction was off."""
-    target, best = float(budget), None
+    target, best, seen = float(budget), None, list[list[int]]()
     for _ in range(_CORRECTIONS):
         chosen = choose(problem, target)
-        if chosen is None:
+        if chosen is None or chosen in seen:
             break
+        seen.append(chosen)
         effects = [effect for of, option in zip(problem.options, chosen, strict=True) for effect in of[option].effects]
         predicted = peak_of(profile, effects, natural)
         plan = _plan(model, profile, problem, chosen, budget, predicted, plain)
         with as_before(model), plan.apply():
             measured = memory_ledger(lambda: step(model)).peak.nbytes
-        plan = _measured(plan, measured)
         if measured <= budget and (best is None or plan.recomputed < best.recomputed):
-            best = plan
-        if measured <= budget and (measured >= budget * (1 - tolerance) or predicted >= measured):
+            best = _measured(plan, measured)
+        if budget * (1 - tolerance) <= measured <= budget:
             break
-        target -= measured - predicted if measured > budget or measured < predicted else 0
-        if measured <= budget:
-            break
+        target = budget + predicted - measured
     if best is None:
         raise _too_small(budget, int(problem.peak(problem.least())), 0, problem, total=False)
     return best
@@ -197,4 +197,5 @@ def _plan(
 
 def _kept(profile: Profile, entry: Any, at: int) -> KeptRun:
     op = entry.ops[at]
-    return KeptRun(*op.run, sum(profile.allocations[number].nbytes for number in op.fresh))
+    size = sum(profile.allocations[number].nbytes for number in op.fresh)
+    return KeptRun(op.run.module, op.run.operator, op.run.number, size)

@@ -51,7 +51,7 @@ class _Watch(Observer):
     wants_operators = wants_durations = True
 
     def __init__(self, marks: Marks, blocks: dict[str, Module]) -> None:
-        self._mark: Callable[[Any, Any], None] = marks.add  # type: ignore[assignment]
+        self._mark: Callable[[Any, Any], None] = marks.add
         self._blocks = blocks
         self._names: dict[str, dict[int, str]] = {}
         self._counts: dict[int, collections.Counter[tuple[str, str]]] = {}

@@ -1,7 +1,7 @@
 """The memory of a step under a plan, from the profile of the step in which blocks keep nothing.
 
-Allocations outside of recomputes stay as measured, but for their ends. A kept result lives until backward has let go of the last
-tensor that needs it. Replays take place where backward asks for a tensor that is not there: each operator once, and each
+Allocations outside of recomputes stay as measured, but for their ends. A kept result lives until backward has let go of the
+last tensor that needs it. Replays take place where backward asks for a tensor that is not there: each operator once, and each
 result lives until the last operator has read it and backward has let go of it.
 """
 
