@@ -18,7 +18,7 @@ from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.stack import is_recomputing, stack
 from ckpt_hooks._core.watch import OperatorRun
 from ckpt_hooks._core.whereabouts import site_of
-from ckpt_hooks._torch import graph_task_id, queue_callback
+from ckpt_hooks._torch import graph_task_id, is_kept_anyway, queue_callback
 
 from .facts import OpFacts, facts_of
 from .kinds import Kind
@@ -88,7 +88,8 @@ def _run(func: Any, facts: OpFacts, args: Any, kwargs: Any, *, is_timed: bool) -
         inputs=_tensors_in((args, kwargs)),
         outputs=_tensors_in(output),
         written=_tensors_in(facts.written_in(args, kwargs)),
-        is_asked_about=facts.is_asked_about,
+        # Casts of leaves run again: autocast makes each once and keeps it for a while, so that only some regions have it.
+        is_asked_about=facts.is_asked_about and not (facts.kind is Kind.CAST and is_kept_anyway(args[0])),
         is_view=facts.is_view or facts.kind is Kind.VIEW,
         reads_shape_only=facts.is_like or facts.is_uninitialized,
         site=None,
