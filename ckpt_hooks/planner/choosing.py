@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
@@ -60,17 +61,21 @@ class Problem:
             if rows:
                 spans.append((min(rows), max(rows) + 1, number))
         bounds = sorted({0, profile.num_rows, *(row for begin, end, _ in spans for row in (begin, end))})
-        self._bounds = bounds
         self.natural = _with_common(natural, options, bounds)
-        owners: list[int | None] = [None] * (len(bounds) - 1)
+        changes = [[self._changes_of(option.effects) for option in of] for of in self.options]
+        # Where no block runs, several may let go of something: such a window is split at each of these rows.
+        owned = [(begin, end) for begin, end, _ in spans]
+        rows_between = {row for of in changes for one in of for row, *_ in one if not _is_in(owned, row)}
+        self._bounds = sorted({*bounds, *rows_between})
+        self._owners: list[int | None] = [None] * (len(self._bounds) - 1)
         for begin, end, number in spans:
-            for window in range(bisect.bisect_left(bounds, begin), bisect.bisect_left(bounds, min(end, profile.num_rows))):
-                owners[window] = number
-        self._owners = owners
-        base = [moment for moment in timeline_of(profile, (), self.natural) if moment[0] < profile.num_rows]
-        self._base = self._by_window(base)
-        self.base = torch.tensor([float(self._most((), window)) for window in range(len(owners))], dtype=torch.float64)
-        self.memory = [self._memory_of(number, of) for number, of in enumerate(self.options)]
+            first, last = (bisect.bisect_left(self._bounds, min(row, profile.num_rows)) for row in (begin, end))
+            self._owners[first:last] = [number] * (last - first)
+        self._base = self._by_window(
+            moment for moment in timeline_of(profile, (), self.natural) if moment[0] < profile.num_rows
+        )
+        self.base = torch.tensor([float(self._most(window)) for window in range(len(self._owners))], dtype=torch.float64)
+        self.memory = [self._memory_of(number, of) for number, of in enumerate(changes)]
 
     def _by_window(self, moments: Iterable[Delta]) -> list[tuple[int, list[Delta]]]:
         """Returns for each window the sum before, and the changes inside."""
@@ -80,21 +85,26 @@ class Problem:
         sums = [0, *itertools.accumulate(sum(nbytes for *_, nbytes in window) for window in inside)]
         return list(zip(sums, inside, strict=False))
 
-    def _most(self, changes: Iterable[Delta], window: int, before: int = 0) -> int:
+    def _most(self, window: int, changes: Iterable[Delta] = (), before: int = 0) -> int:
         start, base = self._base[window]
-        live = most = start + before
-        for _, _, nbytes in sorted((*base, *changes)):
+        live = start + before
+        moments = sorted((*base, *changes))
+        # What is there before changes at the first row belongs to the window before.
+        most: float = live if not moments or moments[0][0] > self._bounds[window] else -math.inf
+        for _, _, nbytes in moments:
             live += nbytes
             most = max(most, live)
-        return most
+        return int(most)
 
-    def _memory_of(self, number: int, options: Sequence[Option]) -> torch.Tensor:
+    def _memory_of(self, number: int, options: Sequence[Sequence[Delta]]) -> torch.Tensor:
         rows = []
         for option in options:
             row = []
-            for window, (before, changes) in enumerate(self._by_window(self._changes_of(option.effects))):
+            for window, (before, changes) in enumerate(self._by_window(option)):
                 if self._owners[window] == number:
-                    row.append(self._most(changes, window, before) - float(self.base[window]))
+                    row.append(self._most(window, changes, before) - float(self.base[window]))
+                elif self._owners[window] is None:
+                    row.append(float(before + sum(nbytes for *_, nbytes in changes)))
                 else:
                     row.append(float(max(itertools.accumulate((nbytes for *_, nbytes in sorted(changes)), initial=before))))
             rows.append(row)
@@ -139,6 +149,10 @@ class Problem:
         return sum(float(costs[option]) for costs, option in zip(self.costs, chosen, strict=True))
 
 
+def _is_in(spans: Sequence[tuple[int, int]], row: int) -> bool:
+    return any(begin <= row < end for begin, end in spans)
+
+
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[Option]], bounds: Sequence[int]) -> list[int]:
     """Returns the ends of allocations that any choice has: a block may need one whatever its option, as its input.
 
@@ -171,33 +185,65 @@ def choose(problem: Problem, budget: float) -> list[int] | None:
         problem: The problem.
         budget: The bytes at most.
     """
+    found = [chosen for power in _POWERS if (chosen := _chosen(problem, budget, power)) is not None]
+    return min(found, key=problem.cost, default=None)
+
+
+#: How much a step's bytes count against its cost. Each gives another order of steps, and another choice to exchange from.
+_POWERS = (0.5, 0.75, 1.0, 1.5, 2.0)
+
+
+def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
     chosen = [int(costs.argmin()) for costs in problem.costs]
     total = problem.base + sum(memory[option] for memory, option in zip(problem.memory, chosen, strict=True))
     while float(total.max()) > budget:
         best, step = 0.0, None
         excess = (total - budget).clamp(min=0).sum()
         for block, (memory, costs) in enumerate(zip(problem.memory, problem.costs, strict=True)):
-            after = (total + memory - memory[chosen[block]] - budget).clamp(min=0).sum(1)
-            gain = excess - after
+            gain = excess - (total + memory - memory[chosen[block]] - budget).clamp(min=0).sum(1)
             price = (costs - costs[chosen[block]]).clamp(min=1e-9)
-            rates = torch.where(gain > 0, gain / price, 0.0)
+            rates = torch.where(gain > 0, gain.clamp(min=0) ** power / price, 0.0)
             option = int(rates.argmax())
             if float(rates[option]) > best:
                 best, step = float(rates[option]), (block, option)
         if step is None:
             return None
-        block, option = step
-        total += problem.memory[block][option] - problem.memory[block][chosen[block]]
-        chosen[block] = option
+        _take(problem, chosen, total, *step)
     _exchange(problem, chosen, total, budget)
     return chosen
 
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
-    """Improves a choice: by one block's cheaper option, or by this and a dearer option of another block."""
+    """Improves a choice: by a block's cheaper option, by this and a dearer one of another, and of few blocks by any three."""
     improved = True
     while improved:
         improved = _improve_one(problem, chosen, total, budget) or _improve_two(problem, chosen, total, budget)
+        if not improved and len(chosen) <= _FEW:
+            improved = any(
+                _improve_jointly(problem, chosen, total, budget, blocks)
+                for blocks in itertools.combinations(range(len(chosen)), min(3, len(chosen)))
+            )
+
+
+_FEW = 8  # blocks of which all options of any three are looked at
+
+
+def _improve_jointly(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float, blocks: Sequence[int]) -> bool:
+    """Takes the cheapest options of some blocks that fit beside those of the others."""
+    memory, cost = total[None], torch.zeros(1, dtype=torch.float64)
+    for block in blocks:
+        memory = memory - problem.memory[block][chosen[block]]
+    for block in blocks:
+        memory = (memory[:, None] + problem.memory[block][None]).flatten(0, 1)
+        cost = (cost[:, None] + problem.costs[block][None]).flatten()
+    now = sum(float(problem.costs[block][chosen[block]]) for block in blocks)
+    at = int(torch.where(memory.amax(1) <= budget, cost, math.inf).argmin())
+    if not float(memory[at].max()) <= budget or float(cost[at]) >= now * (1 - 1e-12):
+        return False
+    for block in reversed(blocks):
+        at, option = divmod(at, len(problem.costs[block]))
+        _take(problem, chosen, total, block, option)
+    return True
 
 
 def _improve_one(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:

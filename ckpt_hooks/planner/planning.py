@@ -76,6 +76,7 @@ def plan_memory(
     budget = parsed(memory_budget)
     checked_flag(total, "total")
     _check(model, step)
+    base = memory_ledger(_nothing).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
         plain = memory_ledger(lambda: step(model))
     if not any(phase.name == "backward" for phase in plain.phases):
@@ -97,9 +98,9 @@ def plan_memory(
     if isinstance(budget, float):
         budget = int(least + budget * max(0.0, plain.peak.nbytes - least))
     elif total:
-        budget -= plain.base_nbytes
+        budget -= base
     if least > budget:
-        raise _too_small(budget, int(least), plain.base_nbytes, problem, total=total)
+        raise _too_small(budget, int(least), base, problem)
     return _corrected(model, step, profile, problem, natural, budget, plain.peak.nbytes, tolerance)
 
 
@@ -116,15 +117,18 @@ def _check(model: Any, step: Any) -> None:
         )
 
 
-def _too_small(budget: int, least: int, base: int, problem: Problem, *, total: bool) -> BudgetTooSmallError:
+def _nothing() -> None:
+    pass
+
+
+def _too_small(budget: int, least: int, base: int, problem: Problem) -> BudgetTooSmallError:
     bottleneck = problem.bottleneck()
     there = "outside of any block" if bottleneck is None else f"in block {bottleneck!r}"
-    extra = base if total else 0
     return BudgetTooSmallError(
-        f"No plan fits {budget + extra} bytes: the least peak is {least + extra} bytes, {there}. Raise the budget, or pass "
+        f"No plan fits {budget + base} bytes: the least peak is {least + base} bytes, {there}. Raise the budget, or pass "
         "smaller blocks, a smaller batch, or more of the model as blocks.",
-        budget=budget + extra,
-        minimum=least + extra,
+        budget=budget + base,
+        minimum=least + base,
         bottleneck=bottleneck,
     )
 
@@ -157,7 +161,7 @@ def _corrected(
             break
         target = budget + predicted - measured
     if best is None:
-        raise _too_small(budget, int(problem.peak(problem.least())), 0, problem, total=False)
+        raise _too_small(budget, int(problem.peak(problem.least())), 0, problem)
     return best
 
 

@@ -1,0 +1,364 @@
+"""Plans: predicted, under the budget, bitwise, and with the model as it was."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, memory_ledger, plan_memory
+from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.observers import observe
+from ckpt_hooks.planner import Plan
+from ckpt_hooks.planner.choosing import Problem, choose, options_of
+from ckpt_hooks.planner.cuts import choices_of
+from ckpt_hooks.planner.profiling import profile_step
+from ckpt_hooks.planner.restoring import as_before
+from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
+from tests.planner.models import MODELS, VARIANTS, built, same, state_of
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+PARTS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
+CASES = [(name, variant) for name in MODELS for variant in VARIANTS]
+
+
+def after_a_step(model, step, seed=7):
+    """Returns what a step leaves; the model is as before."""
+    with as_before(model):
+        torch.manual_seed(seed)
+        step(model)
+        return state_of(model)
+
+
+@pytest.mark.parametrize(("name", "variant"), [*((name, "plain") for name in MODELS), ("gpt", "adamw"), ("resnet", "autocast")])
+def test_plans_fit_are_predicted_and_bitwise(name, variant):
+    model, step, blocks = built(name, variant)
+    before, plain = state_of(model), after_a_step(model, step)
+    attributes = [dict(vars(module)) for module in model.modules()]
+    peaks, costs = [], []
+    for part in (0.1, 0.5, 0.75):
+        plan = plan_memory(model, step, part, blocks=blocks)
+        assert same(state_of(model), before)
+        assert plan.measured_peak <= plan.budget
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        with plan.apply():
+            assert same(after_a_step(model, step), plain)
+        assert same(state_of(model), before)
+        peaks.append(plan.measured_peak)
+        costs.append(plan.recomputed)
+    assert [dict(vars(module)) for module in model.modules()] == attributes
+    assert peaks == sorted(peaks)
+    assert costs == sorted(costs, reverse=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "variant"), CASES)
+def test_prediction_within_a_thousandth_at_eight_budgets(name, variant):
+    model, step, blocks = built(name, variant)
+    before, plain = state_of(model), after_a_step(model, step)
+    for part in PARTS:
+        plan = plan_memory(model, step, part, blocks=blocks)
+        assert same(state_of(model), before)
+        assert plan.measured_peak <= plan.budget
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        with plan.apply():
+            assert same(after_a_step(model, step), plain)
+
+
+def profiled(model, step, blocks):
+    modules = dict(model.named_modules())
+    with as_before(model), apply_checkpointing(model, blocks, recorded=True, replay_whole=False) as applied:
+        found = {region.name: modules[region.name] for region in applied}
+        return profile_step(lambda: step(model), found), found
+
+
+def problem_of(profile, names):
+    first = {entry.block: entry for entry in reversed(profile.entries)}
+    options = options_of(profile, {name: choices_of(profile, first[name]) for name in names})
+    return Problem(profile, options, natural_ends(profile))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_windows_of_a_choice_have_its_peak(name):
+    """The sum by windows, which choices go by, is the peak of the whole simulation."""
+    model, step, blocks = built(name)
+    profile, found = profiled(model, step, blocks)
+    problem, natural = problem_of(profile, found), natural_ends(profile)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(20):
+        chosen = [int(torch.randint(len(of), (), generator=generator)) for of in problem.options]
+        effects = [effect for of, option in zip(problem.options, chosen, strict=True) for effect in of[option].effects]
+        assert problem.peak(chosen) == pytest.approx(peak_of(profile, effects, natural), rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "shared"])
+def test_choices_are_the_best_of_all(name):
+    """Against brute force, at ten budgets of each model: within 0.2 points of forward's cost."""
+    model, step, blocks = built(name)
+    profile, found = profiled(model, step, blocks)
+    problem = problem_of(profile, found)
+    forward = sum(op.cost for entry in profile.entries for op in entry.ops)
+    least = problem.peak(problem.least())
+    most = problem.peak([len(of) - 1 for of in problem.options])
+    memory, cost = problem.base[None], torch.zeros(1, dtype=torch.float64)
+    for own, prices in zip(problem.memory, problem.costs, strict=True):
+        memory = (memory[:, None] + own[None]).flatten(0, 1)
+        cost = (cost[:, None] + prices[None]).flatten()
+    peaks = memory.amax(1)
+    for number in range(10):
+        budget = least + (most - least) * number / 9
+        chosen = choose(problem, budget)
+        best = float(torch.where(peaks <= budget, cost, math.inf).min())
+        assert problem.peak(chosen) <= budget
+        assert problem.cost(chosen) <= best + 0.002 * forward
+
+
+@pytest.mark.parametrize("name", ["gpt", "resnet"])
+def test_replays_run_the_operators_that_were_predicted(name):
+    class Again(Observer):
+        wants_operators = True
+
+        def __init__(self):
+            self.names = []
+
+        def ran(self, region, operator):
+            if operator.in_recompute and not operator.is_view:
+                self.names.append(operator.name)
+
+    model, step, blocks = built(name)
+    profile, found = profiled(model, step, blocks)
+    problem = problem_of(profile, found)
+    budget = problem.peak(problem.least()) * 1.3
+    chosen = choose(problem, budget)
+    expected = []
+    for of, option in zip(problem.options, chosen, strict=True):
+        entries = [entry for entry in profile.entries if entry.block == problem.blocks[problem.options.index(of)]]
+        for entry, effect in zip(entries, of[option].effects, strict=True):
+            expected += [entry.ops[at].name for at in effect.again if entry.ops[at].cost]
+    plan = plan_memory(model, step, int(budget), blocks=blocks)
+    seen = Again()
+    with as_before(model), plan.apply(), observe(seen):
+        step(model)
+    rename = {"aten.empty_like.default": "aten.empty_strided.default"}
+    assert sorted(rename.get(one, one) for one in expected) == sorted(seen.names)
+
+
+def test_keeping_single_results_is_predicted():
+    model, step, blocks = built("gpt")
+    profile, found = profiled(model, step, blocks)
+    natural = natural_ends(profile)
+    entry = profile.entries[1]
+    for at, op in enumerate(entry.ops):
+        if op.run is None or not op.fresh:
+            continue
+        effects = [effect_of(profile, one, [at]) for one in profile.entries]
+        policy = plan_policy([op.run])
+        options = {name: {"recorded": True, "replay_whole": False, "policy": policy} for name in found}
+        with as_before(model), apply_checkpointing(model, options):
+            measured = memory_ledger(lambda: step(model)).peak.nbytes
+        assert peak_of(profile, effects, natural) == pytest.approx(measured, rel=1e-3), op.name
+
+
+def plan_policy(runs):
+    from ckpt_hooks.policies import save_indices
+    from ckpt_hooks.policies.base import operator_named
+
+    return save_indices([(run.module, operator_named(run.operator), run.number) for run in runs])
+
+
+def test_blocks_are_found():
+    model, step, _ = built("gpt")
+    plan = plan_memory(model, step, 0.5)
+    assert [block.name for block in plan.blocks] == [f"blocks.{number}" for number in range(4)]
+    assert plan.measured_peak <= plan.budget
+
+
+def test_budgets_in_bytes_words_and_of_all_memory():
+    model, step, blocks = built("mlp")
+    half = plan_memory(model, step, 0.5, blocks=blocks)
+    by_bytes = plan_memory(model, step, half.budget, blocks=blocks)
+    in_words = plan_memory(model, step, f"{half.budget / 1024} KiB", blocks=blocks)
+    assert by_bytes.blocks[0].kept == in_words.blocks[0].kept == half.blocks[0].kept
+    base = memory_ledger(lambda: None).base_nbytes
+    whole = plan_memory(model, step, half.budget + base, blocks=blocks, total=True)
+    assert whole.budget == pytest.approx(half.budget, rel=0.02)
+
+
+def test_plans_travel(tmp_path):
+    model, step, blocks = built("gpt")
+    plan = plan_memory(model, step, 0.4, blocks=blocks)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan.to_json()))
+    found = Plan.from_json(json.loads(path.read_text()))
+    assert found == plan
+    assert str(found) == str(plan)
+    other = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"The model of this plan is gone, or the plan comes from a file\. Pass a model"):
+        found.apply()
+    with found.apply(other):
+        assert same(after_a_step(other, step), after_a_step(model, step))
+
+
+def test_the_table():
+    model, step, blocks = built("gpt")
+    text = str(plan_memory(model, step, 0.5, blocks=blocks))
+    assert "of forward runs again" in text
+    assert "_scaled_dot_product_flash_attention_for_cpu" in text
+    assert "GPTBlock" in text
+
+
+def test_a_plan_keeps_no_model_alive():
+    import gc
+    import weakref
+
+    model, step, blocks = built("mlp")
+    plan, gone = plan_memory(model, step, 0.5, blocks=blocks), weakref.ref(model)
+    del model, step
+    gc.collect()
+    assert gone() is None
+    with pytest.raises(ValueError, match="The model of this plan is gone"):
+        plan.apply()
+
+
+def test_a_budget_too_small():
+    model, step, blocks = built("gpt")
+    before = state_of(model)
+    with pytest.raises(BudgetTooSmallError, match="No plan fits 1000 bytes: the least peak is") as caught:
+        plan_memory(model, step, 1000, blocks=blocks)
+    assert caught.value.budget == 1000
+    assert caught.value.bottleneck is None or caught.value.bottleneck.startswith("blocks.")
+    assert same(state_of(model), before)
+    plan = plan_memory(model, step, caught.value.minimum, blocks=blocks)
+    assert plan.measured_peak <= caught.value.minimum
+    again = copy.copy(caught.value)
+    assert (again.minimum, again.bottleneck, str(again)) == (
+        caught.value.minimum,
+        caught.value.bottleneck,
+        str(caught.value),
+    )
+
+
+def everything(model):
+    return [(dict(vars(module)), *map(dict, (module._forward_hooks, module._forward_pre_hooks))) for module in model.modules()]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"step": lambda model: model(torch.ones(2, 64))}, ValueError, "The step ran no backward. Pass a step which does"),
+        ({"blocks": ["blocks.*", "unused"]}, ValueError, "The step never calls 'unused' with gradients. Leave it out"),
+        ({"blocks": ["nothing.*"]}, ValueError, "selects no module"),
+        ({"memory_budget": "many"}, ValueError, "memory_budget='many' has no size. Write a number and a unit"),
+        ({"memory_budget": "3 apples"}, ValueError, "memory_budget='3 apples' has no size"),
+        ({"memory_budget": 1.5}, ValueError, "memory_budget=1.5 is no part from 0.0 to 1.0. Pass an integer"),
+        ({"memory_budget": -1}, ValueError, "memory_budget=-1 is negative. Pass"),
+        ({"memory_budget": True}, TypeError, "memory_budget should be bytes, words such as '20GiB', or a part"),
+        ({"step": 3}, TypeError, "step should be a function of the model, but got 3"),
+        ({"total": "yes"}, TypeError, "total"),
+        ({"model": 3}, TypeError, "model should be a torch.nn.Module, but got 3"),
+    ],
+)
+def test_bad_input_leaves_the_model_as_it_was(change, error, message):
+    model, step, blocks = built("mlp", "gradients")
+    model.unused = nn.Sequential(nn.Linear(4, 4))
+    before, attributes = state_of(model), everything(model)
+    arguments = {"model": model, "step": step, "memory_budget": 0.5, "blocks": blocks, **change}
+    with pytest.raises(error, match=message):
+        plan_memory(arguments.pop("model"), arguments.pop("step"), arguments.pop("memory_budget"), **arguments)
+    assert same(state_of(model), before)
+    assert everything(model) == attributes
+
+
+def test_a_block_that_is_checkpointed_already():
+    model, step, blocks = built("mlp")
+    with apply_checkpointing(model, ["blocks.1"]):
+        with pytest.raises(ValueError, match=r"'blocks.1' is checkpointed already"):
+            plan_memory(model, step, 0.5, blocks=blocks)
+        assert "forward" in vars(model.blocks[1])
+    assert all("forward" not in vars(block) for block in model.blocks)
+
+
+def test_a_compiled_model():
+    model, step, blocks = built("mlp")
+    compiled = nn.Sequential(model)
+    compiled._orig_mod = model
+    with pytest.raises(ValueError, match=r"activation_memory_budget, which gives wrong gradients with dropout"):
+        plan_memory(compiled, step, 0.5, blocks=blocks)
+
+
+def test_a_step_that_fails_leaves_everything():
+    model, step, blocks = built("gpt", "adamw")
+    before, calls = state_of(model), []
+
+    def failing(model):
+        step(model)
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        plan_memory(model, failing, 0.5, blocks=blocks)
+    assert same(state_of(model), before)
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_optimizer_state_that_is_born_is_removed():
+    model, _, blocks = built("mlp")
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(256, 64)
+
+    def step(model):
+        model(x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plan = plan_memory(model, step, 0.5, blocks=blocks)
+    assert not optimizer.state
+    assert plan.measured_peak <= plan.budget
+    step(model)
+    noted = {id(parameter): copy.deepcopy(state) for parameter, state in optimizer.state.items()}
+    plan_memory(model, step, 0.5, blocks=blocks)
+    for parameter, state in optimizer.state.items():
+        assert all(torch.equal(state[name], noted[id(parameter)][name]) for name in state)
+
+
+def test_attributes_and_containers_are_restored():
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+            self.steps, self.seen, self.table = 0, [], {"last": None}
+            self.register_buffer("sum", torch.zeros(1), persistent=False)
+
+        def forward(self, x):
+            self.steps += 1
+            self.seen.append(self.steps)
+            self.table["last"] = self.steps
+            self.sum += 1
+            return self.inner(x)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Counts() for _ in range(3)))
+    x = torch.randn(256, 64)
+    lists = [one.seen for one in model]
+    plan_memory(model, lambda model: model(x).sum().backward(), 0.5, blocks=["*.inner"])
+    for one, seen in zip(model, lists, strict=True):
+        assert (one.steps, one.seen, one.table, float(one.sum)) == (0, [], {"last": None}, 0.0)
+        assert one.seen is seen
+
+
+def test_options_are_worth_choosing():
+    model, step, blocks = built("gpt")
+    profile, _ = profiled(model, step, blocks)
+    choices = choices_of(profile, profile.entries[0])
+    for one, other in itertools.pairwise(choices[:-1]):
+        assert one.nbytes < other.nbytes
+        assert one.cost > other.cost
+    assert choices[-1].kept is None
+    assert choices[0].kept == ()
