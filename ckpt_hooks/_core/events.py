@@ -47,7 +47,7 @@ class Region(NamedTuple):
         in_recompute: Whether the recompute of a region around enters this region.
         frame: A weak reference to the frame, for ``saved()`` and ``held()``.
         repeats: The number of forward's entry which a recompute enters again, by their order inside of the region around;
-            None in forward.
+            None in forward, and where forward had no such entry.
     """
 
     id: int
@@ -93,14 +93,16 @@ class Operator(NamedTuple):
         outputs: The tensors in its result.
         site: The calling line of the user's program; None in a replay, where no user code runs.
         in_recompute: Whether a recompute ran the operator.
-        policy_index: The ``index`` at which a policy that is a function is asked about this run; None where policies are not
-            asked.
-        is_view: Whether the result is a view of an argument.
+        policy_index: The ``index`` at which a policy of the region that is a function is asked about this run, or was in
+            forward; None where policies are not asked: about views, operators which write in place, casts of parameters by
+            autocast, and operators of a backward inside the region. (The field ``index`` would hide a method of tuples.)
+        is_view: Whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``.
         writes: The positions in ``inputs`` of the tensors written to; of an operator without a schema, all positions.
         reads_shape_only: Whether the operator reads the shape of its first argument alone, as ``empty_like``.
         seconds: The time on the host; None where no observer wants durations.
-        repeats: In the replay of a recorded region, the region and the place of forward's operator which runs again: the replay
-            runs operators of regions inside, too. None elsewhere, and for operators inside of a custom function.
+        repeats: In a recompute, the region and the place of forward's operator which runs again. A replay runs operators of
+            regions inside, too. None in forward; in a replay, for operators inside of a custom function; in a rerun, for
+            operators which forward did not run.
     """
 
     place: int

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import sys
 import weakref
@@ -14,6 +13,7 @@ import torch
 from .events import Observer, Operator, Region, TensorInfo, Watchable
 from .holdings import Reason, size_of
 from .numbers import address_of, number_of, storage_and_size, tell_when_freed
+from .order import Order, Position
 from .paths import RegionPath, format_path
 from .saved import Kept, Saved, TrackedKept, cause_of_kept
 from .whereabouts import module_in_call, site_of
@@ -21,16 +21,6 @@ from .whereabouts import module_in_call, site_of
 __all__ = ["OperatorRun", "Watch"]
 
 _next_region = itertools.count(1).__next__
-
-
-class _Entry:
-    """The number of an entry of a region in forward, and the entries inside, in order."""
-
-    __slots__ = ("id", "inside")
-
-    def __init__(self, number: int) -> None:
-        self.id = number
-        self.inside: list[_Entry] = []
 
 
 class OperatorRun(NamedTuple):
@@ -41,8 +31,9 @@ class OperatorRun(NamedTuple):
         inputs: The tensors in its arguments.
         outputs: The tensors in its result.
         written: The arguments written to.
-        is_asked_about: Whether policies are asked about the operator.
-        is_view: Whether the result is a view of an argument.
+        asked_in: The graph task which ran the operator, -1 outside of backward; None where policies are not asked.
+        is_loose: Whether another run of the same program may have the operator or not.
+        is_view: Whether the result shares memory with an argument.
         reads_shape_only: Whether it reads the shape of its first argument alone.
         site: The line of the user's program.
         in_recompute: Whether a recompute ran the operator.
@@ -53,22 +44,19 @@ class OperatorRun(NamedTuple):
     inputs: Sequence[torch.Tensor]
     outputs: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
-    is_asked_about: bool
+    asked_in: int | None
+    is_loose: bool
     is_view: bool
     reads_shape_only: bool
     site: str | None
     in_recompute: bool
     seconds: float | None
 
-    def event(
-        self, place: int, index: int | None, repeats: tuple[int, int] | None, observers: tuple[Observer, ...]
-    ) -> Operator:
+    def event(self, position: Position, observers: tuple[Observer, ...]) -> Operator:
         """Returns the event.
 
         Args:
-            place: The number of operators before.
-            index: The number of operators before that policies are asked about; None for one that policies are not asked about.
-            repeats: Region and place of forward's operator which runs again, if known.
+            position: The position of the run.
             observers: Are told when a storage of the event is freed.
         """
         written = set(map(id, self.written))
@@ -76,8 +64,8 @@ class OperatorRun(NamedTuple):
         inputs = tuple(info_of(tensor, observers) for tensor in self.inputs)
         outputs = tuple(info_of(tensor, observers) for tensor in self.outputs)
         return Operator(
-            *(place, self.name, inputs, outputs, self.site, self.in_recompute, index),
-            *(self.is_view, writes, self.reads_shape_only, self.seconds, repeats),
+            *(position.place, self.name, inputs, outputs, self.site, self.in_recompute, position.policy_index),
+            *(self.is_view, writes, self.reads_shape_only, self.seconds, position.repeats),
         )
 
 
@@ -99,6 +87,7 @@ class Watch:
     """Sends the events of one frame. Holds the frame weakly.
 
     Attributes:
+        order: The order of operators and regions inside.
         region: The region's entry.
         tensors: The saved tensors which autograd has not let go of, by their positions.
         wants_durations: Whether an observer wants operators timed.
@@ -107,20 +96,17 @@ class Watch:
 
     __slots__ = (
         "__weakref__",
-        "_entry",
         "_fates",
-        "_num_asked",
-        "_num_inside",
         "_num_kept",
-        "_num_operators",
         "_observers",
-        "_runs",
+        "order",
         "region",
         "tensors",
         "wants_durations",
         "wants_operators",
     )
 
+    order: Order
     region: Region
 
     def __init__(
@@ -144,15 +130,14 @@ class Watch:
             in_recompute: Whether a recompute of a region around makes the frame.
         """
         self._observers = observers
-        self._num_kept = self._num_operators = self._num_asked = self._num_inside = 0
-        # Of each of forward's operators: the number of values on the tape before, region and place.
-        self._runs: list[tuple[int, int, int]] = []
+        self._num_kept = 0
         self._fates: dict[int, Reason] = {}
         self.tensors: dict[int, TensorInfo] = {}
         self.wants_operators = any(observer.wants_operators for observer in observers)
         self.wants_durations = any(observer.wants_durations for observer in observers)
         number = _next_region()
-        self._entry = _Entry(number) if outer is None else outer._enter_inside(number, in_recompute=in_recompute)
+        above = None if outer is None else outer.order
+        self.order = Order(number, above, in_recompute=in_recompute)
         self.region = Region(
             number,
             None if outer is None else outer.region.id,
@@ -162,7 +147,7 @@ class Watch:
             None if in_recompute else module_in_call(module),
             in_recompute,
             weakref.ref(frame),
-            self._entry.id if in_recompute and self._entry.id != number else None,
+            self.order.repeats,
         )
 
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
@@ -175,42 +160,19 @@ class Watch:
 
     def exited(self, error: BaseException | None) -> None:
         """Forward has ended."""
-        self._begin_again()
         self._tell("exited", error)
-
-    def _enter_inside(self, number: int, *, in_recompute: bool) -> _Entry:
-        """Returns the entry of a region inside; in a recompute that of forward with the same place."""
-        inside, at = self._entry.inside, self._num_inside
-        self._num_inside = at + 1
-        if in_recompute:
-            return inside[at] if at < len(inside) else _Entry(number)
-        inside.append(_Entry(number))
-        return inside[-1]
 
     def _info_of(self, tensor: torch.Tensor) -> TensorInfo:
         return info_of(tensor, self._observers)
 
-    def ran(self, run: OperatorRun, number: int | None, repeated: int | None) -> None:
+    def ran(self, run: OperatorRun, position: Position) -> None:
         """An operator ran.
 
         Args:
             run: The run.
-            number: In forward of a recorded region, the number of values on the tape before; else None.
-            repeated: In a replay, the number of the operator on the tape; else None.
+            position: Its position.
         """
-        place, self._num_operators = self._num_operators, self._num_operators + 1
-        index = None
-        if run.is_asked_about:
-            index, self._num_asked = self._num_asked, self._num_asked + 1
-        if number is not None:
-            self._runs.append((number, self.region.id, place))
-        at = -1 if repeated is None else bisect.bisect_left(self._runs, (repeated,)) - 1
-        repeats = self._runs[at][1:] if at >= 0 else None
-        self._tell("ran", run.event(place, index, repeats, self._observers))
-
-    def share_tape(self, outer: Watch) -> None:
-        """Notes that a recorded region is on the tape of the region around: the replay of one runs operators of the other."""
-        self._runs = outer._runs
+        self._tell("ran", run.event(position, self._observers))
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
         """A tensor was saved; returns its position.
@@ -284,12 +246,10 @@ class Watch:
 
     def recomputing(self, *, in_order: bool) -> None:
         """A recompute begins."""
-        self._begin_again()
         self._tell("recomputing", in_order=in_order)
-
-    def _begin_again(self) -> None:
-        self._num_operators = self._num_asked = self._num_inside = 0
+        self.order.begin_recompute()
 
     def recomputed(self, error: BaseException | None) -> None:
         """A recompute ended."""
+        self.order.end_recompute()
         self._tell("recomputed", error)

@@ -15,7 +15,7 @@ import torch
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._operators.watched import OperatorWatch, wants_operators
+from ckpt_hooks._operators.watched import OperatorCount, OperatorWatch, wants_operators
 from ckpt_hooks._torch import active_fake_mode
 from ckpt_hooks.errors import DeterminismError
 
@@ -113,8 +113,13 @@ def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> Con
         contexts: The region's own contexts, if any.
         parent: The outer frame. If its observers hear of operators, the mode there reports the operators of this region too.
     """
-    telling = nullcontext() if wants_operators(parent) else OperatorWatch(), OperatorWatch()
-    return telling if contexts is None else both(telling, contexts)
+    in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
+    if contexts is None:
+        return in_forward, OperatorWatch()
+    if selection_of(contexts[0]) is None:
+        return both((in_forward, OperatorWatch()), contexts)
+    # A rerun takes kept outputs, and the mode outside does not see these operators. One inside counts all.
+    return both((in_forward, OperatorWatch(is_after_others=True)), both(contexts, (nullcontext(), OperatorCount())))
 
 
 class _Both(AbstractContextManager[None]):

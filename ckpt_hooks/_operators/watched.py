@@ -10,49 +10,61 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
+from typing_extensions import Self
 
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.order import Position
 from ckpt_hooks._core.stack import is_recomputing, stack
 from ckpt_hooks._core.watch import OperatorRun
 from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, queue_callback
 
-from .facts import OpFacts, facts_of
+from .facts import OpFacts, facts_of, same_operator
 from .kinds import Kind
 
-__all__ = ["OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
+__all__ = ["OperatorCount", "OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
 
 
 class OperatorWatch(QuietDispatchMode):
-    """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
+    """Tells observers of the operators of a region and of regions inside: the observers of the innermost region.
 
-    def __init__(self, replayed: Frame | None = None) -> None:
+    Attributes:
+        is_in_function: Whether a replay runs a custom function.
+    """
+
+    def __init__(self, replayed: Frame | None = None, *, is_after_others: bool = False) -> None:
         """Makes a mode.
 
         Args:
             replayed: The frame being replayed; None in a forward or a rerun.
+            is_after_others: Whether a mode inside may take an operator's kept output, and :class:`OperatorCount` comes before.
         """
         super().__init__()
-        self._replayed = replayed
-        self._expected: list[tuple[Any, int]] = []
+        self._replayed, self._is_after_others = replayed, is_after_others
+        self._expected: list[tuple[OpFacts, int]] = []
+        self.is_in_function = False
 
     def _recreate_cm(self) -> OperatorWatch:
         """Returns another mode, for a rerun inside a rerun: the outer mode is paused meanwhile."""
-        return OperatorWatch(self._replayed)
+        return OperatorWatch(self._replayed, is_after_others=self._is_after_others)
 
-    def expect(self, operators: Iterable[tuple[Any, int]]) -> None:
+    def expect(self, operators: Iterable[tuple[OpFacts, int]]) -> None:
         """Takes the operators of a replay and their numbers on the tape, the last to run first."""
         self._expected = list(operators)
 
     def _number_of(self, func: Any) -> int | None:
         """Returns the number on the tape of an operator which runs in a replay; None inside of a custom function."""
+        if self.is_in_function:
+            return None
         expected = self._expected
-        for at in reversed(range(max(0, len(expected) - 2), len(expected))):  # the next, or the one after a custom function
-            if expected[at][0] is func:
-                number = expected[at][1]
+        while expected and expected[-1][0].is_function:
+            expected.pop()
+        for at in reversed(range(max(0, len(expected) - 2), len(expected))):  # one may run as another operator
+            facts, number = expected[at]
+            if same_operator(facts.operator, func):
                 del expected[at:]
                 return number
         return None
@@ -67,31 +79,66 @@ class OperatorWatch(QuietDispatchMode):
             if facts.kind is Kind.RANGE:
                 self.note_range(func, args)
             return output
-        in_recompute = replayed is not None or is_recomputing()
-        number = None if in_recompute else frame.num_values()
-        repeated = None if replayed is None else self._number_of(func)
+        if replayed is not None:
+            number = self._number_of(func)
+            output, run = _run(func, facts, args, kwargs, is_timed=watch.wants_durations)
+            watch.ran(run._replace(in_recompute=True), watch.order.note_again(number))
+            return output
+        number = frame.num_values()
         output, run = _run(func, facts, args, kwargs, is_timed=watch.wants_durations)
-        site = None if replayed is not None else site_of(sys._getframe(1))
-        watch.ran(run._replace(site=site, in_recompute=in_recompute), number, repeated)
+        run = run._replace(site=site_of(sys._getframe(1)), in_recompute=is_recomputing())
+        is_loose, is_found = run.is_loose, self._is_after_others
+        watch.ran(run, watch.order.note(run.name, run.asked_in, number, is_loose=is_loose, is_found=is_found))
         return output
+
+
+class OperatorCount(QuietDispatchMode):
+    """Counts the operators of a rerun, those whose output was kept included: comes before the mode which hands out outputs."""
+
+    def _recreate_cm(self) -> OperatorCount:
+        """Returns another mode; see :class:`OperatorWatch`."""
+        return OperatorCount()
+
+    def __enter__(self) -> Self:
+        if (frame := stack.innermost) is not None and frame.watch is not None:
+            frame.watch.order.start_again()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        facts, frame = facts_of(func), stack.innermost
+        if facts.kind is Kind.RANGE:
+            self.note_range(func, args)
+        elif facts.kind is not Kind.IGNORED and not self.paused and frame is not None and frame.watch is not None:
+            frame.watch.order.find(facts.full_name, is_loose=_is_loose(facts, args))
+        output = func(*args, **kwargs) if kwargs else func(*args)
+        count_writes(func, args)
+        return output
+
+
+def _is_loose(facts: OpFacts, args: Any) -> bool:
+    """Whether another run of the same program may have an operator or not: autograd makes some views, autocast keeps casts."""
+    return facts.kind is Kind.VIEW or (facts.kind is Kind.CAST and is_kept_anyway(args[0]))
 
 
 def _run(func: Any, facts: OpFacts, args: Any, kwargs: Any, *, is_timed: bool) -> tuple[Any, OperatorRun]:
     """Runs an operator; returns its result, and what there is to tell of the run."""
     kwargs = kwargs or {}
+    is_loose = _is_loose(facts, args)
     begun = time.perf_counter() if is_timed else 0.0
     output = func(*args, **kwargs) if kwargs else func(*args)
     seconds = time.perf_counter() - begun if is_timed else None
     count_writes(func, args)
+    inputs = _tensors_in((args, kwargs))
+    is_asked_about = facts.is_asked_about and not is_loose and not is_compiled_code_running()
     return output, OperatorRun(
-        name=str(func),
-        inputs=_tensors_in((args, kwargs)),
+        name=facts.full_name,
+        inputs=inputs,
         outputs=_tensors_in(output),
         written=_tensors_in(facts.written_in(args, kwargs)),
-        # Casts of leaves run again: autocast makes each once and keeps it for a while, so that only some regions have it.
-        is_asked_about=facts.is_asked_about and not (facts.kind is Kind.CAST and is_kept_anyway(args[0])),
-        is_view=facts.is_view or facts.kind is Kind.VIEW,
-        reads_shape_only=facts.is_like or facts.is_uninitialized,
+        asked_in=graph_task_id() if is_asked_about else None,
+        is_loose=is_loose,
+        is_view=facts.is_view or facts.is_never_kept,
+        reads_shape_only=(facts.is_like or facts.is_uninitialized) and bool(inputs),
         site=None,
         in_recompute=False,
         seconds=seconds,
@@ -122,7 +169,7 @@ class _OutsideWatch(QuietDispatchMode):
         output, run = _run(func, facts, args, kwargs, is_timed=self._observer.wants_durations)
         place, self._num_operators = self._num_operators, self._num_operators + 1
         run = run._replace(site=site_of(sys._getframe(1)))
-        self._observer.ran(None, run.event(place, None, None, (self._observer,)))
+        self._observer.ran(None, run.event(Position(place, None, None), (self._observer,)))
         return output
 
     def _end(self) -> None:

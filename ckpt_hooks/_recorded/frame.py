@@ -99,7 +99,7 @@ class RecordedFrame(ReplayedFrame):
         settings = current_settings()
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
         if self.watch is not None and outer is not None and outer.watch is not None:
-            self.watch.share_tape(outer.watch)
+            self.watch.order.share_tape(outer.watch.order)
         self._debug = settings.debug
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None

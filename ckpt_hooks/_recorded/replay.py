@@ -205,7 +205,7 @@ class Replay:
         steps.clear()
         with ReplayContext(self.frame) as context:
             if context.operator_watch is not None:
-                context.operator_watch.expect((op.facts.operator, op.number) for op in todo if type(op) is Op)
+                context.operator_watch.expect((op.facts, op.number) for op in todo if type(op) is Op)
             while todo:
                 op = todo.pop()
                 if type(op) is Value:
