@@ -523,6 +523,124 @@ def test_a_backward_that_fails_has_no_end():
     assert notes.backwards == ["began", "began", "ended"]
 
 
+def test_an_observer_of_everything_wants_operators():
+    class Plain(Notes):
+        wants_operators = False
+
+    notes = Plain()
+    with observe_all(notes):
+        checkpoint(torch.exp, leaf(4)).sum().backward()
+    assert named(notes.forward) == named(notes.again) == ["exp"]
+
+
+class Steps(Notes):
+    """Notes events in one list."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+
+    def ran(self, region, operator):
+        self.steps.append(name(operator))
+
+    def recomputing(self, region, *, in_order):
+        self.steps.append("recomputing")
+
+    def restored(self, region, position, tensor):
+        self.steps.append("restored")
+
+    def backward_began(self):
+        self.steps.append("began")
+
+    def backward_ended(self):
+        self.steps.append("ended")
+
+
+@ALL
+def test_a_backward_begins_before_its_first_recompute(form):
+    notes, x, ones = Steps(), leaf(4), torch.ones(4, dtype=torch.float64)
+    with observe_all(notes):
+        y = form(lambda x: x.sin().exp())(x)
+        y.backward(ones)
+    assert notes.steps[:4] == ["sin", "exp", "began", "recomputing"]
+    begun = notes.steps[4:]
+    assert [step for step in begun if step != "exp"] == ["sin", "restored", "mul", "cos", "mul", "ended"]
+
+
+@ALL
+def test_a_backward_behind_the_block_is_told_for_its_regions(form):
+    notes, x, ones = Steps(), leaf(4), torch.ones(4, dtype=torch.float64)
+    with observe_all(notes):
+        y = form(lambda x: x.sin().exp())(x)
+    del notes.steps[:]
+    y.backward(ones)
+    assert (notes.steps[0], notes.steps[-1]) == ("began", "ended")
+    assert "mul" not in notes.steps
+
+
+def test_two_backwards_of_one_graph():
+    notes, ones = Notes(), torch.ones(4, dtype=torch.float64)
+    with observe_all(notes):
+        y = checkpoint(lambda x: x.sin().exp(), leaf(4))
+        y.backward(ones, retain_graph=True)
+        y.backward(ones)
+    assert notes.backwards == ["began", "ended"] * 2
+
+
+def test_a_backward_after_one_that_failed_begins_without_an_operator_between():
+    def fail(grad):
+        raise ValueError("no")
+
+    notes, x, ones = Notes(), leaf(4), torch.ones(4, dtype=torch.float64)
+    with observe_all(notes):
+        y, other = x.sin().exp(), x.cos()
+        y.register_hook(lambda grad: grad * 2)
+        y.register_hook(fail)
+        with pytest.raises(ValueError, match="no"):
+            y.backward(ones)
+        other.backward(ones)
+    assert notes.backwards == ["began", "began", "ended"]
+
+
+def test_a_backward_in_the_first_hook_tells_nothing_of_its_own():
+    notes, x, ones = Steps(), leaf(4), torch.ones(4, dtype=torch.float64)
+    with observe_all(notes):
+        y, other = x.sin(), leaf(4).exp()
+        y.register_hook(lambda grad: other.backward(ones))
+        y.backward(ones)
+    assert notes.steps == ["sin", "randn", "exp", "mul", "began", "cos", "mul", "ended"]
+
+
+def test_a_backward_in_a_rerun_tells_nothing_of_its_own():
+    def block(x):
+        y = x.sin()
+        z = leaf(4)
+        z.exp().sum().backward()
+        return y.exp().cos()
+
+    notes, ones = Notes(), torch.ones(4, dtype=torch.float64)
+    with observe_all(notes):
+        y = checkpoint(block, leaf(4))
+        assert notes.backwards == ["began", "ended"]  # that of forward
+        y.backward(ones)
+    assert notes.backwards == ["began", "ended"] * 2
+
+
+def test_callbacks_after_the_end_begin_nothing():
+    notes, x = Notes(), leaf(4)
+    queue = torch.autograd.Variable._execution_engine.queue_callback
+
+    def hook(grad):
+        grad * 2
+        queue(lambda: torch.ones(3).exp())
+
+    with observe_all(notes):
+        y = x.sin()
+        y.register_hook(hook)
+        y.backward(torch.ones(4, dtype=torch.float64))
+    assert notes.backwards == ["began", "ended"]
+
+
 def test_nothing_of_it_runs_without_observers(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError

@@ -187,7 +187,11 @@ class Observer:
         """A saved tensor with a handle is handed to autograd."""
 
     def backward_began(self) -> None:
-        """A backward runs its first operator. Told by :func:`ckpt_hooks._operators.watched.observe_all`."""
+        """A backward runs its first operator, or restores its first tensor of a watched region.
+
+        Told by :func:`ckpt_hooks._operators.watched.observe_all`, for the outermost backward alone: backwards inside of a
+        hook, or of a recompute, are part of it.
+        """
 
     def backward_ended(self) -> None:
-        """The same backward has ended; not told after an exception in it."""
+        """The same backward has ended. There is no end after an exception in backward; the next begin comes all the same."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
 from typing_extensions import Self
 
-from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._core.observers import observe
@@ -21,6 +23,7 @@ from ckpt_hooks._core.stack import is_recomputing, stack
 from ckpt_hooks._core.watch import OperatorRun
 from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, queue_callback
+from ckpt_hooks._torch.graphs import is_in_two_backwards
 
 from .facts import OpFacts, facts_of, same_operator
 from .kinds import Kind
@@ -145,24 +148,62 @@ def _run(func: Any, facts: OpFacts, args: Any, kwargs: Any, *, is_timed: bool) -
     )
 
 
-class _OutsideWatch(QuietDispatchMode):
-    """Tells one observer of operators outside of regions, those of backward included, and of the begin and end of backward."""
+class _Backwards(Observer):
+    """Tells one observer of the begin and end of each outermost backward.
+
+    Attributes:
+        wants_operators: True, so that the observer hears of the operators of regions.
+    """
+
+    wants_operators = True
 
     def __init__(self, observer: Observer) -> None:
-        super().__init__()
         self._observer = observer
+        self._present: weakref.ref[partial[None]] | None = None
+        self._ended = -1
+
+    def look(self) -> None:
+        """Tells of a begin where this is the first look in an outermost backward."""
+        task = graph_task_id()
+        if task in (-1, self._ended):  # of callbacks that come after the end, too
+            return
+        # The graph task alone holds the callback, and drops it on failure. So a backward is over when its callback is gone.
+        if (self._present is not None and self._present() is not None) or is_in_two_backwards():
+            return
+        end = partial(self._end, task)
+        self._present = weakref.ref(end)
+        queue_callback(end)
+        self._observer.backward_began()
+
+    def _end(self, task: int) -> None:
+        self._present, self._ended = None, task
+        self._observer.backward_ended()
+
+    def recomputing(self, region: Region, *, in_order: bool) -> None:
+        """A region brings back tensors, in backward mostly."""
+        self.look()
+
+    def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
+        """Autograd takes a tensor, in backward mostly."""
+        self.look()
+
+
+class _OutsideWatch(QuietDispatchMode):
+    """Tells one observer of operators outside of regions, those of backward included."""
+
+    def __init__(self, observer: Observer, backwards: _Backwards) -> None:
+        super().__init__()
+        self._observer, self._backwards = observer, backwards
         self._num_operators = 0
-        self._is_in_backward = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if graph_task_id() == -1:
-            self._is_in_backward = False  # also after one that ended by an exception
-        elif not self._is_in_backward:
-            self._is_in_backward = True
-            self._observer.backward_began()
-            queue_callback(self._end)
         facts = facts_of(func)
-        if self.paused or facts.kind is Kind.IGNORED or facts.kind is Kind.RANGE or stack.innermost is not None:
+        if facts.kind is Kind.RANGE:
+            self.note_range(func, args)
+        is_told = not (self.paused or facts.kind in (Kind.IGNORED, Kind.RANGE))
+        if is_told:
+            self._backwards.look()
+        if not is_told or stack.innermost is not None:
             output = func(*args, **kwargs) if kwargs else func(*args)
             count_writes(func, args)
             return output
@@ -172,19 +213,17 @@ class _OutsideWatch(QuietDispatchMode):
         self._observer.ran(None, run.event(Position(place, None, None), (self._observer,)))
         return output
 
-    def _end(self) -> None:
-        self._is_in_backward = False
-        self._observer.backward_ended()
-
 
 @contextlib.contextmanager
 def observe_all(observer: Observer) -> Iterator[None]:
     """Makes an observer watch regions, and the operators outside of these, on this thread.
 
     Operators run under a dispatch mode, as in a region whose observer wants operators. Of two observers, each has a mode of
-    its own.
+    its own. The observer hears of all operators, whether it says :attr:`Observer.wants_operators` or not, and of the begin and
+    end of backward. Backwards of several threads at once are told as one.
     """
-    with observe(observer), _OutsideWatch(observer):
+    backwards = _Backwards(observer)
+    with observe(backwards), observe(observer), _OutsideWatch(observer, backwards):
         yield
 
 

@@ -1,18 +1,29 @@
-"""Autograd's graph, read without running anything: the saved tensors of a node, and what stands for each.
+"""Autograd's graph, read without running anything: the saved tensors of a node, and what stands for each; and its engine.
 
 2.11 to 2.15. Goes when torch has a public way to list the tensors that a node saved, without the unpack hooks.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 
 from ckpt_hooks._torch import NodeSavedTensor
 
-__all__ = ["CAST_NODE", "LEAF_NODE", "SAVED_TENSORS", "attributes_of", "is_packed", "packed_of", "saved_in"]
+__all__ = [
+    "CAST_NODE",
+    "LEAF_NODE",
+    "SAVED_TENSORS",
+    "attributes_of",
+    "is_in_two_backwards",
+    "is_packed",
+    "packed_of",
+    "saved_in",
+]
 
 #: The classes of saved tensors, which have the packed object as ``data``.
 SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
@@ -82,3 +93,17 @@ def is_packed(saved: Any) -> bool:
 def attributes_of(node: Any) -> dict[str, Any]:
     """Returns the attributes that a custom function has set on its ``ctx``, which is its node; none for other nodes."""
     return getattr(node, "__dict__", {})
+
+
+# By which every backward is run that Python begins. 2.11 to 2.15. Goes with a public way to tell a backward in a hook.
+_RUN_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def is_in_two_backwards() -> bool:
+    """Whether this thread runs a backward in the middle of another, as in a hook. Takes a walk of the stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and count < 2:
+        count += frame.f_code is _RUN_ENGINE
+        frame = frame.f_back
+    return count == 2
