@@ -34,6 +34,7 @@ from ckpt_hooks import (
     every,
     memory_ledger,
     patch_torch,
+    plan_memory,
     policies,
     trace,
     track_rng,
@@ -135,6 +136,78 @@ def a_ledger_in_a_ledger():
 @provokes
 def a_ledger_of_a_device_without_allocations():
     memory_ledger(lambda: torch.ones(2)).on("cuda:0")
+
+
+def planned(step=None, budget=0.5, blocks=None, model=None):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())) if model is None else model
+    return plan_memory(model, step or (lambda model: model(torch.ones(2, 4)).sum().backward()), budget, blocks=blocks)
+
+
+@provokes
+def a_plan_of_a_model_without_blocks():
+    planned(model=nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+
+
+@provokes
+def a_plan_of_blocks_in_blocks():
+    planned(blocks=["1", "1.*"])
+
+
+@provokes
+def a_budget_of_another_kind():
+    planned(budget=[1])
+
+
+@provokes
+def a_budget_of_more_than_all():
+    planned(budget=2.0)
+
+
+@provokes
+def a_budget_below_nothing():
+    planned(budget=-3)
+
+
+@provokes
+def a_budget_without_a_unit():
+    planned(budget="20 gibis")
+
+
+@provokes
+def a_budget_that_nothing_fits():
+    planned(budget=1, blocks=["1"])
+
+
+@provokes
+def a_plan_of_a_step_without_a_backward():
+    planned(step=lambda model: model(torch.ones(2, 4)))
+
+
+@provokes
+def a_plan_of_a_block_that_is_not_called():
+    planned(step=lambda model: model[0](torch.ones(2, 4)).sum().backward(), blocks=["1"])
+
+
+@provokes
+def a_plan_of_no_module():
+    plan_memory(3, print, 0.5)
+
+
+@provokes
+def a_plan_of_no_step():
+    plan_memory(nn.Linear(2, 2), 3, 0.5)
+
+
+@provokes
+def a_plan_of_a_compiled_model():
+    model = nn.Linear(4, 4)
+    model._orig_mod = None
+    planned(model=model)
+
+
+@provokes
+def a_plan_whose_model_is_gone():
+    planned(blocks=["1"]).apply()
 
 
 @provokes

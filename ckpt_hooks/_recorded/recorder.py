@@ -63,8 +63,7 @@ class Recorder(SelectiveCheckpointContext):
         """Starts to record on a tape."""
         super().__init__()
         self._call: FunctionCall | None = None
-        self._tape = tape
-        self._tables = tape.tables
+        self._tape, self._tables = tape, tape.tables
         self._forget = tape.tables.known.pop
         self._seen: list[Surroundings] = []
         tape.current = capture_current()
@@ -127,8 +126,8 @@ class Recorder(SelectiveCheckpointContext):
                 decision = decisions.of(facts)
             if decision != RECOMPUTE:
                 if facts.is_fresh and graph_task_id() == tape.task:
-                    if decision == ASK and decisions.is_kept is not None and not facts.has_buffered_masks:
-                        decision = SAVE if decisions.is_kept(func) else RECOMPUTE
+                    if decision == ASK and (is_kept := decisions.is_kept) is not None and not facts.has_buffered_masks:
+                        decision = SAVE if is_kept(func) else RECOMPUTE
                     if decision == SAVE:
                         return self._save(func, facts, args, kwargs or _NO_KWARGS)
                 if decision != RECOMPUTE:

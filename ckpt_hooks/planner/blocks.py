@@ -29,10 +29,10 @@ def blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Mod
         ledger: A step without regions.
 
     Raises:
-        ValueError: If there are no blocks.
+        ValueError: If there are no blocks, or one is inside of another.
     """
     if select is not None:
-        return {name: module for name, (module, _) in select_modules(model, select, None).items()}
+        return _selected(model, select)
     saved: collections.Counter[str] = collections.Counter()
     for one in ledger.allocations:
         if one.origin.module is not None and any(hold.reason is Reason.SAVED for hold in one.holds):
@@ -59,4 +59,15 @@ def blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Mod
             f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of what "
             "backward needs. Pass blocks=..., module classes or names as apply_checkpointing takes them."
         )
+    return found
+
+
+def _selected(model: Module, select: Any) -> dict[str, Module]:
+    found = {name: module for name, (module, _) in select_modules(model, select, None).items()}
+    if len(found) > 1:
+        found.pop("", None)  # which the pattern of all its children names as well
+    outer = {id(inner): name for name, module in found.items() for inner in module.modules() if inner is not module}
+    for name, module in found.items():
+        if id(module) in outer:
+            raise ValueError(f"Block {name!r} is inside of block {outer[id(module)]!r}. Leave out one of the two.")
     return found

@@ -185,12 +185,16 @@ def choose(problem: Problem, budget: float) -> list[int] | None:
         problem: The problem.
         budget: The bytes at most.
     """
-    found = [chosen for power in _POWERS if (chosen := _chosen(problem, budget, power)) is not None]
+    powers = _POWERS if len(problem.blocks) <= _FEW else (1.0,)
+    found = [chosen for power in powers if (chosen := _chosen(problem, budget, power)) is not None]
     return min(found, key=problem.cost, default=None)
 
 
+#: Blocks of which all options of any three are looked at, and several orders of steps.
+_FEW = 8
 #: How much a step's bytes count against its cost. Each gives another order of steps, and another choice to exchange from.
 _POWERS = (0.5, 0.75, 1.0, 1.5, 2.0)
+_PASSES = 3  # over all pairs of many blocks
 
 
 def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
@@ -215,17 +219,16 @@ def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
     """Improves a choice: by a block's cheaper option, by this and a dearer one of another, and of few blocks by any three."""
-    improved = True
-    while improved:
-        improved = _improve_one(problem, chosen, total, budget) or _improve_two(problem, chosen, total, budget)
-        if not improved and len(chosen) <= _FEW:
-            improved = any(
-                _improve_jointly(problem, chosen, total, budget, blocks)
-                for blocks in itertools.combinations(range(len(chosen)), min(3, len(chosen)))
-            )
-
-
-_FEW = 8  # blocks of which all options of any three are looked at
+    few = len(chosen) <= _FEW
+    combinations = list(itertools.combinations(range(len(chosen)), min(3, len(chosen)))) if few else []
+    for _ in itertools.count() if few else range(_PASSES):
+        while _improve_one(problem, chosen, total, budget):
+            pass
+        if not (
+            _improve_two(problem, chosen, total, budget)
+            or any(_improve_jointly(problem, chosen, total, budget, blocks) for blocks in combinations)
+        ):
+            break
 
 
 def _improve_jointly(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float, blocks: Sequence[int]) -> bool:
@@ -261,25 +264,32 @@ def _improve_one(problem: Problem, chosen: list[int], total: torch.Tensor, budge
 
 
 def _improve_two(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> bool:
-    best, steps = 1e-9, None
-    for first, (memory, costs) in enumerate(zip(problem.memory, problem.costs, strict=True)):
-        cheaper = [option for option in range(len(costs)) if float(costs[option]) < float(costs[chosen[first]])]
-        for option in cheaper:
-            after = total + memory[option] - memory[chosen[first]]
-            saved = float(costs[chosen[first]] - costs[option])
-            for second, (others, prices) in enumerate(zip(problem.memory, problem.costs, strict=True)):
-                if second == first:
-                    continue
-                fits = (after + others - others[chosen[second]]).amax(1) <= budget
-                left = torch.where(fits, saved + prices[chosen[second]] - prices, 0.0)
-                at = int(left.argmax())
-                if float(left[at]) > best:
-                    best, steps = float(left[at]), ((first, option), (second, at))
-    if steps is None:
-        return False
-    for step in steps:
-        _take(problem, chosen, total, *step)
-    return True
+    """Gives blocks cheaper options where one of another block, dearer by less, makes room; returns whether there was any."""
+    memory, costs = torch.cat(problem.memory), torch.cat(problem.costs)
+    owners = torch.cat([torch.full((len(own),), block) for block, own in enumerate(problem.costs)])
+    found = False
+    for first in range(len(chosen)):
+        own = problem.costs[first]
+        now = torch.stack([one[option] for one, option in zip(problem.memory, chosen, strict=True)])
+        prices = torch.stack([one[option] for one, option in zip(problem.costs, chosen, strict=True)])
+        room, dearer = memory - now[owners], costs - prices[owners]
+        best, step = 1e-9, None
+        for option in [option for option in range(len(own)) if float(own[option]) < float(own[chosen[first]])]:
+            after = total + problem.memory[first][option] - problem.memory[first][chosen[first]]
+            saved = float(own[chosen[first]] - own[option]) - dearer
+            # Few options save at all; their memory alone is looked at.
+            rows = ((saved > best) & (owners != first)).nonzero().flatten()
+            rows = rows[(after + room[rows]).amax(1) <= budget] if len(rows) else rows
+            if len(rows):
+                row = int(rows[saved[rows].argmax()])
+                best, step = float(saved[row]), (option, row)
+        if step is not None:
+            option, row = step
+            second = int(owners[row])
+            _take(problem, chosen, total, first, option)
+            _take(problem, chosen, total, second, row - int((owners < second).sum()))
+            found = True
+    return found
 
 
 def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, option: int) -> None:

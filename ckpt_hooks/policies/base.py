@@ -315,7 +315,7 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
     if isinstance(policy, Policy):
         return policy
     if type(policy) is FunctionType:
-        if policy.__module__ != _FACTORIES:
+        if policy.__module__ not in _FACTORIES:
             return _TorchsFunction(policy) if as_torch else _Function(policy)
     elif callable(policy) and not isinstance(policy, _CALLABLE):  # which takes 2 us, as ABC classes do
         return _TorchsFunction(policy) if as_torch else _Function(policy)
@@ -326,8 +326,8 @@ def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False
 
 #: Operators, which can be called and are no policies.
 _CALLABLE: Any = (*OPERATORS, OPERATOR_PACKET)
-#: The module whose functions return policies.
-_FACTORIES = f"{__package__}.ready_made"
+#: The modules whose functions return policies.
+_FACTORIES = (f"{__package__}.ready_made", f"{__package__}.indices")
 
 
 def _no_policy(policy: Any, argument: str) -> TypeError:
@@ -339,7 +339,7 @@ def _no_policy(policy: Any, argument: str) -> TypeError:
     if isinstance(policy, OPERATOR_PACKET):
         overload = f"torch.ops.{policy}.{overloads_of(policy)[0]}"
         return TypeError(f"{expected} {policy}, which has several operators. Write a list of them: {argument}=[{overload}].")
-    if getattr(policy, "__module__", None) == _FACTORIES and callable(policy):
+    if getattr(policy, "__module__", None) in _FACTORIES and callable(policy):
         name = policy.__name__
         return TypeError(f"{expected} {name}, which makes policies. Call it: {argument}={name}(...).")
     name = policy if isinstance(policy, str) and policy.isidentifier() else "dots_saveable"
