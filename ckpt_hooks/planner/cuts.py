@@ -10,11 +10,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from .profiling import Entry, Profile
+from .simulating import effect_of
 
-__all__ = ["Choice", "choices_of"]
+__all__ = ["Choice", "choices_of", "lasting_in"]
 
 _PRICES = 28  # in the sweep
 _MOST = 40  # options of a block
@@ -26,19 +27,19 @@ class Choice:
 
     Attributes:
         kept: The operators whose results are kept; None for no region, where autograd keeps what it saves.
-        nbytes: The bytes kept.
+        nbytes: The bytes kept, of which those that another block holds anyway count little.
         cost: The cost of the operators which run again.
     """
 
     kept: tuple[int, ...] | None
-    nbytes: int
+    nbytes: float
     cost: float
 
 
 class _Graph:
     """What a block's operators need of each other. Operators which write to a result belong to the operator which made it."""
 
-    def __init__(self, profile: Profile, entry: Entry) -> None:
+    def __init__(self, profile: Profile, entry: Entry, lasting: Collection[int]) -> None:
         owner: dict[int, int] = {}  # of an allocation, the operator which made it
         leader = list(range(len(entry.ops)))
         for at, op in enumerate(entry.ops):
@@ -49,7 +50,7 @@ class _Graph:
                     leader[at] = owner[number]
         self.cost: dict[int, float] = collections.defaultdict(float)
         self.needs: dict[int, set[int]] = collections.defaultdict(set)
-        self.size: dict[int, int] = {}
+        self.size: dict[int, float] = {}
         for at, op in enumerate(entry.ops):
             group = leader[at]
             self.cost[group] += op.cost
@@ -58,7 +59,8 @@ class _Graph:
                 if maker is not None and leader[maker] != group:
                     self.needs[group].add(leader[maker])
             if op.run is not None and op.fresh:
-                self.size[group] = sum(profile.allocations[number].nbytes for number in op.fresh)
+                sizes = (profile.allocations[number].nbytes * (_SHORT if number in lasting else 1) for number in op.fresh)
+                self.size[group] = sum(sizes)
         self.roots = {
             leader[maker]
             for handle in entry.handles
@@ -157,14 +159,27 @@ class _Flow:
 _LEAST = 1e-9
 
 
-def choices_of(profile: Profile, entry: Entry) -> list[Choice]:
+#: The part of its bytes that a result counts which another block holds anyway, as its input. Where blocks come in a row, that
+#: block lets go of the result when this one's backward begins.
+_SHORT = 0.02
+
+
+def lasting_in(profile: Profile) -> list[set[int]]:
+    """Returns for each entry the allocations which another entry needs in backward, whatever is kept."""
+    needed = [{*effect_of(profile, entry, ()).ends} for entry in profile.entries]
+    counts = collections.Counter(number for one in needed for number in one)
+    return [{number for number in counts if counts[number] > (number in own)} for own in needed]
+
+
+def choices_of(profile: Profile, entry: Entry, lasting: Collection[int] = ()) -> list[Choice]:
     """Returns the options of a block which are worth choosing: the fewer bytes, the higher the cost. The last has no region.
 
     Args:
         profile: The profile.
         entry: A call of the block.
+        lasting: Allocations which another block needs, as :func:`lasting_in` tells.
     """
-    graph = _Graph(profile, entry)
+    graph = _Graph(profile, entry, lasting)
     nothing = graph.choice(())
     largest = max(graph.cost.values(), default=0.0)
     smallest = min(graph.size.values(), default=1)

@@ -16,7 +16,7 @@ from ckpt_hooks.report.ledger.recording import memory_ledger
 from .blocks import blocks_of
 from .budgets import Budget, parsed
 from .choosing import Problem, choose, options_of
-from .cuts import choices_of
+from .cuts import choices_of, lasting_in
 from .plan import KeptRun, Plan, PlannedBlock
 from .profiling import Profile, profile_step
 from .restoring import as_before
@@ -92,8 +92,11 @@ def plan_memory(
             "call it."
         )
     natural = natural_ends(profile)
-    first = {entry.block: entry for entry in reversed(profile.entries)}
-    problem = Problem(profile, options_of(profile, {name: choices_of(profile, first[name]) for name in found}), natural)
+    firsts = {
+        entry.block: (entry, lasting) for entry, lasting in reversed([*zip(profile.entries, lasting_in(profile), strict=True)])
+    }
+    choices = {name: choices_of(profile, *firsts[name]) for name in found}
+    problem = Problem(profile, options_of(profile, choices), natural)
     least = problem.peak(problem.least())
     if isinstance(budget, float):
         budget = int(least + budget * max(0.0, plain.peak.nbytes - least))
@@ -183,7 +186,7 @@ def _plan(
         kept = None
         if option.choice.kept is not None:
             kept = tuple(_kept(profile, entries[0], at) for at in option.choice.kept)
-        size = option.choice.nbytes * len(entries)
+        size = sum(run.nbytes for run in kept or ()) * len(entries)
         blocks.append(PlannedBlock(name, type(modules[name]).__name__, kept, size, option.cost / whole if whole else 0.0, took))
         forward, again, seconds = forward + whole, again + option.cost, seconds + took
     return Plan(

@@ -16,7 +16,7 @@ from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, choose, options_of
-from ckpt_hooks.planner.cuts import choices_of
+from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.restoring import as_before
 from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
@@ -79,8 +79,10 @@ def profiled(model, step, blocks):
 
 
 def problem_of(profile, names):
-    first = {entry.block: entry for entry in reversed(profile.entries)}
-    options = options_of(profile, {name: choices_of(profile, first[name]) for name in names})
+    first = {entry.block: number for number, entry in reversed([*enumerate(profile.entries)])}
+    lasting = lasting_in(profile)
+    choices = {name: choices_of(profile, profile.entries[first[name]], lasting[first[name]]) for name in names}
+    options = options_of(profile, choices)
     return Problem(profile, options, natural_ends(profile))
 
 
