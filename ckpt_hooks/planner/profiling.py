@@ -18,8 +18,9 @@ from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._core.whereabouts import called_modules
 from ckpt_hooks._torch.profiling import profile_memory
-from ckpt_hooks.report.ledger.marks import Marks
+from ckpt_hooks.report.ledger.marks import Marks, Moment
 from ckpt_hooks.report.ledger.rows import rows_of
+from ckpt_hooks.report.ledger.watching import OlderMemory
 
 from .costs import cost_of
 
@@ -193,13 +194,13 @@ class Profile:
         num_rows: The number of rows.
         allocations: The allocations.
         entries: The calls of blocks, in order.
-        moments: Allocations and frees but for those of recomputes: the row, and the bytes.
+        older: Frees of memory from before the step: the row, and the bytes.
     """
 
     num_rows: int
     allocations: list[Allocation]
     entries: list[Entry]
-    moments: list[tuple[int, int]]
+    older: list[tuple[int, int]]
 
 
 def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
@@ -210,23 +211,25 @@ def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
         blocks: The blocks, by the names of their regions.
     """
     marks = Marks()
+    older = OlderMemory(marks)
     profile = profile_memory()
     with contextlib.ExitStack() as stack:
         stack.enter_context(profile)
         stack.enter_context(observe(_Watch(marks, blocks)))
         step()
     marks.close()
-    return _Reader(set(blocks)).read(rows_of(profile.events(), marks))
+    older.forget()
+    return _Reader(set(blocks), older.sizes).read(rows_of(profile.events(), marks))
 
 
 class _Reader:
     """Reads the rows of a step."""
 
-    def __init__(self, blocks: set[str]) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: set[str], older: dict[int, int]) -> None:
+        self._blocks, self._older = blocks, older
         self._alive: dict[int, int] = {}
         self._allocations: list[Allocation] = []
-        self._moments: list[tuple[int, int]] = []
+        self._freed: list[tuple[int, int]] = []
         self._entries: dict[int, Entry] = {}
         self._handles: dict[tuple[int, int], Handle] = {}
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
@@ -244,24 +247,22 @@ class _Reader:
             elif row.nbytes > 0:
                 self._alive[row.address] = len(self._allocations)
                 self._allocations.append(Allocation(row.nbytes, at, len(rows), bool(self._recomputes)))
-                self._change(at, row.nbytes, bool(self._recomputes))
+                self._change(row.nbytes)
             elif (number := self._alive.pop(row.address, None)) is not None:
                 self._allocations[number].freed = at
-                self._change(at, row.nbytes, self._allocations[number].is_again)
+                self._change(row.nbytes)
         for entry in self._entries.values():
             for op in entry.ops:
                 op.extras = [number for number in op.extras if self._allocations[number].freed > entry.end]
         for handle in self._handles.values():
             handle.let_go = min(handle.let_go, len(rows))
-        return Profile(len(rows), self._allocations, list(self._entries.values()), self._moments)
+        return Profile(len(rows), self._allocations, list(self._entries.values()), self._freed)
 
-    def _change(self, at: int, nbytes: int, is_again: bool) -> None:
+    def _change(self, nbytes: int) -> None:
         if nbytes > 0 and not self._has_begun:  # what the operator before has read is freed by now
             self._has_begun, self._begun, self._most = True, self._live, self._live
         self._live += nbytes
         self._most = max(self._most, self._live)
-        if not is_again:
-            self._moments.append((at, nbytes))
 
     def _pass(self, at: int, moment: Any, data: Any) -> None:
         if moment is _Moment.ENTERED and not data.in_recompute and data.path[-1] in self._blocks:
@@ -286,6 +287,8 @@ class _Reader:
                 self._entries[region].in_order |= in_order
         elif moment is _Moment.RECOMPUTED and self._recomputes:
             self._recomputes.pop()
+        elif moment is Moment.OLDER_FREED and data in self._older:
+            self._freed.append((at, -self._older[data]))
 
     def _value_at(self, region: int, address: int) -> Value | None:
         number = self._alive.get(address)

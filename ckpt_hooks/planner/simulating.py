@@ -97,13 +97,9 @@ def _replays(
             readers[number] = readers.get(number, 0) + 1
     lasts: dict[int, int] = {}
     for handle in entry.handles:
-        if (
-            handle.value is not None
-            and handle.value[0] not in held
-            and handle.value in entry.maker
-            and handle.restored is not None
-        ):
-            lasts[handle.value[0]] = max(lasts.get(handle.value[0], 0), handle.let_go)
+        value = handle.value
+        if value is not None and value[0] not in held and value in entry.maker and handle.restored is not None:
+            lasts[value[0]] = max(lasts.get(value[0], 0), handle.let_go)
     deltas: list[Delta] = []
     order = 0
     for row, run in needs:
@@ -164,7 +160,7 @@ def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[i
         effects: The effect of each entry.
         natural: The result of :func:`natural_ends`.
     """
-    moments: list[Delta] = []
+    moments: list[Delta] = [(row, -1, nbytes) for row, nbytes in profile.older]
     ends: dict[int, int] = {}
     spared: set[int] = set()
     for effect in effects:

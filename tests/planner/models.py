@@ -134,7 +134,7 @@ MODELS = {
     "shared": (Shared, lambda: torch.randint(0, 50, (2, 32)), ["one", "other"]),
 }
 
-VARIANTS = ("plain", "autocast", "gradients", "microbatches", "adamw")
+VARIANTS = ("plain", "autocast", "gradients", "microbatches", "adamw", "zeroed")
 
 
 def built(name, variant="plain"):
@@ -145,6 +145,8 @@ def built(name, variant="plain"):
     optimizer = torch.optim.AdamW(model.parameters()) if variant == "adamw" else None
 
     def step(model):
+        if variant == "zeroed":
+            model.zero_grad()
         for _ in range(2 if variant == "microbatches" else 1):
             with torch.autocast("cpu", torch.bfloat16) if variant == "autocast" else contextlib.nullcontext():
                 loss = model(x)
@@ -153,7 +155,7 @@ def built(name, variant="plain"):
             optimizer.step()
             optimizer.zero_grad()
 
-    if variant in ("gradients", "adamw"):
+    if variant in ("gradients", "adamw", "zeroed"):
         step(model)
     return model, step, blocks
 
