@@ -189,6 +189,11 @@ def a_plan_of_a_block_that_is_not_called():
 
 
 @provokes
+def a_plan_of_another_cost():
+    plan_memory(nn.Linear(2, 2), print, 0.5, cost="dollars")
+
+
+@provokes
 def a_plan_of_no_module():
     plan_memory(3, print, 0.5)
 

@@ -1,22 +1,42 @@
-"""The cost of running an operator again: floating-point operations, and ten for each byte moved."""
+"""The cost of running an operator again: floating-point operations, and ten for each byte moved; or measured seconds."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
+
 from ckpt_hooks._core.events import Operator
 
-__all__ = ["BYTE", "cost_of"]
+__all__ = ["BYTE", "bytes_moved", "cost_of", "smoothed"]
 
 #: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
 #: are most of what a recompute of convolutions runs.
 BYTE = 10
 
 
+def bytes_moved(operator: Operator) -> int:
+    """Returns the bytes that an operator reads and writes."""
+    return 0 if operator.is_view else sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
+
+
 def cost_of(operator: Operator) -> float:
     """Returns the cost of an operator."""
-    if operator.is_view:
-        return 0.0
-    moved = sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
-    return BYTE * moved + _count(operator)
+    return 0.0 if operator.is_view else BYTE * bytes_moved(operator) + _count(operator)
+
+
+def smoothed(runs: Iterable[tuple[object, float, float, float]]) -> list[float]:
+    """Returns costs by measured seconds: of runs alike the median, and never less than the price of the bytes moved.
+
+    Args:
+        runs: Of each run: what runs alike have in common, the cost by operations, the bytes moved, and the seconds.
+    """
+    runs = list(runs)
+    times: dict[object, list[float]] = {}
+    for key, _, _, seconds in runs:
+        times.setdefault(key, []).append(seconds)
+    total = sum(seconds for *_, seconds in runs)
+    scale = sum(cost for _, cost, _, _ in runs) / total if total else 0.0
+    return [max(statistics.median(times[key]) * scale, BYTE * moved) if cost else 0.0 for key, cost, moved, _ in runs]
 
 
 def _count(operator: Operator) -> float:

@@ -25,6 +25,7 @@ from .simulating import natural_ends, peak_of
 __all__ = ["plan_memory"]
 
 _CORRECTIONS = 3
+_COSTS = ("operations", "seconds")
 
 
 def plan_memory(
@@ -35,6 +36,7 @@ def plan_memory(
     blocks: Any = None,
     total: bool = False,
     tolerance: float = 0.01,
+    cost: str = "operations",
 ) -> Plan:
     """Finds which activations to keep, for a training step to fit a budget at the least recomputation.
 
@@ -52,6 +54,8 @@ def plan_memory(
             them.
         total: Whether the budget is for all memory in use, not only for what the step adds.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
+        cost: What is to be the least: ``"operations"`` that run again, and ten for each byte that these move, the same in each
+            run; or ``"seconds"`` as the profile measures them on the host, for steps on the host.
 
     Returns:
         The :class:`Plan`. ``plan.apply()`` makes the regions, ``print(plan)`` shows them.
@@ -75,6 +79,8 @@ def plan_memory(
     """
     budget = parsed(memory_budget)
     checked_flag(total, "total")
+    if cost not in _COSTS:
+        raise ValueError(f"cost={cost!r} is none. Pass 'operations' or 'seconds'.")
     _check(model, step)
     base = memory_ledger(_nothing).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
@@ -91,6 +97,8 @@ def plan_memory(
             f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
             "call it."
         )
+    if cost == "seconds":
+        profile.cost_by_seconds()
     natural = natural_ends(profile)
     firsts = {
         entry.block: (entry, lasting) for entry, lasting in reversed([*zip(profile.entries, lasting_in(profile), strict=True)])

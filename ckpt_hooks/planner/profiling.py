@@ -22,7 +22,7 @@ from ckpt_hooks.report.ledger.marks import Marks, Moment
 from ckpt_hooks.report.ledger.rows import rows_of
 from ckpt_hooks.report.ledger.watching import OlderMemory
 
-from .costs import cost_of
+from .costs import bytes_moved, cost_of, smoothed
 
 __all__ = ["Allocation", "Entry", "Handle", "OpRun", "Profile", "profile_step"]
 
@@ -132,6 +132,7 @@ class OpRun:
         makes: The values that it makes or writes, each once.
         fresh: The allocations of its results.
         cost: The cost of a second run.
+        moved: The bytes which it reads and writes.
         seconds: The time of the run in forward, on the host.
         temporary: The most bytes that a second run takes besides its results.
         extras: Allocations for a second run, as the state of a generator.
@@ -143,6 +144,7 @@ class OpRun:
     makes: list[Value]
     fresh: list[int]
     cost: float
+    moved: int
     seconds: float
     temporary: int = 0
     extras: list[int] = dataclasses.field(default_factory=list)
@@ -201,6 +203,21 @@ class Profile:
     allocations: list[Allocation]
     entries: list[Entry]
     older: list[tuple[int, int]]
+
+    def cost_by_seconds(self) -> None:
+        """Makes the cost of each operator its measured time, smoothed, in the unit of the cost by operations."""
+        ops = [op for entry in self.entries for op in entry.ops]
+        sizes = [one.nbytes for one in self.allocations]
+        keys = [
+            (
+                op.name,
+                *(tuple(sorted(sizes[number] for number in numbers)) for numbers in (op.fresh, [one for one, _ in op.reads])),
+            )
+            for op in ops
+        ]
+        runs = ((key, op.cost, op.moved, op.seconds) for key, op in zip(keys, ops, strict=True))
+        for op, cost in zip(ops, smoothed(runs), strict=True):
+            op.cost = cost
 
 
 def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
@@ -321,7 +338,16 @@ class _Reader:
         at = len(entry.ops)
         for value in makes:
             entry.maker[value] = at
-        op = OpRun(operator.name, run, list(dict.fromkeys(reads)), makes, fresh, cost_of(operator), operator.seconds or 0.0)
+        op = OpRun(
+            operator.name,
+            run,
+            list(dict.fromkeys(reads)),
+            makes,
+            fresh,
+            cost_of(operator),
+            bytes_moved(operator),
+            operator.seconds or 0.0,
+        )
         new = range(self._seen, len(self._allocations))
         self._seen = len(self._allocations)
         op.extras = [number for number in new if number not in fresh]

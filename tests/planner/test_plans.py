@@ -16,6 +16,7 @@ from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, choose, options_of
+from ckpt_hooks.planner.costs import smoothed
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.restoring import as_before
@@ -207,6 +208,21 @@ def test_plans_travel(tmp_path):
         assert same(after_a_step(other, step), after_a_step(model, step))
 
 
+def test_costs_by_seconds():
+    model, step, blocks = built("gpt")
+    plain = after_a_step(model, step)
+    plan = plan_memory(model, step, 0.5, blocks=blocks, cost="seconds")
+    assert plan.measured_peak <= plan.budget
+    assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+    with plan.apply():
+        assert same(after_a_step(model, step), plain)
+    # Runs alike have the median of their times, and none is cheaper than the bytes that it moves.
+    costs = smoothed(
+        [("a", 100.0, 1.0, 1.0), ("a", 100.0, 1.0, 3.0), ("a", 100.0, 1.0, 2.0), ("b", 100.0, 90.0, 2.0), ("v", 0.0, 0.0, 2.0)]
+    )
+    assert costs == [80.0, 80.0, 80.0, 900.0, 0.0]
+
+
 def test_the_table():
     model, step, blocks = built("gpt")
     text = str(plan_memory(model, step, 0.5, blocks=blocks))
@@ -263,6 +279,7 @@ def everything(model):
         ({"memory_budget": True}, TypeError, "memory_budget should be bytes, words such as '20GiB', or a part"),
         ({"step": 3}, TypeError, "step should be a function of the model, but got 3"),
         ({"total": "yes"}, TypeError, "total"),
+        ({"cost": "dollars"}, ValueError, "cost='dollars' is none. Pass 'operations' or 'seconds'"),
         ({"model": 3}, TypeError, "model should be a torch.nn.Module, but got 3"),
     ],
 )
