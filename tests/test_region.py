@@ -9,12 +9,14 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 from torch.autograd import grad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from ckpt_hooks import MutationError, checkpoint_name, checkpoint_region, is_recomputing, policies
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function import transforms
+from ckpt_hooks.report import saved_tensors_report
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, plain, replayed
 from tests.test_threads import in_threads
@@ -403,3 +405,23 @@ y.sum().backward()
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_dropout_mask_of_a_transposed_input_is_dropped(whole):
+    """Its memory is that of ``empty_like``, in the order of the input's dimensions, and bernoulli writes to all of it."""
+    x = leaf(8, 16, 32)
+    weight = torch.randn(32, 32, dtype=torch.float64)
+
+    def run(x):
+        return nn.functional.dropout((x.transpose(0, 1) @ weight).transpose(0, 1), 0.3).sin()
+
+    torch.manual_seed(0)
+    (plain,) = torch.autograd.grad(run(x).sum(), x)
+    torch.manual_seed(0)
+    with checkpoint_region(replay_whole=whole):
+        y = run(x)
+    report = saved_tensors_report(y, known=(x, weight))
+    assert "cannot be replayed" not in report.by_reason
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, plain)

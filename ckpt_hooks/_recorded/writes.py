@@ -59,8 +59,16 @@ def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tenso
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills its storage."""
-    return tensor.is_contiguous() and tensor.nbytes == tensor.untyped_storage().nbytes()
+    """Whether a tensor fills its storage, in any order of its dimensions, as ``empty_like`` of a transposed one does."""
+    if tensor.nbytes != tensor.untyped_storage().nbytes():
+        return False
+    dense = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != dense:
+                return False
+            dense *= size
+    return True
 
 
 def run_writing(tape: Tape, func: Any, facts: OpFacts, args: Any, kwargs: Any) -> Any:
