@@ -108,7 +108,7 @@ class Allocation:
         nbytes: Its size.
         born: The row which allocated it.
         freed: The row which freed it; the number of rows if none did.
-        is_again: Whether a recompute made it.
+        is_again: Whether the recompute of a block made it.
     """
 
     nbytes: int
@@ -263,7 +263,9 @@ class _Reader:
                 self._pass(at, row.mark.moment, row.mark.data)
             elif row.nbytes > 0:
                 self._alive[row.address] = len(self._allocations)
-                self._allocations.append(Allocation(row.nbytes, at, len(rows), bool(self._recomputes)))
+                # Recomputes of regions inside of blocks, or beside these, are the same under each plan.
+                is_again = any(region in self._entries for region in self._recomputes)
+                self._allocations.append(Allocation(row.nbytes, at, len(rows), is_again))
                 self._change(row.nbytes)
             elif (number := self._alive.pop(row.address, None)) is not None:
                 self._allocations[number].freed = at

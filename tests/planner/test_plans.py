@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, memory_ledger, plan_memory
+from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.planner import Plan
@@ -370,6 +370,32 @@ def test_attributes_and_containers_are_restored():
     for one, seen in zip(model, lists, strict=True):
         assert (one.steps, one.seen, one.table, float(one.sum)) == (0, [], {"last": None}, 0.0)
         assert one.seen is seen
+
+
+def test_regions_inside_of_blocks_recompute_under_each_plan():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = (
+                nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(2)
+            )
+
+        def forward(self, x):
+            return checkpoint(self.one, x) + self.other(x)
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Outer() for _ in range(3))), torch.randn(2048, 64)
+
+    def step(model):
+        model(x).square().mean().backward()
+
+    plain = after_a_step(model, step)
+    for part in (0.2, 0.5, 0.8):
+        plan = plan_memory(model, step, part, blocks=Outer)
+        assert plan.measured_peak <= plan.budget
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        with plan.apply():
+            assert same(after_a_step(model, step), plain)
 
 
 def test_options_are_worth_choosing():
