@@ -45,6 +45,7 @@ class PlannedBlock:
         kept_bytes: The bytes kept, in all of its calls.
         recomputed: The part of the block's forward that runs again, by cost.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
+        recomputed_bytes: The bytes of their results, in all of its calls.
     """
 
     name: str
@@ -53,6 +54,7 @@ class PlannedBlock:
     kept_bytes: int
     recomputed: float
     recomputed_seconds: float
+    recomputed_bytes: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -121,9 +123,10 @@ class Plan(Printed):
             kept = "all, no region" if first.kept is None else ", ".join(map(_in_words, first.kept)) or "nothing"
             seconds = sum(block.recomputed_seconds for block in group) / len(group)
             names = fold_names(block.name for block in group)
-            again = f"{first.recomputed:.0%}", f"{seconds * 1e3:.2f}"
+            again = f"{first.recomputed:.0%}", f"{seconds * 1e3:.2f}", format_bytes(first.recomputed_bytes)
             rows.append([times(group), names, first.kind, *again, format_bytes(first.kept_bytes), kept])
-        yield Table(["", "block", "class", "again", "ms", "kept", "results"], rows, (0, 3, 4, 5), (1, 6))
+        header = ["", "block", "class", "again", "ms", "bytes", "kept", "results"]
+        yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values for ``json.dumps``, for :meth:`from_json`."""

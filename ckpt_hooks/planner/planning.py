@@ -190,12 +190,15 @@ def _plan(
         option = of[number]
         entries = [entry for entry in profile.entries if entry.block == name]
         whole = sum(op.cost for entry in entries for op in entry.ops)
-        took = sum(entry.ops[at].seconds for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again)
+        ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
+        took = sum(op.seconds for op in ran)
+        made = sum(profile.allocations[number].nbytes for op in ran for number in op.fresh)
         kept = None
         if option.choice.kept is not None:
             kept = tuple(_kept(profile, entries[0], at) for at in option.choice.kept)
         size = sum(run.nbytes for run in kept or ()) * len(entries)
-        blocks.append(PlannedBlock(name, type(modules[name]).__name__, kept, size, option.cost / whole if whole else 0.0, took))
+        share = option.cost / whole if whole else 0.0
+        blocks.append(PlannedBlock(name, type(modules[name]).__name__, kept, size, share, took, made))
         forward, again, seconds = forward + whole, again + option.cost, seconds + took
     return Plan(
         blocks=tuple(blocks),
