@@ -128,7 +128,7 @@ class Problem:
         return [change for change in changes if change[0] < self.profile.num_rows]
 
     def least(self) -> list[int]:
-        """Returns the choice with the least peak: each block's option with the least memory at its worst moment."""
+        """Returns the choice with the least peak: of each block the option with the least memory at the worst moment."""
         return [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
 
     def bottleneck(self) -> str | None:
@@ -154,10 +154,10 @@ def _is_in(spans: Sequence[tuple[int, int]], row: int) -> bool:
 
 
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[Option]], bounds: Sequence[int]) -> list[int]:
-    """Returns the ends of allocations that any choice has: a block may need one whatever its option, as its input.
+    """Returns the ends of allocations that any choice has: a block needs an input whatever the option.
 
-    Two blocks that hold one storage, as the maker of an activation and its reader, would count it twice otherwise.
-    Where the maker may hold it for longer, the window in which the reader lets go of it counts the storage to its end.
+    Two blocks that hold one storage, as the maker and the reader of an activation, would count the storage twice.
+    Where the maker may hold the storage longer, the window in which the reader lets go counts the storage to the end.
     """
     found = [*natural]
     longest: dict[int, int] = {}
@@ -218,7 +218,7 @@ def _chosen(problem: Problem, budget: float, power: float) -> list[int] | None:
 
 
 def _exchange(problem: Problem, chosen: list[int], total: torch.Tensor, budget: float) -> None:
-    """Improves a choice: by a block's cheaper option, by this and a dearer one of another, and of few blocks by any three."""
+    """Improves a choice: by a block's cheaper option, also with a dearer option of another; of few blocks by any three."""
     few = len(chosen) <= _FEW
     combinations = list(itertools.combinations(range(len(chosen)), min(3, len(chosen)))) if few else []
     for _ in itertools.count() if few else range(_PASSES):

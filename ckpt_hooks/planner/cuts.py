@@ -1,4 +1,4 @@
-"""Options of a block: which results to keep, from nothing to all, each the cheapest for the bytes that it takes.
+"""Options of a block: which results to keep, from nothing to all, each the cheapest for the bytes taken.
 
 Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
 again, at its cost, and needs what it reads. A sweep of prices gives the options on the convex hull. To add or drop one result
@@ -27,7 +27,7 @@ class Choice:
 
     Attributes:
         kept: The operators whose results are kept; None for no region, where autograd keeps what it saves.
-        nbytes: The bytes kept, of which those that another block holds anyway count little.
+        nbytes: The bytes kept; bytes that another block holds anyway count little.
         cost: The cost of the operators which run again.
     """
 
@@ -68,7 +68,7 @@ class _Graph:
         }
 
     def choice(self, kept: Iterable[int]) -> Choice:
-        """Returns the option which keeps some results, without those that nothing needs."""
+        """Returns the option which keeps some results, as far as something needs these."""
         kept, todo, again, held = set(kept), list(self.roots), set[int](), set[int]()
         while todo:
             one = todo.pop()

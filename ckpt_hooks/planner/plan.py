@@ -41,11 +41,11 @@ class PlannedBlock:
     Attributes:
         name: The block's name in the model.
         kind: Its class.
-        kept: What it keeps; None where it is no region, and autograd keeps what it saves.
-        kept_bytes: The bytes kept, in all of its calls.
+        kept: The results kept; None without a region, where autograd keeps all.
+        kept_bytes: The bytes kept, in all calls.
         recomputed: The part of the block's forward that runs again, by cost.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
-        recomputed_bytes: The bytes of their results, in all of its calls.
+        recomputed_bytes: The bytes of the results of these operators, in all calls.
     """
 
     name: str

@@ -106,9 +106,9 @@ class Allocation:
 
     Attributes:
         nbytes: Its size.
-        born: The row which allocated it.
-        freed: The row which freed it; the number of rows if none did.
-        is_again: Whether the recompute of a block made it.
+        born: The row of the allocation.
+        freed: The row of the free; the number of rows without a free.
+        is_again: Whether the recompute of a block made the allocation.
     """
 
     nbytes: int
@@ -127,14 +127,14 @@ class OpRun:
 
     Attributes:
         name: Its name.
-        run: What a policy of runs knows it by; None where policies are not asked.
-        reads: The values that it reads, made in the step.
-        makes: The values that it makes or writes, each once.
-        fresh: The allocations of its results.
+        run: The run, as policies of runs name runs; None where policies are not asked.
+        reads: The values read, of the step.
+        makes: The values made or written, each once.
+        fresh: The allocations of the results.
         cost: The cost of a second run.
-        moved: The bytes which it reads and writes.
+        moved: The bytes read and written.
         seconds: The time of the run in forward, on the host.
-        temporary: The most bytes that a second run takes besides its results.
+        temporary: The most bytes that a second run takes besides the results.
         extras: Allocations for a second run, as the state of a generator.
     """
 
@@ -155,9 +155,9 @@ class Handle:
     """A tensor which backward asks for.
 
     Attributes:
-        value: What it is; None for a tensor from before the step.
-        restored: The row at which backward asked for it; None if never.
-        let_go: The row at which backward let go of it.
+        value: The value; None for a tensor from before the step.
+        restored: The row at which backward asked; None if never.
+        let_go: The row at which backward let go of the tensor.
     """
 
     value: Value | None
@@ -176,7 +176,7 @@ class Entry:
         ops: Its operators.
         handles: What backward asks for.
         maker: The operator which makes a value, by the value.
-        in_order: Whether its replays run whole, in forward's order.
+        in_order: Whether replays run whole, in forward's order.
     """
 
     block: str

@@ -44,7 +44,7 @@ def effect_of(profile: Profile, entry: Entry, kept: Collection[int], *, is_plain
         profile: The profile.
         entry: The call of the block.
         kept: The indices of the operators.
-        is_plain: Whether the block is no region: autograd keeps what it saves, and nothing runs again.
+        is_plain: Whether the block is no region: autograd keeps all, and nothing runs again.
     """
     if is_plain:
         kept = range(len(entry.ops))
@@ -135,7 +135,7 @@ def _inside(entry: Entry, op: OpRun, held: set[int]) -> set[int]:
 
 
 def natural_ends(profile: Profile) -> list[int]:
-    """Returns for each allocation the row at which it would be freed if no block needed it in backward.
+    """Returns for each allocation the row of the free if no block needed the allocation in backward.
 
     Where a block was the last to need an allocation in the profile, the program had let go of it before; it needs it in the
     forward of the block at least.

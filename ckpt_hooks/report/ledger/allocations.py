@@ -38,7 +38,7 @@ class Origin(NamedTuple):
     """Where an allocation comes from.
 
     Attributes:
-        maker: What made it.
+        maker: The maker.
         region: The innermost region, by module and name, as in ``"layers.0 Block"``; None outside. Of a node of backward, the
             region in whose forward the node was made.
         module: The innermost called module, by its name in the outermost one and its class, as in ``"layers.0.mlp Linear"``;
@@ -83,11 +83,11 @@ class Allocation:
     Attributes:
         nbytes: Its size in bytes.
         address: Its address.
-        origin: Where it comes from.
-        born: The index of the change which allocated it.
-        freed: The index of the change which freed it; None if it outlives the ledger.
-        is_gradient: Whether it is the storage of a gradient of a leaf.
-        holds: What held it, as far as known.
+        origin: The origin.
+        born: The index of the change which allocated the memory.
+        freed: The index of the change which freed the memory; None if the memory outlives the ledger.
+        is_gradient: Whether the memory is the gradient of a leaf.
+        holds: The holds, as far as known.
     """
 
     nbytes: int
@@ -99,11 +99,11 @@ class Allocation:
     holds: list[Hold] = dataclasses.field(default_factory=list)
 
     def is_alive_at(self, change: int) -> bool:
-        """Whether it is there after a change."""
+        """Whether the memory is in use after a change."""
         return self.born <= change and (self.freed is None or change < self.freed)
 
     def reason_at(self, change: int) -> Reason | None:
-        """Returns the reason why it is in use after a change; None where no region and no backward uses it."""
+        """Returns the reason for the use of the memory after a change; None where no region and no backward is the reason."""
         reasons = {hold.reason for hold in self.holds if hold.begin <= change + 1 and (hold.end is None or change < hold.end)}
         if self.is_gradient:
             reasons.add(Reason.GRADIENT)

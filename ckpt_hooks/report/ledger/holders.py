@@ -28,7 +28,7 @@ class Holder:
         nbytes: Their bytes.
         count: Their number.
         origin: Where they come from.
-        reason: Why they are in use; None where no region and no node of backward holds them: the program does.
+        reason: The reason of the use; None where the program alone holds the storages.
     """
 
     nbytes: int
