@@ -216,6 +216,25 @@ def a_plan_whose_model_is_gone():
 
 
 @provokes
+def a_plan_with_a_margin_of_all():
+    plan_memory(nn.Linear(2, 2), print, 0.5, margin=1.0)
+
+
+@provokes
+def a_budget_that_nothing_fits_with_a_margin():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    plan_memory(model, lambda model: model(torch.ones(2, 4)).sum().backward(), 1, blocks=["1"], margin=0.1)
+
+
+@provokes
+def a_plan_in_a_step_of_another_shape():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    with planned(model=model, blocks=["1"]).apply(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(3, 4))
+
+
+@provokes
 def options_of_a_module_that_are_none():
     apply_checkpointing(nn.Sequential(nn.Linear(2, 2)), {"0": {"name": "first"}})
 
@@ -736,6 +755,17 @@ calls = {
     "a model of an old Transformers": lambda: enable_in_transformers(fake_transformers.OldModel(), recorded=True),
     "a model of Transformers without layers": lambda: enable_in_transformers(fake_transformers.StackModel(), every_n_layers=2),
     "a model of Transformers without a list": lambda: enable_in_transformers(fake_transformers.CallerWithoutList()),
+    "Transformers by a plan of other modules": lambda: enable_in_transformers(
+        model_of_layers := fake_transformers.Model(),
+        plan=plan_memory(
+            model_of_layers,
+            lambda model: model(torch.zeros(64, 64, dtype=torch.int64)).sum().backward(),
+            1.0,
+            blocks=["layers.*.linear"],
+        ),
+    ),
+    "Transformers by no plan": lambda: enable_in_transformers(fake_transformers.Model(), plan=3),
+    "Transformers by a plan and options": lambda: enable_in_transformers(fake_transformers.Model(), plan=3, every_n_layers=2),
     "Transformers twice": lambda: enable_in_transformers(enabled(enable_in_transformers)),
     "Transformers on regions": lambda: enable_in_transformers(enabled(ckpt_hooks.apply_checkpointing, "layers.*")),
     "Transformers with a name": lambda: enable_in_transformers(fake_transformers.Model(), name="model"),

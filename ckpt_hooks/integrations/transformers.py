@@ -18,7 +18,7 @@ from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .patch_torch import TorchPatch, patch_torch
-from .transformers_models import FLAG, Switch, Taken, check_support, switch_of, transformers_model
+from .transformers_models import FLAG, Switch, Taken, check_support, planned_layers, switch_of, transformers_model
 
 __all__ = ["EnabledCheckpointing", "enable_in_transformers"]
 
@@ -30,6 +30,7 @@ def enable_in_transformers(
     model: Module,
     *,
     policy: Any = None,
+    plan: Any = None,
     every_n_layers: int = 1,
     recorded: bool = False,
     input_require_grads: bool = False,
@@ -51,6 +52,8 @@ def enable_in_transformers(
     Args:
         model: A Transformers model, or a model of PEFT around one: the outermost, whose switch trainers call.
         policy: The outputs to keep: a policy of :mod:`ckpt_hooks.policies`, a list of operators, or a function.
+        plan: A :class:`ckpt_hooks.planner.Plan` of the model, whose blocks are layers of the switch: each layer keeps what the
+            plan says. In place of the other options of regions.
         every_n_layers: Makes each n-th layer a region, beginning with the first, as Transformers counts them.
         recorded: Whether backward replays operators, as :class:`ckpt_hooks.checkpoint_region` does, instead of calling
             the layer again, as :func:`ckpt_hooks.checkpoint` does.
@@ -66,7 +69,8 @@ def enable_in_transformers(
 
     Raises:
         TypeError: If ``model`` is no Transformers model, or an option has a value of another kind.
-        ValueError: If the model has no layer which can be checkpointed so, or an option has a wrong value.
+        ValueError: If the model has no layer which can be checkpointed so, an option has a wrong value, or a block of the plan
+            is no layer.
         RuntimeError: If the model has regions of this package already, or a switch which takes no function and not these
             options.
 
@@ -89,8 +93,14 @@ def enable_in_transformers(
         raise ValueError("enable_in_transformers got name, but names each region after its module. Leave it out.")
     recorded = checked_flag(recorded, "recorded")
     input_require_grads = checked_flag(input_require_grads, "input_require_grads")
+    if plan is not None and (policy is not None or every_n_layers != 1 or options):
+        raise ValueError(
+            "enable_in_transformers got plan, and options of regions, which the plan has itself. Leave out policy, "
+            f"every_n_layers{''.join(f', {name}' for name in options)}."
+        )
     options["policy"] = policy
-    taken = Taken(recorded, options)
+    planned = None if plan is None else planned_layers(plan, model, owner)
+    taken = Taken(recorded or plan is not None, options, planned)
     taken.runner(type(owner).__name__)  # checks the options before the model is touched
     flagged = {name: module for name, module in owner.named_modules() if hasattr(module, FLAG)}
     if switch_of(owner) is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.nn import Module, ModuleList
@@ -24,7 +24,7 @@ from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
 
-__all__ = ["FLAG", "Switch", "Taken", "check_support", "switch_of", "transformers_model"]
+__all__ = ["FLAG", "Switch", "Taken", "check_support", "planned_layers", "switch_of", "transformers_model"]
 
 #: The attribute of a module whose layers are checkpointed while it is True.
 FLAG = "gradient_checkpointing"
@@ -38,11 +38,12 @@ class Taken:
     Attributes:
         options: The options of regions.
         recorded: Whether regions are recorded.
+        planned: The functions of the layers of a plan; None without a plan.
     """
 
-    def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
-        self.recorded, self.options = recorded, options
-        self._runners: dict[str, RegionRunner] = {}
+    def __init__(self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None = None) -> None:
+        self.recorded, self.options, self.planned = recorded, options, planned
+        self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:
         """Returns the function for a module."""
@@ -133,11 +134,12 @@ class Switch:
         for name, module in flagged.items():
             setattr(module, FUNCTION, taken.runner(self._path(name) or type(owner).__name__))
         callers = _callers(flagged.values())
-        for module in callers:
-            setattr(module, FLAG, False)
+        for name, module in flagged.items():
+            if module in callers or (taken.planned is not None and self._path(name) not in taken.planned):
+                setattr(module, FLAG, False)
         entries = _layers_of(callers)
         _make_plain(entries)
-        if enable and entries:
+        if enable and entries and taken.planned is None:
             select = every(n, of=lambda name, module: module in entries)
             apply_checkpointing(owner, select, recorded=taken.recorded, **taken.options)
 
@@ -256,12 +258,39 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
             raise RuntimeError(
                 f"{path!r} of {name} is a region by apply_checkpointing. Call `ckpt_hooks.remove_checkpointing(model)` before."
             )
-        if type(vars(module).get(FUNCTION)) is RegionRunner and getattr(module, FLAG):
+        if isinstance(vars(module).get(FUNCTION), RegionRunner) and getattr(module, FLAG):
             public = "activation" if hasattr(owner, "activation_checkpointing_disable") else "gradient"
             raise RuntimeError(
                 f"{path!r} of {name} is a region by enable_in_transformers already. Call undo() of what the earlier call "
                 f"returned before, or `model.{public}_checkpointing_disable()`."
             )
+
+
+def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionRunner]:
+    """Returns the functions of a plan for the layers of a Transformers model, by their names in the latter.
+
+    Args:
+        plan: A :class:`ckpt_hooks.planner.Plan`: its ``runners()`` are named as in the planned model.
+        model: The planned model.
+        owner: The Transformers model in it.
+
+    Raises:
+        TypeError: If the plan is none.
+        ValueError: If a block of the plan is no layer of the model's switch.
+    """
+    if not callable(getattr(plan, "runners", None)):
+        raise TypeError(f"plan should be a Plan of ckpt_hooks.plan_memory, but got {described_as(plan)}. Pass one.")
+    modules, names = dict(model.named_modules()), {id(module): name for name, module in owner.named_modules()}
+    found = {}
+    for block, runner in plan.runners().items():
+        module = modules.get(block)
+        if module is None or not hasattr(module, FLAG) or not calls_function(module):
+            raise ValueError(
+                f"Block {block!r} of the plan is no layer which the checkpointing switch of {type(owner).__name__} calls. "
+                "Write `plan.apply(model)`, or plan with the layers of the switch as blocks."
+            )
+        found[names[id(module)]] = runner
+    return found
 
 
 def _switch_on(owner: Module, switch: Callable[..., Any], runner: RegionRunner, n: int, flagged: Collection[Module]) -> None:

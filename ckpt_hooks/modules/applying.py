@@ -63,7 +63,8 @@ def checkpoint_module(
         raise TypeError(
             f"module should be a torch.nn.Module, but got {described_as(module)}. For a function, write `checkpoint`."
         )
-    forward = _forward_for(module, name or type(module).__qualname__, policy, recorded, options)
+    name = name or type(module).__qualname__
+    forward = _forward_for(module, name, _checked_runner(name, policy=policy, recorded=recorded, **options))
     forward.put(module)
     return module
 
@@ -197,10 +198,12 @@ def apply_checkpointing(
         raise ValueError("apply_checkpointing got name, but names each region after its module. Leave it out.")
     selected = select_modules(model, select, policy)
     common = {"recorded": recorded, **options}
-    own = [{**common, **_options_of(name, value)} for name, (_, value) in selected.items()]
+    runners = {
+        name: value if isinstance(value, RegionRunner) else _runner_for(name or type(module).__qualname__, common, value)
+        for name, (module, value) in selected.items()
+    }
     forwards = [
-        _forward_for(module, name or type(module).__qualname__, **split)
-        for (name, (module, _)), split in zip(selected.items(), map(_split, own), strict=True)
+        _forward_for(module, name or type(module).__qualname__, runners[name]) for name, (module, _) in selected.items()
     ]
     switches = own_switches(model, selected)
     for switch in switches.values():
@@ -209,8 +212,8 @@ def apply_checkpointing(
         forward.put(module)
         forward.own_switch = switches.get(name)
     regions = [
-        AppliedRegion(name, type(module).__name__, _FORMS[bool(one["recorded"])], one["policy"])
-        for (name, (module, _)), one in zip(selected.items(), own, strict=True)
+        AppliedRegion(name, type(module).__name__, _FORMS[runners[name].recorded], runners[name].policy)
+        for name, (module, _) in selected.items()
     ]
     return AppliedCheckpointing(regions, forwards)
 
@@ -218,33 +221,32 @@ def apply_checkpointing(
 _FORMS = ("checkpoint", "checkpoint_region")
 
 
-def _options_of(name: str, value: Any) -> dict[str, Any]:
-    """Returns the options of a selected module, the policy among them."""
+def _runner_for(name: str, common: dict[str, Any], value: Any) -> RegionRunner:
+    """Returns the function which calls a selected module, with the module's own policy or options."""
     if not isinstance(value, Mapping):
-        return {"policy": value}
+        return _checked_runner(name, **{**common, "policy": value})
     if not all(isinstance(key, str) for key in value) or "name" in value:
         raise ValueError(
             f"select has options for {name!r} that are none: {dict(value)!r}. Write options of checkpoint_module, without "
             "a name."
         )
-    return {"policy": None, **value}
-
-
-def _split(options: dict[str, Any]) -> dict[str, Any]:
-    others = {key: value for key, value in options.items() if key not in ("policy", "recorded")}
-    return {"policy": options["policy"], "recorded": options["recorded"], "options": others}
+    return _checked_runner(name, **{**common, "policy": None, **value})
 
 
 _REGION_OPTIONS = frozenset(options_of(Form.RECORDED))
 
 
-def _forward_for(module: Module, name: str, policy: Any, recorded: bool, options: dict[str, Any]) -> RegionForward:
+def _checked_runner(name: str, *, policy: Any, recorded: bool, **options: Any) -> RegionRunner:
     recorded = checked_flag(recorded, "recorded")
     if recorded and not _REGION_OPTIONS.issuperset(options):
         raise ValueError(
             f"Unexpected keyword arguments: {', '.join(sorted(set(options) - _REGION_OPTIONS))}. With recorded=True there are: "
             f"{', '.join(sorted(_REGION_OPTIONS))}."
         )
+    return RegionRunner(recorded, {"policy": policy, "name": name, **options})
+
+
+def _forward_for(module: Module, name: str, runner: RegionRunner) -> RegionForward:
     if isinstance(module, torch.jit.ScriptModule):
         raise ValueError(f"{name!r} is a TorchScript module, whose forward is no attribute. Write `checkpoint(module, x)`.")
     if region_forward_of(module) is not None:
@@ -254,7 +256,7 @@ def _forward_for(module: Module, name: str, policy: Any, recorded: bool, options
         if getattr(found, "__func__", None) is Module.forward:
             raise ValueError(f"{name!r} is a {type(module).__name__}, which has no forward. Select the modules in it.")
         check_runs(found)
-    return RegionForward(module, RegionRunner(recorded, {"policy": policy, "name": name, **options}))
+    return RegionForward(module, runner)
 
 
 def _in_words(policy: Any) -> str:

@@ -28,6 +28,10 @@ class RegionRunner:
     """Calls functions as regions of the same options, of either kind.
 
     Copied and pickled by its options.
+
+    Attributes:
+        recorded: Whether the regions are recorded.
+        policy: The policy of the regions; None keeps nothing.
     """
 
     def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
@@ -38,6 +42,7 @@ class RegionRunner:
             options: Keyword arguments of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region`.
         """
         self._made_of = recorded, options
+        self.recorded, self.policy = recorded, options.get("policy")
         region: Any = checkpoint_region(**options) if recorded else checkpoint(**options)
         self._run = region._run if recorded else region.run
 

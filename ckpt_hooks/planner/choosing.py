@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -127,13 +128,28 @@ class Problem:
                 changes += [(natural, -1, one.nbytes), (end, -1, -one.nbytes)]
         return [change for change in changes if change[0] < self.profile.num_rows]
 
+    @functools.cached_property
     def least(self) -> list[int]:
-        """Returns the choice with the least peak: of each block the option with the least memory at the worst moment."""
-        return [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
+        """The choice with the least peak that was found: by a descent, the option of one block at a time, from three starts."""
+        alone = [int((memory + self.base).amax(1).argmin()) for memory in self.memory]
+        starts = [alone, [0] * len(self.blocks), [len(costs) - 1 for costs in self.costs]]
+        return min(map(self._descent, starts), key=self.peak)
+
+    def _descent(self, chosen: list[int]) -> list[int]:
+        total = self.base + sum(memory[option] for memory, option in zip(self.memory, chosen, strict=True))
+        peak = math.inf
+        while float(total.max()) < peak:
+            peak = float(total.max())
+            for block, memory in enumerate(self.memory):
+                peaks = (total + memory - memory[chosen[block]]).amax(1)
+                option = int(peaks.argmin())
+                if float(peaks[option]) < float(total.max()):
+                    _take(self, chosen, total, block, option)
+        return chosen
 
     def bottleneck(self) -> str | None:
         """Returns the block in whose forward or backward the least peak is; None outside of any."""
-        total = self.base + sum(memory[option] for memory, option in zip(self.memory, self.least(), strict=True))
+        total = self.base + sum(memory[option] for memory, option in zip(self.memory, self.least, strict=True))
         owner = self._owners[int(total.argmax())]
         return None if owner is None else self.blocks[owner]
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch.nn import Module
 
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
-from ckpt_hooks.policies import save_indices
-from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, name_pattern, times
+
+from .shapes import OtherShapes, PlannedRunner, Runs, Shapes, shapes_in_words
 
 __all__ = ["KeptRun", "Plan", "PlannedBlock"]
 
@@ -46,6 +47,7 @@ class PlannedBlock:
         recomputed: The part of the block's forward that runs again, by cost.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
         recomputed_bytes: The bytes of the results of these operators, in all calls.
+        shapes: The shapes of its calls, each once: dtype and shape of each tensor in the arguments.
     """
 
     name: str
@@ -55,6 +57,7 @@ class PlannedBlock:
     recomputed: float
     recomputed_seconds: float
     recomputed_bytes: int
+    shapes: tuple[Shapes, ...]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -63,6 +66,9 @@ class Plan(Printed):
 
     Made by :func:`ckpt_hooks.planner.plan_memory`. ``print`` shows a table of blocks. Peaks are above the memory in use when a
     step begins.
+
+    A plan is of the shapes which the measured step had, and :meth:`add` measures steps of other shapes. A call of a block whose
+    shapes are of none keeps nothing, and a warning says so once.
 
     Attributes:
         blocks: The blocks.
@@ -73,6 +79,9 @@ class Plan(Printed):
         plain_peak: The peak of a step without regions, as measured.
         recomputed: The part of forward that runs again, by cost: floating-point operations, and ten for each byte moved.
         recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
+        margin: The part of the budget that the measured step had to leave free.
+        cost: What is the least: ``"operations"`` or ``"seconds"``.
+        others: The plans of other shapes, for the same budget.
     """
 
     blocks: tuple[PlannedBlock, ...]
@@ -83,6 +92,9 @@ class Plan(Printed):
     plain_peak: int
     recomputed: float
     recomputed_seconds: float
+    margin: float = 0.0
+    cost: str = "operations"
+    others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
 
     def apply(self, model: Module | None = None) -> AppliedCheckpointing:
@@ -97,13 +109,49 @@ class Plan(Printed):
         Raises:
             ValueError: If the model is gone, or has no such blocks.
         """
+        return apply_checkpointing(self._found(model, "apply"), self.runners())
+
+    def add(self, step: Callable[[Module], Any], model: Module | None = None) -> Plan:
+        """Measures a step of other shapes, and finds a plan for it with the same blocks and the same budget.
+
+        Calls of blocks with the shapes of this step go by its plan, from the next :meth:`apply` on.
+
+        Args:
+            step: Runs one training step, as for :func:`ckpt_hooks.plan_memory`.
+            model: The model, without regions of a plan; None for the one that was planned.
+
+        Returns:
+            The plan of the step, which is in ``others`` as well.
+
+        Raises:
+            BudgetTooSmallError: If no plan fits.
+            ValueError: If the model is gone, or its blocks are regions now.
+        """
+        from .planning import plan_memory
+
+        blocks = [block.name for block in self.blocks]
+        found = plan_memory(self._found(model, "add"), step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost)
+        self.others.append(found)
+        return found
+
+    def _found(self, model: Module | None, method: str) -> Module:
         found = model if model is not None else None if self._model is None else self._model()
         if found is None:
+            arguments = "model" if method == "apply" else "step, model"
             raise ValueError(
-                "The model of this plan is gone, or the plan comes from a file. Pass a model: `plan.apply(model)`."
+                f"The model of this plan is gone, or the plan comes from a file. Pass a model: `plan.{method}({arguments})`."
             )
-        options = {block.name: _options_of(block) for block in self.blocks if block.kept is not None}
-        return apply_checkpointing(found, options) if options else AppliedCheckpointing((), ())
+        return found
+
+    def runners(self) -> dict[str, PlannedRunner]:
+        """Returns a function for each block, by the block's name, which calls the block as the plan says."""
+        kept: dict[str, dict[Shapes, Runs | None]] = {}
+        for plan in (self, *self.others):
+            for block in plan.blocks:
+                runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)
+                kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
+        on_other = OtherShapes()
+        return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept.items()}
 
     def _headline(self) -> str:
         return (
@@ -127,11 +175,16 @@ class Plan(Printed):
             rows.append([times(group), names, first.kind, *again, format_bytes(first.kept_bytes), kept])
         header = ["", "block", "class", "again", "ms", "bytes", "kept", "results"]
         yield Table(header, rows, (0, 3, 4, 5, 6), (1, 7))
+        for plan in self.others:
+            first = plan.blocks[0]
+            (table,) = plan._tables()
+            yield table._replace(title=f"where {first.name} gets {shapes_in_words(first.shapes[0])}: {plan._headline()}")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values for ``json.dumps``, for :meth:`from_json`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "_model"}
-        return {**values, "blocks": [dataclasses.asdict(block) for block in self.blocks]}
+        blocks = [{**dataclasses.asdict(block), "shapes": [_to_json(one) for one in block.shapes]} for block in self.blocks]
+        return {**values, "blocks": blocks, "others": [plan.to_json() for plan in self.others]}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Plan:
@@ -143,15 +196,17 @@ class Plan(Printed):
         blocks = []
         for block in values["blocks"]:
             kept = None if block["kept"] is None else tuple(KeptRun(**run) for run in block["kept"])
-            blocks.append(PlannedBlock(**{**block, "kept": kept}))
-        return cls(**{**values, "blocks": tuple(blocks)})
+            shapes = tuple(
+                tuple((getattr(torch, dtype), None if shape is None else torch.Size(shape)) for dtype, shape in one)
+                for one in block["shapes"]
+            )
+            blocks.append(PlannedBlock(**{**block, "kept": kept, "shapes": shapes}))
+        others = [cls.from_json(one) for one in values["others"]]
+        return cls(**{**values, "blocks": tuple(blocks), "others": others})
 
 
-def _options_of(block: PlannedBlock) -> dict[str, Any]:
-    policy = None
-    if block.kept:
-        policy = save_indices([(run.module, operator_named(run.operator), run.number) for run in block.kept])
-    return {"recorded": True, "replay_whole": False, "policy": policy}
+def _to_json(shapes: Shapes) -> list[Any]:
+    return [[str(dtype).removeprefix("torch."), None if shape is None else list(shape)] for dtype, shape in shapes]
 
 
 def _in_words(run: KeptRun) -> str:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
@@ -20,6 +22,7 @@ from .cuts import choices_of, lasting_in
 from .plan import KeptRun, Plan, PlannedBlock
 from .profiling import Profile, profile_step
 from .restoring import as_before
+from .shapes import PlannedRunner, Shapes
 from .simulating import natural_ends, peak_of
 
 __all__ = ["plan_memory"]
@@ -35,6 +38,7 @@ def plan_memory(
     *,
     blocks: Any = None,
     total: bool = False,
+    margin: float = 0.0,
     tolerance: float = 0.01,
     cost: str = "operations",
 ) -> Plan:
@@ -53,6 +57,8 @@ def plan_memory(
         blocks: The modules whose calls may be regions, as :func:`ckpt_hooks.apply_checkpointing` takes them; None to find
             them.
         total: Whether the budget is for all memory in use, not only for what the step adds.
+        margin: The part of the budget that the measured step leaves free, as 0.03, for a model whose operators depend on data,
+            such as a mixture of experts: with other data of the same shapes it takes other memory.
         tolerance: How far below the budget the measured peak may stay, as a part of it, before another plan is tried.
         cost: What is to be the least: ``"operations"`` that run again, and ten for each byte that these move, the same in each
             run; or ``"seconds"`` as the profile measures them on the host, for steps on the host.
@@ -81,6 +87,8 @@ def plan_memory(
     checked_flag(total, "total")
     if cost not in _COSTS:
         raise ValueError(f"cost={cost!r} is none. Pass 'operations' or 'seconds'.")
+    if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise ValueError(f"margin={margin!r} is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03.")
     _check(model, step)
     base = memory_ledger(_nothing).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
@@ -88,8 +96,9 @@ def plan_memory(
     if not any(phase.name == "backward" for phase in plain.phases):
         raise ValueError("The step ran no backward. Pass a step which does: `lambda model: model(x).sum().backward()`.")
     found = blocks_of(model, blocks, plain)
-    options = {name: {"recorded": True, "replay_whole": False} for name in found}
-    with as_before(model), apply_checkpointing(model, options):
+    shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
+    noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
+    with as_before(model), apply_checkpointing(model, noting):
         profile = profile_step(lambda: step(model), found)
     called = {entry.block for entry in profile.entries}
     if missing := [name for name in found if name not in called]:
@@ -105,14 +114,20 @@ def plan_memory(
     }
     choices = {name: choices_of(profile, *firsts[name]) for name in found}
     problem = Problem(profile, options_of(profile, choices), natural)
-    least = problem.peak(problem.least())
+    least = problem.peak(problem.least)
     if isinstance(budget, float):
         budget = int(least + budget * max(0.0, plain.peak.nbytes - least))
     elif total:
         budget -= base
-    if least > budget:
-        raise _too_small(budget, int(least), base, problem)
-    return _corrected(model, step, profile, problem, natural, budget, plain.peak.nbytes, tolerance)
+    target = int(budget * (1 - margin))
+    if least > target:
+        raise _too_small(budget, int(least), base, margin, problem)
+    common = {"budget": budget, "plain_peak": plain.peak.nbytes, "least_peak": int(least), "margin": margin, "cost": cost}
+    search = _Search(model, step, profile, problem, natural, shapes, common)
+    plan = search.corrected(target, tolerance)
+    if plan.measured_peak > target:
+        raise _too_small(budget, plan.measured_peak, 0, margin, problem)
+    return plan
 
 
 def _check(model: Any, step: Any) -> None:
@@ -132,85 +147,110 @@ def _nothing() -> None:
     pass
 
 
-def _too_small(budget: int, least: int, base: int, problem: Problem) -> BudgetTooSmallError:
+def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem) -> BudgetTooSmallError:
     bottleneck = problem.bottleneck()
     there = "outside of any block" if bottleneck is None else f"in block {bottleneck!r}"
+    free = f", of which {margin:.1%} are to be left free" if margin else ""
+    minimum = math.ceil(least / (1 - margin)) + base
     return BudgetTooSmallError(
-        f"No plan fits {budget + base} bytes: the least peak is {least + base} bytes, {there}. Raise the budget, or pass "
+        f"No plan fits {budget + base} bytes{free}: the least peak is {least + base} bytes, {there}. Raise the budget, or pass "
         "smaller blocks, a smaller batch, or more of the model as blocks.",
         budget=budget + base,
-        minimum=least + base,
+        minimum=minimum,
         bottleneck=bottleneck,
     )
 
 
-def _corrected(
-    model: Module,
-    step: Callable[[Module], Any],
-    profile: Profile,
-    problem: Problem,
-    natural: Sequence[int],
-    budget: int,
-    plain: int,
-    tolerance: float,
-) -> Plan:
-    """Returns the plan measured, after corrections of the target by what the prediction was off."""
-    target, best, seen = float(budget), None, list[list[int]]()
-    for _ in range(_CORRECTIONS):
-        chosen = choose(problem, target)
-        if chosen is None or chosen in seen:
-            break
-        seen.append(chosen)
-        effects = [effect for of, option in zip(problem.options, chosen, strict=True) for effect in of[option].effects]
-        predicted = peak_of(profile, effects, natural)
-        plan = _plan(model, profile, problem, chosen, budget, predicted, plain)
-        with as_before(model), plan.apply():
-            measured = memory_ledger(lambda: step(model)).peak.nbytes
-        if measured <= budget and (best is None or plan.recomputed < best.recomputed):
-            best = _measured(plan, measured)
-        if budget * (1 - tolerance) <= measured <= budget:
-            break
-        target = budget + predicted - measured
-    if best is None:
-        raise _too_small(budget, int(problem.peak(problem.least())), 0, problem)
-    return best
+class _Search:
+    """The search for a plan in a profile.
 
+    Attributes:
+        model: The model.
+        step: The step.
+        profile: The profile of the step.
+        problem: The options of each block.
+        natural: The result of :func:`natural_ends`.
+        shapes: The shapes of each block's calls.
+        common: Attributes of any plan.
+    """
 
-def _measured(plan: Plan, measured: int) -> Plan:
-    values = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    return Plan(**{**values, "measured_peak": measured})
+    def __init__(
+        self,
+        model: Module,
+        step: Callable[[Module], Any],
+        profile: Profile,
+        problem: Problem,
+        natural: Sequence[int],
+        shapes: Mapping[str, Iterable[Shapes]],
+        common: dict[str, Any],
+    ) -> None:
+        self.model, self.step, self.profile, self.problem, self.natural = model, step, profile, problem, natural
+        self.shapes, self.common = shapes, common
 
+    def corrected(self, budget: int, tolerance: float) -> Plan:
+        """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least.
 
-def _plan(
-    model: Module, profile: Profile, problem: Problem, chosen: Sequence[int], budget: int, predicted: int, plain: int
-) -> Plan:
-    blocks, modules = [], dict(model.named_modules())
-    forward = again = seconds = 0.0
-    for name, of, number in zip(problem.blocks, problem.options, chosen, strict=True):
-        option = of[number]
-        entries = [entry for entry in profile.entries if entry.block == name]
-        whole = sum(op.cost for entry in entries for op in entry.ops)
-        ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
-        took = sum(op.seconds for op in ran)
-        made = sum(profile.allocations[number].nbytes for op in ran for number in op.fresh)
-        kept = None
-        if option.choice.kept is not None:
-            kept = tuple(_kept(profile, entries[0], at) for at in option.choice.kept)
-        size = sum(run.nbytes for run in kept or ()) * len(entries)
-        share = option.cost / whole if whole else 0.0
-        blocks.append(PlannedBlock(name, type(modules[name]).__name__, kept, size, share, took, made))
-        forward, again, seconds = forward + whole, again + option.cost, seconds + took
-    return Plan(
-        blocks=tuple(blocks),
-        budget=budget,
-        predicted_peak=predicted,
-        measured_peak=predicted,
-        least_peak=int(problem.peak(problem.least())),
-        plain_peak=plain,
-        recomputed=again / forward if forward else 0.0,
-        recomputed_seconds=seconds,
-        _model=weakref.ref(model),
-    )
+        Args:
+            budget: The bytes at most.
+            tolerance: How far below the measured peak may stay, as a part of the budget.
+        """
+        target, best, seen = float(budget), None, list[list[int]]()
+        for _ in range(_CORRECTIONS):
+            chosen = choose(self.problem, target)
+            if chosen is None or chosen in seen:
+                break
+            seen.append(chosen)
+            plan = self._measured(chosen)
+            measured = plan.measured_peak
+            if measured <= budget and (best is None or plan.recomputed < best.recomputed):
+                best = plan
+            if budget * (1 - tolerance) <= measured <= budget:
+                break
+            target = budget + plan.predicted_peak - measured
+        return self._measured(self.problem.least) if best is None else best
+
+    def _measured(self, chosen: Sequence[int]) -> Plan:
+        plan = self._plan(chosen)
+        with as_before(self.model), plan.apply():
+            peak = memory_ledger(lambda: self.step(self.model)).peak.nbytes
+        return dataclasses.replace(plan, measured_peak=peak)
+
+    def _plan(self, chosen: Sequence[int]) -> Plan:
+        profile, problem, modules = self.profile, self.problem, dict(self.model.named_modules())
+        blocks, effects = [], []
+        forward = again = 0.0
+        for name, of, number in zip(problem.blocks, problem.options, chosen, strict=True):
+            option = of[number]
+            effects += option.effects
+            entries = [entry for entry in profile.entries if entry.block == name]
+            whole = sum(op.cost for entry in entries for op in entry.ops)
+            ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
+            kept = None
+            if option.choice.kept is not None:
+                kept = tuple(_kept(profile, entries[0], at) for at in option.choice.kept)
+            blocks.append(
+                PlannedBlock(
+                    name=name,
+                    kind=type(modules[name]).__name__,
+                    kept=kept,
+                    kept_bytes=sum(run.nbytes for run in kept or ()) * len(entries),
+                    recomputed=option.cost / whole if whole else 0.0,
+                    recomputed_seconds=sum(op.seconds for op in ran),
+                    recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
+                    shapes=tuple(self.shapes[name]),
+                )
+            )
+            forward, again = forward + whole, again + option.cost
+        predicted = peak_of(profile, effects, self.natural)
+        return Plan(
+            blocks=tuple(blocks),
+            predicted_peak=predicted,
+            measured_peak=predicted,
+            recomputed=again / forward if forward else 0.0,
+            recomputed_seconds=sum(block.recomputed_seconds for block in blocks),
+            _model=weakref.ref(self.model),
+            **self.common,
+        )
 
 
 def _kept(profile: Profile, entry: Any, at: int) -> KeptRun:

@@ -31,8 +31,11 @@ class _SaveIndices(Policy):
 
     title = "save_indices"
 
-    def __init__(self, runs: dict[_Key, frozenset[int]], counts: dict[_Key, int] | None) -> None:
+    def __init__(
+        self, runs: dict[_Key, frozenset[int]], counts: dict[_Key, int] | None, root: torch.nn.Module | None = None
+    ) -> None:
         self._runs, self._counts = runs, counts
+        self._root = (lambda: None) if root is None else weakref.ref(root)
         #: Operators of which some run is kept: a region counts no others.
         self._operators = frozenset(operator for _, operator in runs)
         number = sum(map(len, runs.values()))
@@ -64,7 +67,7 @@ class _SaveIndices(Policy):
 
     def count_runs(self) -> Callable[[Any], bool]:
         """Starts a count in a region; returns the function which tells of the next run of an operator whether to keep it."""
-        root = called_modules(sys._getframe(1))[0]
+        root = self._root() or called_modules(sys._getframe(1))[0]
         names = {} if root is None else _names_in(root)
         # By the operator's ``id``: its own hash takes a call of Python.
         states: dict[tuple[str, int], list[Any]] = {}
@@ -124,7 +127,12 @@ def _names_in(root: torch.nn.Module) -> dict[int, str]:
 
 
 @makes_policies
-def save_indices(runs: Iterable[tuple[str, Any, int]], *, counts: Mapping[tuple[str, Any], int] | None = None) -> Policy:
+def save_indices(
+    runs: Iterable[tuple[str, Any, int]],
+    *,
+    counts: Mapping[tuple[str, Any], int] | None = None,
+    root: torch.nn.Module | None = None,
+) -> Policy:
     """Returns a policy which keeps the outputs of single runs of operators.
 
     A run is told by the submodule whose forward runs it, the operator, and the number of earlier runs of this operator in this
@@ -140,6 +148,7 @@ def save_indices(runs: Iterable[tuple[str, Any, int]], *, counts: Mapping[tuple[
             that module itself.
         counts: How many runs of each operator in each submodule there are in all. A call which meets another one keeps nothing
             from there on, and a warning says so once. None to check nothing.
+        root: The module in which the names are, held weakly, and not pickled; None for the one above.
 
     Raises:
         TypeError: If a submodule is not given by name, or a number is no integer.
@@ -163,7 +172,7 @@ def save_indices(runs: Iterable[tuple[str, Any, int]], *, counts: Mapping[tuple[
         found[key] = found.get(key, frozenset()) | {number}
     if counts is not None:
         counts = {_checked(module, operator, number, "counts"): number for (module, operator), number in counts.items()}
-    return _SaveIndices(found, counts)
+    return _SaveIndices(found, counts, root)
 
 
 def _checked(module: Any, operator: Any, number: Any, argument: str) -> _Key:

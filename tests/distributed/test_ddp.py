@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import pathlib
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +17,8 @@ pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks")
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from ckpt_hooks import memory_ledger, plan_memory
+from ckpt_hooks.planner import Plan
 from tests.distributed.training import FEW, FORMS, WIDTH, Model, assert_equal, results, trained
 
 #: Small buckets, so that there are several, which are made anew after the first step.
@@ -97,3 +102,40 @@ def accumulated() -> None:
 
 def test_gradients_accumulated_without_reduction(ranks):
     ranks.run(accumulated)
+
+
+def planned(path: str) -> None:
+    """The first process makes a plan, and writes it to a file; both read it, with steps of a shape that has no plan between."""
+
+    def step_of(rows: int) -> Any:
+        x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+        return lambda model: model(x).pow(2).mean().backward()
+
+    rank, file = torch.distributed.get_rank(), pathlib.Path(path)
+    model = Model()
+    if rank == 0:
+        plan = plan_memory(model, step_of(512), 0.4, blocks=["blocks.*"])
+        plan.add(step_of(256))
+        file.write_text(json.dumps(plan.to_json()))
+    torch.distributed.barrier()
+    found = []
+    for applies in (False, True):
+        replica = replicated("plain", SMALL)
+        if applies:
+            plan = Plan.from_json(json.loads(file.read_text()))
+            assert len(plan.apply(replica.module)) == 3
+            assert any(block.kept for block in plan.blocks), str(plan)
+            peak = memory_ledger(lambda: step_of(512)(model)).peak.nbytes
+            with plan.apply(model):
+                assert memory_ledger(lambda: step_of(512)(model)).peak.nbytes < peak
+        torch.manual_seed(1 + rank)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for rows in (512, 256, 16, 512):
+                step_of(rows)(replica)
+        found.append(results(replica))
+    assert_equal(found[1], found[0], "plan")
+
+
+def test_the_plan_of_one_process_in_both(ranks, tmp_path):
+    ranks.run(planned, str(tmp_path / "plan.json"))

@@ -107,13 +107,14 @@ def test_choices_are_the_best_of_all(name):
     profile, found = profiled(model, step, blocks)
     problem = problem_of(profile, found)
     forward = sum(op.cost for entry in profile.entries for op in entry.ops)
-    least = problem.peak(problem.least())
+    least = problem.peak(problem.least)
     most = problem.peak([len(of) - 1 for of in problem.options])
     memory, cost = problem.base[None], torch.zeros(1, dtype=torch.float64)
     for own, prices in zip(problem.memory, problem.costs, strict=True):
         memory = (memory[:, None] + own[None]).flatten(0, 1)
         cost = (cost[:, None] + prices[None]).flatten()
     peaks = memory.amax(1)
+    assert least == float(peaks.min())
     for number in range(10):
         budget = least + (most - least) * number / 9
         chosen = choose(problem, budget)
@@ -137,7 +138,7 @@ def test_replays_run_the_operators_that_were_predicted(name):
     model, step, blocks = built(name)
     profile, found = profiled(model, step, blocks)
     problem = problem_of(profile, found)
-    budget = problem.peak(problem.least()) * 1.3
+    budget = problem.peak(problem.least) * 1.3
     chosen = choose(problem, budget)
     expected = []
     for of, option in zip(problem.options, chosen, strict=True):
