@@ -9,6 +9,7 @@ import contextlib
 import functools
 import random
 import re
+import sys
 import types
 import warnings
 from collections.abc import Callable
@@ -43,7 +44,9 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.offload import offload_saved_tensors
+from ckpt_hooks.planner import Plan
 from ckpt_hooks.policies import save_every, save_only_these_names, save_ops
+from ckpt_hooks.report import compare
 from tests import fake_transformers
 from tests.fake_device import fake_device
 from tests.measure import Log, as_library, leaf
@@ -213,6 +216,23 @@ def a_plan_of_a_compiled_model():
 @provokes
 def a_plan_whose_model_is_gone():
     planned(blocks=["1"]).apply()
+
+
+@provokes
+def a_front_of_a_plan_from_a_file():
+    Plan.from_json(planned(blocks=["1"]).to_json()).pareto()
+
+
+@provokes
+def a_picture_of_no_ledgers():
+    compare()
+
+
+@provokes
+def a_picture_without_matplotlib():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "matplotlib.figure", None)
+        memory_ledger(lambda: None).plot()
 
 
 @provokes

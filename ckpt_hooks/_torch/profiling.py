@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.autograd.profiler import profile
 
-__all__ = ["IS_ALLOCATION", "NOT_OPERATORS", "is_profiling", "profile_memory", "profiler_range"]
+__all__ = ["IS_ALLOCATION", "NOT_OPERATORS", "is_profiling", "named_range", "profile_memory", "profiler_range"]
 
 # A named range of the profiler, as a context manager: without an operator, which dispatch modes would see, and in a tenth of
 # the time of ``torch.profiler.record_function``. 2.11 to 2.15. Goes with a public way.
@@ -22,6 +23,24 @@ NOT_OPERATORS = frozenset({torch._C._profiler.RecordScope.USER_SCOPE, torch._C._
 
 # Whether a profiler runs on this thread: a second one is an error. 2.11 to 2.15. Goes with a public way.
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+
+
+@contextlib.contextmanager
+def named_range(name: str) -> Iterator[None]:
+    """Names a block in the profiler, and its allocations in snapshots of CUDA's memory, as ``user_metadata``.
+
+    The names of snapshots are private to torch, in 2.11 to 2.15. Goes with a public way.
+    """
+    with profiler_range(name):
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            yield
+            return
+        before = torch._C._cuda_getMemoryMetadata()
+        torch._C._cuda_setMemoryMetadata(name)
+        try:
+            yield
+        finally:
+            torch._C._cuda_setMemoryMetadata(before)
 
 
 class profile_memory:  # noqa: N801  # a context manager, as torch's own

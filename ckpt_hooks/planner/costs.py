@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from ckpt_hooks._core.events import Operator
 
-__all__ = ["BYTE", "bytes_moved", "cost_of", "smoothed"]
+__all__ = ["BYTE", "by_seconds", "bytes_moved", "cost_of"]
 
 #: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
 #: are most of what a recompute of convolutions runs.
@@ -24,19 +23,15 @@ def cost_of(operator: Operator) -> float:
     return 0.0 if operator.is_view else BYTE * bytes_moved(operator) + _count(operator)
 
 
-def smoothed(runs: Iterable[tuple[object, float, float, float]]) -> list[float]:
-    """Returns costs by measured seconds: of runs alike the median, and never less than the price of the bytes moved.
+def by_seconds(runs: Sequence[tuple[float, float, float]]) -> list[float]:
+    """Returns costs by measured seconds, never less than the price of the bytes moved.
 
     Args:
-        runs: Of each run: what runs alike have in common, the cost by operations, the bytes moved, and the seconds.
+        runs: Of each run: the cost by operations, the bytes moved, and the seconds.
     """
-    runs = list(runs)
-    times: dict[object, list[float]] = {}
-    for key, _, _, seconds in runs:
-        times.setdefault(key, []).append(seconds)
     total = sum(seconds for *_, seconds in runs)
-    scale = sum(cost for _, cost, _, _ in runs) / total if total else 0.0
-    return [max(statistics.median(times[key]) * scale, BYTE * moved) if cost else 0.0 for key, cost, moved, _ in runs]
+    scale = sum(cost for cost, *_ in runs) / total if total else 0.0
+    return [max(seconds * scale, BYTE * moved) if cost else 0.0 for cost, moved, seconds in runs]
 
 
 def _count(operator: Operator) -> float:

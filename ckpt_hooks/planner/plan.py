@@ -13,9 +13,13 @@ from torch.nn import Module
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, name_pattern, times
 
+from .pareto import ParetoFront, ParetoPoint
 from .shapes import OtherShapes, PlannedRunner, Runs, Shapes, shapes_in_words
 
 __all__ = ["KeptRun", "Plan", "PlannedBlock"]
+
+#: The plans of all budgets, and torch's choices.
+Front = tuple[list[ParetoPoint], list[ParetoPoint]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +100,7 @@ class Plan(Printed):
     cost: str = "operations"
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
+    _front: Callable[[], Front] | None = dataclasses.field(default=None, compare=False)
 
     def apply(self, model: Module | None = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions which keep what the plan says.
@@ -133,6 +138,24 @@ class Plan(Printed):
         found = plan_memory(self._found(model, "add"), step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost)
         self.others.append(found)
         return found
+
+    def pareto(self) -> ParetoFront:
+        """Finds what other budgets cost, from the profile of this plan, which the plan holds for that.
+
+        Returns:
+            The :class:`ParetoFront`: its ``plot()`` draws recomputed time against peak for all budgets, torch's choices, and
+            this plan.
+
+        Raises:
+            ValueError: If the plan comes from a file.
+        """
+        if self._front is None:
+            raise ValueError(
+                "The profile of this plan is not there: the plan comes from a file. Call pareto() where the plan is made."
+            )
+        plans, torchs = self._front()
+        chosen = ParetoPoint("this plan", self.measured_peak, self.recomputed, self.recomputed_seconds)
+        return ParetoFront(tuple(plans), tuple(torchs), chosen, self.budget)
 
     def _found(self, model: Module | None, method: str) -> Module:
         found = model if model is not None else None if self._model is None else self._model()
@@ -182,7 +205,7 @@ class Plan(Printed):
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as values for ``json.dumps``, for :meth:`from_json`."""
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "_model"}
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name[0] != "_"}
         blocks = [{**dataclasses.asdict(block), "shapes": [_to_json(one) for one in block.shapes]} for block in self.blocks]
         return {**values, "blocks": blocks, "others": [plan.to_json() for plan in self.others]}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -19,6 +20,7 @@ from .blocks import blocks_of
 from .budgets import Budget, parsed
 from .choosing import Problem, choose, options_of
 from .cuts import choices_of, lasting_in
+from .pareto import front_of
 from .plan import KeptRun, Plan, PlannedBlock
 from .profiling import Profile, profile_step
 from .restoring import as_before
@@ -249,6 +251,7 @@ class _Search:
             recomputed=again / forward if forward else 0.0,
             recomputed_seconds=sum(block.recomputed_seconds for block in blocks),
             _model=weakref.ref(self.model),
+            _front=functools.partial(front_of, self.profile, self.problem, self.natural, self.common["plain_peak"]),
             **self.common,
         )
 

@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -22,7 +23,7 @@ from ckpt_hooks.report.ledger.marks import Marks, Moment
 from ckpt_hooks.report.ledger.rows import rows_of
 from ckpt_hooks.report.ledger.watching import OlderMemory
 
-from .costs import bytes_moved, cost_of, smoothed
+from .costs import by_seconds, bytes_moved, cost_of
 
 __all__ = ["Allocation", "Entry", "Handle", "OpRun", "Profile", "profile_step"]
 
@@ -204,19 +205,22 @@ class Profile:
     entries: list[Entry]
     older: list[tuple[int, int]]
 
-    def cost_by_seconds(self) -> None:
-        """Makes the cost of each operator its measured time, smoothed, in the unit of the cost by operations."""
-        ops = [op for entry in self.entries for op in entry.ops]
+    def smooth(self) -> None:
+        """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
         sizes = [one.nbytes for one in self.allocations]
-        keys = [
-            (
-                op.name,
-                *(tuple(sorted(sizes[number] for number in numbers)) for numbers in (op.fresh, [one for one, _ in op.reads])),
-            )
-            for op in ops
-        ]
-        runs = ((key, op.cost, op.moved, op.seconds) for key, op in zip(keys, ops, strict=True))
-        for op, cost in zip(ops, smoothed(runs), strict=True):
+        alike: dict[object, list[OpRun]] = {}
+        for op in [op for entry in self.entries for op in entry.ops]:
+            numbers = op.fresh, [number for number, _ in op.reads]
+            alike.setdefault((op.name, *(tuple(sorted(sizes[one] for one in of)) for of in numbers)), []).append(op)
+        for ops in alike.values():
+            seconds = statistics.median(op.seconds for op in ops)
+            for op in ops:
+                op.seconds = seconds
+
+    def cost_by_seconds(self) -> None:
+        """Makes the cost of each operator its time, in the unit of the cost by operations."""
+        ops = [op for entry in self.entries for op in entry.ops]
+        for op, cost in zip(ops, by_seconds([(op.cost, op.moved, op.seconds) for op in ops]), strict=True):
             op.cost = cost
 
 
@@ -275,7 +279,9 @@ class _Reader:
                 op.extras = [number for number in op.extras if self._allocations[number].freed > entry.end]
         for handle in self._handles.values():
             handle.let_go = min(handle.let_go, len(rows))
-        return Profile(len(rows), self._allocations, list(self._entries.values()), self._freed)
+        found = Profile(len(rows), self._allocations, list(self._entries.values()), self._freed)
+        found.smooth()
+        return found
 
     def _change(self, nbytes: int) -> None:
         if nbytes > 0 and not self._has_begun:  # what the operator before has read is freed by now

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from .ledger.ledger import MemoryLedger
     from .ledger.phases import Phase
     from .ledger.recording import memory_ledger
+    from .ledger.regions import Need, RegionEntry
+    from .pictures.panels import compare
+    from .pictures.picture import Picture
     from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
     from .steps import Drift, RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
@@ -24,14 +27,18 @@ __all__ = [
     "LedgerPeak",
     "Maker",
     "MemoryLedger",
+    "Need",
     "Origin",
     "Phase",
+    "Picture",
     "Reason",
+    "RegionEntry",
     "RegionTrace",
     "Residual",
     "SavedResiduals",
     "StepTrace",
     "Trace",
+    "compare",
     "format_saved_residuals",
     "format_trace",
     "memory_ledger",
@@ -54,6 +61,10 @@ _MODULES = {
     "MemoryLedger": "ledger.ledger",
     "Phase": "ledger.phases",
     "memory_ledger": "ledger.recording",
+    "Need": "ledger.regions",
+    "RegionEntry": "ledger.regions",
+    "compare": "pictures.panels",
+    "Picture": "pictures.picture",
     "Drift": "steps",
     "RegionTrace": "steps",
     "StepTrace": "steps",

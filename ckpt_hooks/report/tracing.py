@@ -15,7 +15,7 @@ from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Saved
 from ckpt_hooks._torch import graph_task_id
-from ckpt_hooks._torch.profiling import profiler_range
+from ckpt_hooks._torch.profiling import named_range
 
 from .formatting import Printed, Table, as_text, format_bytes
 from .out_of_memory import noting_out_of_memory
@@ -220,7 +220,7 @@ class _Tracer(Observer):
 
     def _begin_range(self, region: Region, what: str) -> None:
         if self._ranges:
-            opened = profiler_range(f"{what} of region {region.module or '/'.join(region.path)}")
+            opened = named_range(f"{what} of region {region.module or '/'.join(region.path)}")
             opened.__enter__()
             self._running.ranges.append((region.id, opened))
 
@@ -291,7 +291,8 @@ def trace(*, operators: bool = False, log: bool = False, profiler_ranges: bool =
         log: Whether each recompute is logged, to the logger ``ckpt_hooks`` at the level DEBUG: name, time, bytes. The logger's
             level is looked at when the block begins.
         profiler_ranges: Whether forward and recomputes of a region are ranges of ``torch.profiler``, as in
-            ``"recompute of region layers.0"``.
+            ``"recompute of region layers.0"``, and so named in snapshots of CUDA's memory (``torch.cuda.memory._snapshot``,
+            ``user_metadata``).
 
     Yields:
         The :class:`Trace`. It grows as regions run.

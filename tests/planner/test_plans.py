@@ -16,7 +16,7 @@ from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, choose, options_of
-from ckpt_hooks.planner.costs import smoothed
+from ckpt_hooks.planner.costs import by_seconds
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.restoring import as_before
@@ -217,11 +217,11 @@ def test_costs_by_seconds():
     assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
     with plan.apply():
         assert same(after_a_step(model, step), plain)
-    # Runs alike have the median of their times, and none is cheaper than the bytes that it moves.
-    costs = smoothed(
-        [("a", 100.0, 1.0, 1.0), ("a", 100.0, 1.0, 3.0), ("a", 100.0, 1.0, 2.0), ("b", 100.0, 90.0, 2.0), ("v", 0.0, 0.0, 2.0)]
-    )
-    assert costs == [80.0, 80.0, 80.0, 900.0, 0.0]
+    # No run is cheaper than the bytes that it moves, and views are free.
+    assert by_seconds([(100.0, 1.0, 3.0), (100.0, 1.0, 5.0), (100.0, 90.0, 2.0), (0.0, 0.0, 2.0)]) == [75.0, 125.0, 900.0, 0.0]
+    profile, _ = profiled(model, step, blocks)  # runs alike have the median of their times
+    seconds = {tuple(op.seconds for op in entry.ops if op.name == "aten.gelu.default") for entry in profile.entries}
+    assert len(seconds) == 1
 
 
 def test_the_table():
@@ -408,3 +408,43 @@ def test_options_are_worth_choosing():
         assert one.cost > other.cost
     assert choices[-1].kept is None
     assert choices[0].kept == ()
+
+
+def test_the_front_of_a_plan():
+    """Plans of all budgets, predicted as these are, and torch's choices as they are measured."""
+    model, step, blocks = built("gpt")
+    plan = plan_memory(model, step, 0.4, blocks=blocks)
+    front = plan.pareto()
+    peaks = [point.peak for point in front.plans]
+    assert peaks == sorted(peaks)
+    assert [point.recomputed for point in front.plans] == sorted((point.recomputed for point in front.plans), reverse=True)
+    assert peaks[0] == plan.least_peak
+    assert peaks[-1] == plan.plain_peak
+    assert front.plans[-1].recomputed == front.plans[-1].recomputed_seconds == 0
+    assert (front.chosen.peak, front.budget) == (plan.measured_peak, plan.budget)
+    for select, name in ((blocks, "nothing kept, all blocks"), (["blocks.0", "blocks.2"], "nothing kept, every 2 blocks")):
+        with as_before(model), apply_checkpointing(model, select, recorded=True):
+            measured = memory_ledger(lambda: step(model)).peak.nbytes
+        (found,) = (point for point in front.torch if point.name == name)
+        assert found.peak == pytest.approx(measured, rel=1e-3)
+    # No choice of torch's takes less of forward again within the peak of a plan.
+    for point in front.torch:
+        assert point.recomputed >= min(own.recomputed for own in front.plans if own.peak <= point.peak * 1.05)
+    assert "torch.utils.checkpoint" in str(front)
+    with pytest.raises(ValueError, match="The profile of this plan is not there: the plan comes from a file"):
+        Plan.from_json(plan.to_json()).pareto()
+
+
+@pytest.mark.integrations
+def test_the_picture_of_a_front(tmp_path):
+    pytest.importorskip("matplotlib")
+    model, step, blocks = built("mlp")
+    picture = plan_memory(model, step, 0.4, blocks=blocks).pareto().plot(tmp_path / "front.svg")
+    assert (tmp_path / "front.svg").stat().st_size < 100_000
+    (axes,) = picture.figure.axes
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "torch.utils.checkpoint",
+        "plans",
+        "this plan",
+        "budget",
+    ]

@@ -400,6 +400,32 @@ def test_values_are_the_same(kind):
     assert torch.equal(found, expected)
 
 
+def test_regions_are_named_in_snapshots_of_the_memory(monkeypatch):
+    """Which has a name for all of a process; inner regions give back that of outer ones."""
+    names = [""]
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_setMemoryMetadata", names.append, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getMemoryMetadata", lambda: names[-1], raising=False)
+    x = torch.ones(4, requires_grad=True)
+    with trace(profiler_ranges=True):
+        y = checkpoint(name="outer")(lambda x: checkpoint(name="inner")(lambda x: x.sin().cos())(x.exp()))(x)
+    assert names == [
+        "",
+        "forward of region outer",
+        "forward of region outer/inner",
+        "forward of region outer",
+        "",
+    ]
+    del names[1:]
+    y.sum().backward()
+    assert names[1] == "recompute of region outer"
+    assert names[-1] == ""
+    del names[1:]
+    with trace():
+        checkpoint(lambda x: x.sin(), x)
+    assert names == [""]
+
+
 @pytest.mark.parametrize("option", ["operators", "log", "profiler_ranges"])
 def test_options_are_checked(option):
     with pytest.raises(TypeError, match=f"{option} should be True or False, but got 'yes'"), trace(**{option: "yes"}):

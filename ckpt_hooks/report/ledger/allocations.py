@@ -12,6 +12,7 @@ from ckpt_hooks._core.events import Region
 from ckpt_hooks._core.holdings import Reason
 
 from .marks import Mark, Moment
+from .regions import Need, RegionEntry
 from .rows import Place, Row
 
 __all__ = ["Allocation", "Change", "Hold", "Maker", "Origin", "Replay"]
@@ -88,6 +89,7 @@ class Allocation:
         freed: The index of the change which freed the memory; None if the memory outlives the ledger.
         is_gradient: Whether the memory is the gradient of a leaf.
         holds: The holds, as far as known.
+        entry: The number of the innermost region entry around; None outside of regions.
     """
 
     nbytes: int
@@ -97,6 +99,7 @@ class Allocation:
     freed: int | None = None
     is_gradient: bool = False
     holds: list[Hold] = dataclasses.field(default_factory=list)
+    entry: int | None = None
 
     def is_alive_at(self, change: int) -> bool:
         """Whether the memory is in use after a change."""
@@ -137,6 +140,7 @@ class _Opened(NamedTuple):
         module: The module in words; of a region, that around.
         maker: What allocations are made by.
         line: The line which entered the region.
+        entry: The number of the region around, or its own; None outside.
     """
 
     key: int | None
@@ -144,9 +148,10 @@ class _Opened(NamedTuple):
     module: str | None
     maker: Maker
     line: str | None
+    entry: int | None
 
 
-_OUTSIDE = _Opened(None, None, None, Maker.OUTSIDE, None)
+_OUTSIDE = _Opened(None, None, None, Maker.OUTSIDE, None, None)
 _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 
 
@@ -156,6 +161,7 @@ class Replay:
     Attributes:
         allocations: The allocations, in the order of time.
         changes: Allocations and frees, in the order of time.
+        entries: The entries of regions, by number.
     """
 
     def __init__(self, older: Mapping[int, int], device: str) -> None:
@@ -167,6 +173,8 @@ class Replay:
         """
         self.allocations: list[Allocation] = []
         self.changes: list[Change] = []
+        self.entries: dict[int, RegionEntry] = {}
+        self._needs: dict[tuple[int, Any], Need] = {}
         self._older, self._device, self._live = {**older}, device, 0
         self._alive: dict[int, int] = {}  # allocations, by address
         self._opened: list[_Opened] = []
@@ -194,7 +202,9 @@ class Replay:
 
     def _allocate(self, row: Row) -> None:
         number = self._alive[row.address] = len(self.allocations)
-        self.allocations.append(Allocation(row.nbytes, row.address, self._origin_at(row.place), len(self.changes)))
+        made = Allocation(row.nbytes, row.address, self._origin_at(row.place), len(self.changes))
+        made.entry = self._opened[-1].entry if self._opened else None
+        self.allocations.append(made)
         self._change(row, number, row.nbytes)
 
     def _free(self, row: Row) -> None:
@@ -248,16 +258,30 @@ class Replay:
         around = self._opened[-1] if self._opened else _OUTSIDE
         if moment is Moment.MODULE_BEGINS:
             maker = around.maker if around.maker in _IN_REGION else Maker.MODULE
-            self._opened.append(_Opened(None, around.region, _in_words(*data), maker, around.line))
+            self._opened.append(_Opened(None, around.region, _in_words(*data), maker, around.line, around.entry))
         elif moment is Moment.REGION_BEGINS or moment is Moment.RECOMPUTE_BEGINS:
             region: Region = data
             is_again = moment is Moment.RECOMPUTE_BEGINS or region.in_recompute
             maker = Maker.RECOMPUTE if is_again else Maker.REGION
-            self._opened.append(_Opened(region.id, _region_in_words(region), around.module, maker, region.site))
+            name, now = _region_in_words(region), len(self.changes)
+            self._opened.append(_Opened(region.id, name, around.module, maker, region.site, region.id))
+            entry = self.entries.setdefault(
+                region.id, RegionEntry(name, region.path, region.module, region.site, region.in_recompute, now, now)
+            )
+            if moment is Moment.RECOMPUTE_BEGINS:
+                entry.recomputes.append((now, now))
         elif moment in _ENDS:
             self._close(data)
+            if moment is Moment.REGION_ENDS and data in self.entries:
+                self.entries[data].end = len(self.changes)
+            elif moment is Moment.RECOMPUTE_ENDS and data in self.entries and self.entries[data].recomputes:
+                recomputes = self.entries[data].recomputes
+                recomputes[-1] = recomputes[-1][0], len(self.changes)
         elif moment is Moment.HELD:
             self._hold(*data)
+        elif moment is Moment.DROPPED:
+            region_id, key, address = data
+            self._need(region_id, key, address, is_dropped=True)
         elif moment is Moment.LET_GO:
             self._let_go(*data)
         elif moment is Moment.FRAME_GONE:
@@ -284,6 +308,8 @@ class Replay:
         number = self._alive.get(address)
         if number is not None:
             self._let_go(region.id, key)
+            if isinstance(key, int):  # a position of a saved tensor
+                self._need(region.id, key, address, is_dropped=False)
             hold = self._holds.setdefault(region.id, {})[key] = Hold(reason, _region_in_words(region), len(self.changes))
             self.allocations[number].holds.append(hold)
 
@@ -291,6 +317,15 @@ class Replay:
         hold = self._holds.get(region, {}).pop(key, None)
         if hold is not None:
             hold.end = len(self.changes)
+        need = self._needs.pop((region, key), None)
+        if need is not None:
+            need.end = len(self.changes)
+
+    def _need(self, region: int, key: int, address: int, *, is_dropped: bool) -> None:
+        number = self._alive.get(address)
+        if number is not None and region in self.entries:
+            need = self._needs[region, key] = Need(number, is_dropped, len(self.changes))
+            self.entries[region].needs.append(need)
 
 
 _ENDS = frozenset({Moment.MODULE_ENDS, Moment.REGION_ENDS, Moment.RECOMPUTE_ENDS})

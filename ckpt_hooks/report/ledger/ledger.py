@@ -6,8 +6,9 @@ import bisect
 import dataclasses
 import functools
 import operator
+import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
@@ -15,7 +16,11 @@ from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
 from .allocations import Allocation, Change, Hold, Maker, Origin, Replay
 from .holders import Holder, LedgerPeak, holders_at, maker_in_words, table_of_holders, table_of_phases
 from .phases import Phase, phases_of
+from .regions import RegionEntry
 from .rows import Row
+
+if TYPE_CHECKING:
+    from ckpt_hooks.report.pictures.picture import Picture
 
 __all__ = ["MemoryLedger"]
 
@@ -33,6 +38,7 @@ class MemoryLedger(Printed):
         allocations: The allocations, each an :class:`Allocation`, in the order of time.
         changes: Allocations and frees, each a :class:`Change`, in the order of time. ``live`` of each is the sum so far.
         devices: All devices which have allocated.
+        entries: The entries of regions, each a :class:`RegionEntry`, by number, in order.
     """
 
     device: str
@@ -40,6 +46,7 @@ class MemoryLedger(Printed):
     allocations: Sequence[Allocation]
     changes: Sequence[Change]
     devices: Sequence[str]
+    entries: Mapping[int, RegionEntry]
 
     def __getattr__(self, name: str) -> Any:
         if name in MemoryLedger.__annotations__:
@@ -61,7 +68,7 @@ class MemoryLedger(Printed):
         replay.run(rows)
         first = next((row for row in rows if row.mark is None and str(row.device) == self.device), None)
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
-        self.allocations, self.changes = tuple(replay.allocations), tuple(replay.changes)
+        self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
         self.devices, self._rows, self._older = tuple(devices), rows, older
         for allocation in self.allocations:
             _note_backward(allocation, self.phases)
@@ -111,6 +118,25 @@ class MemoryLedger(Printed):
     def phases(self) -> tuple[Phase, ...]:
         """The phases, each a :class:`Phase`, in order."""
         return phases_of(self.changes)
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
+        """Draws the memory of the step, by blocks of the model; see :func:`ckpt_hooks.report.compare`.
+
+        Args:
+            path: A file to write, as in ``"step.png"`` or ``"step.svg"``; None to write none.
+
+        Returns:
+            The :class:`Picture`, which notebooks show.
+
+        Raises:
+            ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
+        """
+        from ckpt_hooks.report.pictures.panels import panels
+
+        picture = panels({"": self})
+        if path is not None:
+            picture.save(path)
+        return picture
 
     def _headline(self) -> str:
         peak = self.peak

@@ -29,6 +29,8 @@ class Moment(enum.Enum):
     RECOMPUTE_ENDS = enum.auto()
     #: A region holds a storage from now on (the region, a key for the end, the reason, the address).
     HELD = enum.auto()
+    #: A storage that a region does not hold will be needed (the region's number, a key for the end, the address).
+    DROPPED = enum.auto()
     #: ... no longer (the region's number, the key).
     LET_GO = enum.auto()
     #: A frame is gone, with all that it held (the region's number).

@@ -60,7 +60,9 @@ class _Regions(Observer):
 
     def _has_fate(self, region: Region, position: int, fate: Reason) -> None:
         address = self._addresses.get((region.id, position))
-        if fate not in _GONE and address:
+        if address and fate is Reason.DROPPED:
+            self._mark(Moment.DROPPED, (region.id, position, address))
+        elif address and fate not in _GONE:
             self._mark(Moment.HELD, (region, position, fate, address))
 
     def let_go(self, region: Region, position: int) -> None:

@@ -1,0 +1,187 @@
+"""The front of a plan: what each budget costs, beside the choices that ``torch.utils.checkpoint`` has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
+from ckpt_hooks.report.pictures.picture import Picture, figure_of, scale_of
+
+from .choosing import Problem, choose
+from .profiling import Entry, OpRun, Profile
+from .simulating import Effect, effect_of, peak_of
+
+__all__ = ["ParetoFront", "ParetoPoint", "front_of"]
+
+_BUDGETS = 24
+
+
+@dataclasses.dataclass(frozen=True)
+class ParetoPoint:
+    """A choice of what to keep, as predicted from the profile.
+
+    Attributes:
+        name: The budget in words, or the choice.
+        peak: The peak in bytes, above the memory in use when a step begins.
+        recomputed: The part of forward that runs again, by cost.
+        recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
+    """
+
+    name: str
+    peak: int
+    recomputed: float
+    recomputed_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ParetoFront(Printed):
+    """Peaks and recomputation of the plans of all budgets, by :meth:`ckpt_hooks.planner.Plan.pareto`.
+
+    Attributes:
+        plans: The plans, from the least budget up.
+        torch: What ``torch.utils.checkpoint`` can choose from: nothing kept, matrix products kept, every second of them kept;
+            on all blocks, on the first, or on every n-th.
+        chosen: The plan of whose front this is.
+        budget: The bytes of its budget.
+    """
+
+    plans: tuple[ParetoPoint, ...]
+    torch: tuple[ParetoPoint, ...]
+    chosen: ParetoPoint
+    budget: int
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
+        """Draws recomputed time against peak.
+
+        Args:
+            path: A file to write, as in ``"front.png"`` or ``"front.svg"``; None to write none.
+
+        Returns:
+            The picture, which notebooks show.
+
+        Raises:
+            ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
+        """
+        figure = figure_of(7, 4)
+        axes = figure.subplots()
+        unit, size = scale_of(max(point.peak for point in (*self.plans, *self.torch)))
+
+        def draw(points: Sequence[ParetoPoint], **look: Any) -> None:
+            axes.plot([one.peak / size for one in points], [one.recomputed_seconds * 1e3 for one in points], **look)
+
+        draw(self.torch, linestyle="none", marker="x", color="#d1495b", label="torch.utils.checkpoint")
+        draw(self.plans, marker=".", color="#2a788e", label="plans")
+        draw([self.chosen], linestyle="none", marker="*", markersize=14, color="black", label="this plan")
+        axes.axvline(self.budget / size, color="0.25", linewidth=0.9, linestyle=(0, (1, 2)), label="budget")
+        axes.set_xlabel(f"peak of the step, {unit}")
+        axes.set_ylabel("recomputed, ms")
+        axes.set_ylim(bottom=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+        picture = Picture(figure)
+        if path is not None:
+            picture.save(path)
+        return picture
+
+    def _headline(self) -> str:
+        first, last = self.plans[0], self.plans[-1]
+        return (
+            f"{count_of(len(self.plans), 'plan')} from {format_bytes(first.peak)}, where {first.recomputed:.1%} of forward "
+            f"runs again, to {format_bytes(last.peak)}, where {last.recomputed:.1%} does"
+        )
+
+    def _tables(self) -> Iterator[Table]:
+        for title, points in (("plans", self.plans), ("torch.utils.checkpoint", self.torch)):
+            rows = [
+                [format_bytes(one.peak), f"{one.recomputed:.1%}", f"{one.recomputed_seconds * 1e3:.2f}", one.name]
+                for one in points
+            ]
+            yield Table(["peak", "again", "ms", title], rows, (0, 1, 2), (3,))
+
+
+def front_of(
+    profile: Profile, problem: Problem, natural: Sequence[int], plain: int
+) -> tuple[list[ParetoPoint], list[ParetoPoint]]:
+    """Returns the plans of budgets from the least to that of no regions, and torch's choices.
+
+    Args:
+        profile: The profile.
+        problem: Its problem.
+        natural: The result of ``natural_ends``.
+        plain: The peak without regions.
+    """
+    whole = sum(op.cost for entry in profile.entries for op in entry.ops)
+
+    def point(name: str, effects: Sequence[tuple[Entry, Effect]]) -> ParetoPoint:
+        again = [entry.ops[at] for entry, effect in effects for at in effect.again]
+        return ParetoPoint(
+            name,
+            peak_of(profile, [effect for _, effect in effects], natural),
+            sum(op.cost for op in again) / whole if whole else 0.0,
+            sum(op.seconds for op in again),
+        )
+
+    least = problem.peak(problem.least)
+    plans: dict[tuple[int, ...], ParetoPoint] = {}
+    for number in range(_BUDGETS):
+        budget = least + (max(plain, least) - least) * number / (_BUDGETS - 1)
+        chosen = choose(problem, budget) or problem.least
+        if tuple(chosen) not in plans:
+            effects = [
+                pair
+                for name, of, option in zip(problem.blocks, problem.options, chosen, strict=True)
+                for pair in zip((entry for entry in profile.entries if entry.block == name), of[option].effects, strict=True)
+            ]
+            plans[tuple(chosen)] = point(f"of {format_bytes(int(budget))}", effects)
+    torch = [
+        point(
+            f"{kept} kept, {where}",
+            [
+                (
+                    entry,
+                    effect_of(
+                        profile, entry, keeps(entry) if entry.block in blocks else (), is_plain=entry.block not in blocks
+                    ),
+                )
+                for entry in profile.entries
+            ],
+        )
+        for kept, keeps in _POLICIES.items()
+        for where, blocks in _selections(problem.blocks)
+    ]
+    return sorted(plans.values(), key=lambda one: one.peak), torch
+
+
+def _is_product(op: OpRun) -> bool:
+    name = op.name.removeprefix("aten.").partition(".")[0]
+    return op.run is not None and (name in _PRODUCTS or "attention" in name)
+
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"})
+
+#: Policies of torch's own guide: none, and products with every second of them.
+_POLICIES: dict[str, Callable[[Entry], list[int]]] = {
+    "nothing": lambda entry: [],
+    "products": lambda entry: [at for at, op in enumerate(entry.ops) if _is_product(op)],
+    "every second product": lambda entry: [at for at, op in enumerate(entry.ops) if _is_product(op)][::2],
+}
+
+
+def _selections(blocks: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
+    """Yields selections of blocks, each once."""
+    count, seen = len(blocks), set[frozenset[str]]()
+    for where, selected in (
+        ("all blocks", blocks),
+        *((f"every {n} blocks", blocks[::n]) for n in (2, 3, 4)),
+        *((f"the first {n} blocks", blocks[:n]) for n in dict.fromkeys(round(count * part) for part in _PARTS)),
+    ):
+        found = frozenset(selected)
+        if found and found not in seen:
+            seen.add(found)
+            yield where, found
+
+
+_PARTS: Iterable[float] = (0.25, 0.5, 0.75)
