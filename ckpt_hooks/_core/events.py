@@ -32,6 +32,9 @@ class Watchable(Protocol):
     def held(self) -> list[Holding]:
         """See :meth:`Frame.held`."""
 
+    def policy_in_words(self) -> str | None:
+        """See :meth:`Frame.policy_in_words`."""
+
 
 class Region(NamedTuple):
     """One entry of a region.
@@ -45,7 +48,7 @@ class Region(NamedTuple):
         module: The module run by the region, or else the module around, by its name in the outermost called module, as in
             ``"layers.0"``; None in a recompute, and without a module.
         in_recompute: Whether the recompute of a region around enters this region.
-        frame: A weak reference to the frame, for ``saved()`` and ``held()``.
+        frame: A weak reference to the frame, for ``saved()``, ``held()`` and ``policy_in_words()``.
         repeats: The number of forward's entry which a recompute enters again, by their order inside of the region around;
             None in forward, and where forward had no such entry.
     """

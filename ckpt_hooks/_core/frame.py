@@ -124,6 +124,10 @@ class Frame(abc.ABC):
     def held(self) -> list[Holding]:
         """Returns each tensor kept alive by this frame, with the reason; leaves which require grad are left out."""
 
+    def policy_in_words(self) -> str | None:
+        """Returns the policy on outputs to keep, in words; None without a policy."""
+        return None
+
     @abc.abstractmethod
     def owners(self) -> list[Frame]:
         """Returns the frames which this frame keeps alive, as it needs a tensor of theirs."""

@@ -173,6 +173,8 @@ def without_selection(context: AbstractContextManager[Any]) -> AbstractContextMa
 class Selects(Protocol):
     """The interface of a selective policy's memory (:class:`ckpt_hooks._function.selective.selection.Selection`)."""
 
+    policy_in_words: Callable[[], str] | None
+
     def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None:
         """Prepares for forward."""
 

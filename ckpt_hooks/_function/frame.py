@@ -245,6 +245,11 @@ class FunctionFrame(HandleFrame):
         """Returns the fate of a saved tensor; the policy's part is known where observers watch."""
         return Reason.DROPPED if self.call.selection is None else self.call.selection.fate_at(index)
 
+    def policy_in_words(self) -> str | None:
+        """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
+        words = None if self.call.selection is None else self.call.selection.policy_in_words
+        return None if words is None else words()
+
     def held(self) -> list[Holding]:
         """Returns the tensors kept alive by this frame; see :meth:`Frame.held`."""
         call = self.call

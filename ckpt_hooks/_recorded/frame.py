@@ -113,6 +113,10 @@ class RecordedFrame(ReplayedFrame):
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape
 
+    def policy_in_words(self) -> str | None:
+        """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
+        return None if self._decisions is None else repr(self._decisions.policy)
+
     def num_values(self) -> int | None:
         """Returns the number of values on the tape; see :meth:`Frame.num_values`."""
         return None if self.tape is None else self.tape.tables.number

@@ -240,7 +240,8 @@ def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
         step()
     marks.close()
     older.forget()
-    return _Reader(set(blocks), older.sizes).read(rows_of(profile.events(), marks))
+    rows, _ = rows_of(profile.events(), marks)
+    return _Reader(set(blocks), older.sizes).read(rows)
 
 
 class _Reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .advice import Advice, Waste
     from .entries import Reason, Residual, SavedResiduals
     from .ledger.allocations import Allocation, Change, Hold, Maker, Origin
     from .ledger.holders import Holder, LedgerPeak
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .tracing import Trace, format_trace, print_trace, trace
 
 __all__ = [
+    "Advice",
     "Allocation",
     "Change",
     "Drift",
@@ -38,6 +40,7 @@ __all__ = [
     "SavedResiduals",
     "StepTrace",
     "Trace",
+    "Waste",
     "compare",
     "format_saved_residuals",
     "format_trace",
@@ -51,6 +54,8 @@ __all__ = [
 
 # Modules by the names in them, imported when asked for: a first checkpoint needs none.
 _MODULES = {
+    "Advice": "advice",
+    "Waste": "advice",
     "Allocation": "ledger.allocations",
     "Change": "ledger.allocations",
     "Hold": "ledger.allocations",

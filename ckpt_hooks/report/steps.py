@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from .advice import Advice, advice_on_regions, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 
 __all__ = ["Drift", "RegionTrace", "StepTrace", "changes_of", "drift_of", "largest_of", "totals_of"]
@@ -34,6 +35,8 @@ class RegionTrace(Printed):
         recomputed_operators: The number of operators in recomputes; None unless asked for.
         recompute_seconds: The seconds of recomputes, regions inside included; on devices the time of the host alone.
         regions: The regions inside.
+        policy: The policy on outputs to keep, in words; None without a policy.
+        dropped_by: The part of ``dropped_bytes`` that each operator made; empty unless operators are counted.
     """
 
     kind: str
@@ -49,6 +52,8 @@ class RegionTrace(Printed):
     recomputed_operators: int | None
     recompute_seconds: float
     regions: tuple[RegionTrace, ...]
+    policy: str | None = None
+    dropped_by: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def _headline(self) -> str:
         return totals_of_region(self)
@@ -86,7 +91,13 @@ class StepTrace(Printed):
         return totals_of(self)
 
     def _tables(self) -> Iterator[Table]:
-        return tables_of_step(self.regions, self.held_bytes)
+        yield from tables_of_step(self.regions, self.held_bytes)
+        yield from table_of_advice(self.advice)
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """Policies by which no region has kept anything, each an :class:`Advice`; with operators counted, the one to name."""
+        return advice_on_regions(self.walk())
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""
@@ -137,6 +148,7 @@ class StepTrace(Printed):
             "recompute_seconds": self.recompute_seconds,
             "operators": self.operators,
             "recomputed_operators": self.recomputed_operators,
+            "advice": [one.to_json() for one in self.advice],
             "regions": [region.to_json() for region in self.regions],
         }
 

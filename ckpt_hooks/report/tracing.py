@@ -29,14 +29,26 @@ _logger = logging.getLogger("ckpt_hooks")
 class _Entry:
     """One entry of a region, as found so far."""
 
-    __slots__ = ("again", "dropped", "held", "inside", "offloaded", "operators", "recomputes", "region", "seconds")
+    __slots__ = (
+        *("again", "by_operator", "dropped", "held", "inside", "made", "offloaded", "operators", "policy", "recomputes"),
+        *("region", "seconds"),
+    )
 
     def __init__(self, region: Region) -> None:
         self.region = region
         self.inside: list[_Entry] = []
         self.held: dict[str, int] = {}
+        self.made: dict[int, str] = {}  # operators, by the storages of their results
+        self.by_operator: dict[str, int] = {}
+        self.policy: str | None = None
         self.operators = self.again = self.dropped = self.offloaded = self.recomputes = 0
         self.seconds = 0.0
+
+    def drop(self, storage: int, nbytes: int) -> None:
+        self.dropped += nbytes
+        name = self.made.get(storage)
+        if name is not None:
+            self.by_operator[name] = self.by_operator.get(name, 0) + nbytes
 
     def frozen(self, *, operators: bool) -> RegionTrace:
         region = self.region
@@ -54,6 +66,8 @@ class _Entry:
             self.again if operators else None,
             self.seconds,
             tuple(entry.frozen(operators=operators) for entry in self.inside),
+            self.policy,
+            {name: nbytes for name, nbytes in self.by_operator.items() if nbytes},
         )
 
 
@@ -124,6 +138,8 @@ class _Tracer(Observer):
 
     def exited(self, region: Region, error: BaseException | None) -> None:
         self._end_range(region)
+        if region.id in self._entries and (frame := region.frame()) is not None:
+            self._entries[region.id].policy = frame.policy_in_words()
         self._open.discard(region.id)
 
     def ran(self, region: Region | None, operator: Operator) -> None:
@@ -135,6 +151,10 @@ class _Tracer(Observer):
             entry.again += 1
         elif entry is not None:
             entry.operators += 1
+            if not operator.is_view:
+                for output in operator.outputs:
+                    if output.storage is not None:
+                        entry.made.setdefault(output.storage, operator.name)
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         if saved.fate is Reason.DROPPED and tensor.storage is not None and region.id in self._entries:
@@ -150,14 +170,14 @@ class _Tracer(Observer):
         elif region.id in self._open and storage in self._freed and storage not in self._positions.values():
             # No backward will ask for it, as for an output that a policy kept inside, after the last use.
             number, _, nbytes = self._freed.pop(storage)
-            self._entries[number].dropped -= nbytes
+            self._entries[number].drop(storage, -nbytes)
 
     def freed(self, storage: int) -> None:
         found = self._dropped.pop(storage, None)
         if found is not None and storage not in self._billed and graph_task_id() == -1:
             entry = self._entries.get(found[0])
             if entry is not None:
-                entry.dropped += found[2]
+                entry.drop(storage, found[2])
                 self._freed[storage] = found
 
     def held(self, region: Region, holdings: Sequence[Holding]) -> None:

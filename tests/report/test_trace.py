@@ -418,7 +418,7 @@ def test_regions_are_named_in_snapshots_of_the_memory(monkeypatch):
     ]
     del names[1:]
     y.sum().backward()
-    assert names[1] == "recompute of region outer"
+    assert {"recompute of region outer", "recompute of region outer/inner"} <= {*names}
     assert names[-1] == ""
     del names[1:]
     with trace():

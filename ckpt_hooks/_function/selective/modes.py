@@ -78,6 +78,7 @@ class Record(SelectiveCheckpointContext):
     def __init__(self, selection: Selection, policy: Policy) -> None:
         super().__init__()
         self.selection = selection
+        selection.policy_in_words = policy.__repr__
         self._decisions = Decisions(policy)
         self._plan: dict[int, _Plan] = policy.plan
         sequence = selection.sequence

@@ -42,6 +42,7 @@ class Selection:
         numbers: An entry for each tensor saved by the region.
         outputs: The kept outputs.
         when_closed: Called with the operators when forward has ended.
+        policy_in_words: Returns the policy in words.
         places_of_saved: The place of the operator which returned a saved tensor, by the tensor's index; where observers watch.
         values: An entry for each tensor saved by the running recompute.
         marks_of_rerun: For each operator of the latest recompute, the number of tensors saved before.
@@ -65,6 +66,7 @@ class Selection:
         "numbers",
         "outputs",
         "places_of_saved",
+        "policy_in_words",
         "rerun",
         "sequence",
         "values",
@@ -78,6 +80,7 @@ class Selection:
         self.values: Sequence[torch.Tensor] = _NO_VALUES
         self.outputs = KeptOutputs()
         self.places_of_saved: dict[int, int] = {}
+        self.policy_in_words: Callable[[], str] | None = None
         self.when_closed: Callable[[list[Any]], None] | None = None
         self.last = False
         self.has_stopped: Callable[[], bool] = _never

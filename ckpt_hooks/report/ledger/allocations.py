@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any, NamedTuple
 
 from ckpt_hooks._core.events import Region
@@ -67,12 +67,14 @@ class Hold:
     Attributes:
         reason: The reason.
         region: The holding region; None for backward's graph.
+        entry: The number of the region's entry; None for backward's graph.
         begin: The number of changes before.
         end: The number of changes before its end; None if that was not seen.
     """
 
     reason: Reason
     region: str | None
+    entry: int | None
     begin: int
     end: int | None = None
 
@@ -90,6 +92,7 @@ class Allocation:
         is_gradient: Whether the memory is the gradient of a leaf.
         holds: The holds, as far as known.
         entry: The number of the innermost region entry around; None outside of regions.
+        requires_grad: Whether the operator made a node of autograd.
     """
 
     nbytes: int
@@ -100,6 +103,7 @@ class Allocation:
     is_gradient: bool = False
     holds: list[Hold] = dataclasses.field(default_factory=list)
     entry: int | None = None
+    requires_grad: bool = False
 
     def is_alive_at(self, change: int) -> bool:
         """Whether the memory is in use after a change."""
@@ -164,13 +168,15 @@ class Replay:
         entries: The entries of regions, by number.
     """
 
-    def __init__(self, older: Mapping[int, int], device: str) -> None:
+    def __init__(self, older: Mapping[int, int], device: str, differentiable: Set[int]) -> None:
         """Prepares a replay.
 
         Args:
             older: The sizes of older storages, by address.
             device: The device whose memory counts.
+            differentiable: The runs of operators which made a node of autograd.
         """
+        self._differentiable = differentiable
         self.allocations: list[Allocation] = []
         self.changes: list[Change] = []
         self.entries: dict[int, RegionEntry] = {}
@@ -204,6 +210,7 @@ class Replay:
         number = self._alive[row.address] = len(self.allocations)
         made = Allocation(row.nbytes, row.address, self._origin_at(row.place), len(self.changes))
         made.entry = self._opened[-1].entry if self._opened else None
+        made.requires_grad = row.run in self._differentiable
         self.allocations.append(made)
         self._change(row, number, row.nbytes)
 
@@ -216,7 +223,7 @@ class Replay:
         allocation.freed = len(self.changes)
         if row.place.node is not None and allocation.origin.maker in _HELD_BY_GRAPH and not allocation.holds:
             # Nothing but the graph, as freed by backward: of a result kept by the program as well, the end is elsewhere.
-            allocation.holds.append(Hold(Reason.SAVED, None, allocation.born, allocation.freed))
+            allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed))
         self._change(row, number, row.nbytes)
 
     def _free_older(self, row: Row, nbytes: int) -> None:
@@ -259,15 +266,19 @@ class Replay:
         if moment is Moment.MODULE_BEGINS:
             maker = around.maker if around.maker in _IN_REGION else Maker.MODULE
             self._opened.append(_Opened(None, around.region, _in_words(*data), maker, around.line, around.entry))
+            if around.entry is not None and around.maker is Maker.REGION:
+                self.entries[around.entry].modules += 1
         elif moment is Moment.REGION_BEGINS or moment is Moment.RECOMPUTE_BEGINS:
             region: Region = data
             is_again = moment is Moment.RECOMPUTE_BEGINS or region.in_recompute
             maker = Maker.RECOMPUTE if is_again else Maker.REGION
             name, now = _region_in_words(region), len(self.changes)
             self._opened.append(_Opened(region.id, name, around.module, maker, region.site, region.id))
-            entry = self.entries.setdefault(
-                region.id, RegionEntry(name, region.path, region.module, region.site, region.in_recompute, now, now)
-            )
+            entry = self.entries.get(region.id)
+            if entry is None:
+                ids = region.parent, region.repeats
+                entry = RegionEntry(name, region.path, region.module, region.site, region.in_recompute, *ids, now, now)
+                self.entries[region.id] = entry
             if moment is Moment.RECOMPUTE_BEGINS:
                 entry.recomputes.append((now, now))
         elif moment in _ENDS:
@@ -310,7 +321,9 @@ class Replay:
             self._let_go(region.id, key)
             if isinstance(key, int):  # a position of a saved tensor
                 self._need(region.id, key, address, is_dropped=False)
-            hold = self._holds.setdefault(region.id, {})[key] = Hold(reason, _region_in_words(region), len(self.changes))
+            hold = self._holds.setdefault(region.id, {})[key] = Hold(
+                reason, _region_in_words(region), region.id, len(self.changes)
+            )
             self.allocations[number].holds.append(hold)
 
     def _let_go(self, region: int, key: Any) -> None:

@@ -7,10 +7,11 @@ import dataclasses
 import functools
 import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks.report.advice import Advice, advice_on_ledger, table_of_advice
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
 
 from .allocations import Allocation, Change, Hold, Maker, Origin, Replay
@@ -53,23 +54,24 @@ class MemoryLedger(Printed):
             raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it when the block has ended.")
         return object.__getattribute__(self, name)  # which raises
 
-    def fill(self, rows: Sequence[Row], older: Mapping[int, int], device: str | None = None) -> None:
+    def fill(self, rows: Sequence[Row], differentiable: Set[int], older: Mapping[int, int], device: str | None = None) -> None:
         """Takes the rows of the step.
 
         Args:
             rows: The rows.
+            differentiable: The runs of operators which made a node of autograd.
             older: The sizes of older storages on the host, by address.
             device: The device whose memory counts; None for the first accelerator, or else the host.
         """
         devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
         self.device = device or next((name for name in devices if name != "cpu"), "cpu")
         is_on_host = self.device == "cpu"
-        replay = Replay(older if is_on_host else {}, self.device)
+        replay = Replay(older if is_on_host else {}, self.device, differentiable)
         replay.run(rows)
         first = next((row for row in rows if row.mark is None and str(row.device) == self.device), None)
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
         self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
-        self.devices, self._rows, self._older = tuple(devices), rows, older
+        self.devices, self._taken = tuple(devices), (rows, differentiable, older)
         for allocation in self.allocations:
             _note_backward(allocation, self.phases)
 
@@ -84,7 +86,7 @@ class MemoryLedger(Printed):
                 f"nothing was allocated on device {device!r}, but on {', '.join(self.devices)}. Name one of these."
             )
         other = MemoryLedger()
-        other.fill(self._rows, self._older, device)
+        other.fill(*self._taken, device)
         return other
 
     def largest_now(self) -> list[str]:
@@ -118,6 +120,11 @@ class MemoryLedger(Printed):
     def phases(self) -> tuple[Phase, ...]:
         """The phases, each a :class:`Phase`, in order."""
         return phases_of(self.changes)
+
+    @functools.cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """Wastes that the step shows, each an :class:`Advice` with the bytes that following it gives; the largest first."""
+        return advice_on_ledger(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
         """Draws the memory of the step, by blocks of the model; see :func:`ckpt_hooks.report.compare`.
@@ -158,6 +165,7 @@ class MemoryLedger(Printed):
             freed = self.base_nbytes - peak.older_nbytes
             notes += [f"{format_bytes(freed)} from before are freed by then"] if freed else []
             yield table._replace(rest=", ".join(notes))
+        yield from table_of_advice(self.advice)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the ledger as values for ``json.dumps``: each origin once, allocations with the index of theirs."""
@@ -177,6 +185,7 @@ class MemoryLedger(Printed):
             "device": self.device,
             "base_nbytes": self.base_nbytes,
             "peak": self.peak.to_json(),
+            "advice": [one.to_json() for one in self.advice],
             "phases": [dataclasses.asdict(phase) for phase in self.phases],
             "origins": [origin._asdict() for origin in origins],
             "allocations": rows,
@@ -190,7 +199,7 @@ def _note_backward(allocation: Allocation, phases: Sequence[Phase]) -> None:
         phase = phases[bisect.bisect_right(phases, allocation.born, key=operator.attrgetter("begin")) - 1]
         if phase.name == "backward" and allocation.freed < phase.end:
             reason = _IN_BACKWARD[allocation.origin.maker]
-            allocation.holds.append(Hold(reason, None, allocation.born, allocation.freed))
+            allocation.holds.append(Hold(reason, None, None, allocation.born, allocation.freed))
 
 
 _IN_BACKWARD = {Maker.RECOMPUTE: Reason.RECOMPUTED, Maker.BACKWARD: Reason.BACKWARD}

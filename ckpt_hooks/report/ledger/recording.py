@@ -93,4 +93,4 @@ def _block() -> Iterator[MemoryLedger]:
         finally:
             marks.close()
             older.forget()
-            found.fill(rows_of(profile.events(), marks), older.sizes)
+            found.fill(*rows_of(profile.events(), marks), older.sizes)

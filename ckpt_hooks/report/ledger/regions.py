@@ -34,8 +34,11 @@ class RegionEntry:
         module: The region's module, or that around; None where unknown.
         site: The entering line; None where unknown.
         is_again: Whether the recompute of a region around entered the region.
+        parent: The number of the region around; None without.
+        repeats: In a recompute, the number of forward's entry which is entered again; None where unknown.
         begin: The number of changes before.
         end: The number of changes before the end of forward.
+        modules: The number of calls of modules in its forward.
         recomputes: For each recompute, the numbers of changes before its begin and its end.
         needs: The storages which backward needs.
     """
@@ -45,7 +48,10 @@ class RegionEntry:
     module: str | None
     site: str | None
     is_again: bool
+    parent: int | None
+    repeats: int | None
     begin: int
     end: int
+    modules: int = 0
     recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     needs: list[Need] = dataclasses.field(default_factory=list)

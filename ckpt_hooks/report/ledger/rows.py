@@ -49,6 +49,7 @@ class Row(NamedTuple):
         nbytes: Its size; negative for a free.
         device: Its device.
         total: The bytes of the device in use afterwards, as the allocator counts; 0 where unknown.
+        run: The number of the run of the operator around; 0 outside of operators.
     """
 
     time: int
@@ -58,34 +59,55 @@ class Row(NamedTuple):
     nbytes: int = 0
     device: Any = None
     total: int = 0
+    run: int = 0
 
 
-def rows_of(events: Iterable[Any], marks: Marks) -> list[Row]:
-    """Returns the rows of a step.
+def rows_of(events: Iterable[Any], marks: Marks) -> tuple[list[Row], set[int]]:
+    """Returns the rows of a step, and the runs of operators which made a node of autograd.
 
     Args:
         events: The roots of the profiler's tree of events.
         marks: The marks.
     """
-    rows = list(_walk(events, marks))
+    differentiable: set[int] = set()
+    rows = list(_walk(events, marks, differentiable))
     rows.sort(key=attrgetter("time"))  # threads have trees of their own; a stable sort leaves the order within one
-    return rows
+    return rows, differentiable
 
 
-def _walk(events: Iterable[Any], marks: Marks) -> Iterator[Row]:
+def _walk(events: Iterable[Any], marks: Marks, differentiable: set[int]) -> Iterator[Row]:
     latest: dict[int, int] = {}  # the number of the latest node with one, by thread
-    todo: list[tuple[Any, Place]] = [(event, NOWHERE) for event in reversed([*events])]
+    # By thread, the latest run of an operator, and the number of the next node when it began: a node which is there when the
+    # next operator begins is of this run.
+    begun: dict[int, tuple[int, int]] = {}
+    num_runs = 0
+    todo: list[tuple[Any, Place, int]] = [(event, NOWHERE, 0) for event in reversed([*events])]
     while todo:
-        event, place = todo.pop()
+        event, place, run = todo.pop()
         if event.tag == IS_ALLOCATION:
             memory = event.extra_fields
             yield Row(
-                event.start_time_ns, place, None, memory.ptr, memory.alloc_size, memory.device, memory.total_allocated or 0
+                event.start_time_ns,
+                place,
+                None,
+                memory.ptr,
+                memory.alloc_size,
+                memory.device,
+                memory.total_allocated or 0,
+                run,
             )
             continue
         children = event.children
         name: str = event.name
         mark = marks.get(name)
+        if mark is None and not run and place.node is None and event.extra_fields.scope not in NOT_OPERATORS:
+            num_runs = run = num_runs + 1
+            sequence = event.extra_fields.sequence_number
+            if sequence >= 0:
+                before, number = begun.get(event.start_tid, (0, sequence))
+                if number < sequence:
+                    differentiable.add(before)
+                begun[event.start_tid] = run, sequence
         if mark is not None:
             if mark.moment is Moment.CALL:
                 place = place._replace(operator=None, line=mark.data)
@@ -101,7 +123,7 @@ def _walk(events: Iterable[Any], marks: Marks) -> Iterator[Row]:
             place = place._replace(operator=None, optimizer=name.partition("#")[2])
         elif place.operator is None and event.extra_fields.scope not in NOT_OPERATORS:
             place = place._replace(operator=name)
-        todo += [(child, place) for child in reversed(children)]
+        todo += [(child, place, run) for child in reversed(children)]
 
 
 def _sequence_of(event: Any, latest: dict[int, int]) -> int:

@@ -1,0 +1,278 @@
+"""Advice: each kind of waste is found, with the bytes that following the advice gives; none where there is no waste."""
+
+from __future__ import annotations
+
+import gc
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, memory_ledger, trace
+from ckpt_hooks.policies import everything_saveable, nothing_saveable, save_only_these_names
+from ckpt_hooks.policies.base import operator_named
+from ckpt_hooks.report import Maker, Reason, Waste
+from tests.planner.models import MODELS, VARIANTS, built
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
+
+WIDTH, ROWS = 64, 2048
+
+
+class Block(nn.Module):
+    """A block of a transformer without attention, under a mask maybe."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.act, self.relu = nn.LayerNorm(WIDTH), nn.GELU(), nn.ReLU()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x, mask=None):
+        h = self.norm(x)
+        return x + self.down(self.act(self.up(h if mask is None else h * mask)))
+
+
+class Rectified(nn.Module):
+    """A product, and a rectifier which saves its result."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.relu = nn.Linear(WIDTH, WIDTH), nn.ReLU()
+
+    def forward(self, x):
+        return self.relu(self.linear(x))
+
+
+def stepping(kind, call, select=None, **options):
+    """Returns a step of six blocks, each run by a function, and regions on some modules in it."""
+    torch.manual_seed(0)
+    blocks, data = nn.ModuleList(kind() for _ in range(6)), torch.randn(ROWS, WIDTH)
+
+    def model(x):
+        for block in blocks:
+            x = call(block, x)
+        return x
+
+    def step():
+        if select is None:
+            model(data.requires_grad_() * 1.0).sum().backward()
+        else:
+            with apply_checkpointing(blocks, select, **options):
+                model(data.requires_grad_() * 1.0).sum().backward()
+        blocks.zero_grad()
+        data.grad = None
+
+    return step
+
+
+def mask_for(x):
+    return torch.zeros(x.shape).exp()
+
+
+def plain(block, x):
+    return block(x)
+
+
+def in_closure(block, x):
+    mask = mask_for(x)
+    return checkpoint(lambda x: block(x, mask), x)
+
+
+def in_argument(block, x):
+    return checkpoint(block, x, mask_for(x))
+
+
+def before_block(block, x):
+    mask = mask_for(x)
+    with checkpoint_region():
+        return block(x, mask)
+
+
+def inside(block, x):
+    return checkpoint(lambda x: block(x, mask_for(x)), x)
+
+
+def inside_block(block, x):
+    with checkpoint_region():
+        return block(x, mask_for(x))
+
+
+def keeping(kept, recorded):
+    def halves(block, x):
+        hidden = block.act(block.up(block.norm(x)))
+        return hidden, x + block.down(hidden)
+
+    def call(block, x):
+        with checkpoint_region():
+            hidden, y = halves(block, x)
+        if kept is not None:
+            kept.append(hidden)
+        return y
+
+    def call_function(block, x):
+        hidden, y = checkpoint(halves, block, x)
+        if kept is not None:
+            kept.append(hidden)
+        return y
+
+    return call if recorded else call_function
+
+
+def nested(levels):
+    torch.manual_seed(0)
+    blocks, data = nn.ModuleList(Block() for _ in range(4)), torch.randn(ROWS, WIDTH)
+
+    def of(function, number):
+        return (lambda x: checkpoint(function, x)) if number < levels else function
+
+    def pair(first, second):
+        one, two = of(first, 2), of(second, 2)
+        return of(lambda x: two(one(x)), 1)
+
+    def step():
+        one, two = pair(*blocks[:2]), pair(*blocks[2:])
+        of(lambda x: two(one(x)), 0)(data.requires_grad_() * 1.0).sum().backward()
+        blocks.zero_grad()
+        data.grad = None
+
+    return step
+
+
+def outside(recorded):
+    return lambda: stepping(Block, keeping([], recorded)), lambda: stepping(Block, keeping(None, recorded))
+
+
+#: The waste, a step with it, and the step that follows the advice.
+PLANTED = {
+    "a closure": (Waste.HELD_INPUT, lambda: stepping(Block, in_closure), lambda: stepping(Block, inside)),
+    "an argument": (Waste.HELD_INPUT, lambda: stepping(Block, in_argument), lambda: stepping(Block, inside)),
+    "a tensor from before a block": (
+        Waste.HELD_INPUT,
+        lambda: stepping(Block, before_block),
+        lambda: stepping(Block, inside_block),
+    ),
+    "all kept": (
+        Waste.SAVES_NOTHING,
+        lambda: stepping(Block, plain, list("012345"), policy=everything_saveable),
+        lambda: stepping(Block, plain),
+    ),
+    "a leaf that saves its result": (
+        Waste.LEAF,
+        lambda: stepping(Rectified, plain, "*.relu"),
+        lambda: stepping(Rectified, plain, "5.relu"),  # whose result nothing else keeps
+    ),
+    "a recorded leaf": (
+        Waste.LEAF,
+        lambda: stepping(Rectified, plain, "*.relu", recorded=True),
+        lambda: stepping(Rectified, plain, "5.relu", recorded=True),
+    ),
+    "a leaf that is computed again": (Waste.LEAF, lambda: stepping(Block, plain, "*.norm"), lambda: stepping(Block, plain)),
+    "results in a list": (Waste.HELD_OUTSIDE, *outside(recorded=False)),
+    "results of blocks in a list": (Waste.HELD_OUTSIDE, *outside(recorded=True)),
+    "three levels": (Waste.NESTED, lambda: nested(3), lambda: nested(2)),
+}
+
+
+def ledger_of(step):
+    step()
+    gc.collect()
+    return memory_ledger(step)
+
+
+def bytes_again(ledger):
+    return sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_waste_is_found_with_what_following_gives(name):
+    waste, wasting, followed = PLANTED[name]
+    before, after = ledger_of(wasting()), ledger_of(followed())
+    (found,) = before.advice
+    assert found.waste is waste
+    assert found.count == {Waste.NESTED: 4, Waste.LEAF: 5 if "leaf that saves" in name or "recorded leaf" in name else 6}.get(
+        waste, 6
+    )
+    assert found.site.startswith(("test_advice_on_wastes.py:", "applying.py:", "forward.py:")), found.site
+    if waste is not Waste.NESTED and found.peak_nbytes:
+        assert found.peak_nbytes == pytest.approx(before.peak.nbytes - after.peak.nbytes, rel=0.01)
+    else:
+        assert before.peak.nbytes <= after.peak.nbytes * 1.0001
+    if waste not in (Waste.HELD_INPUT, Waste.HELD_OUTSIDE):
+        assert found.recomputed_nbytes == pytest.approx(bytes_again(before) - bytes_again(after), rel=0.01)
+    assert found.peak_nbytes or found.recomputed_nbytes
+    assert after.advice == ()
+    assert waste.value in str(before)
+    assert found.code in str(before)
+    assert json.loads(json.dumps(before.to_json()))["advice"] == [found.to_json()]
+
+
+@pytest.mark.parametrize("options", [{}, {"recorded": True}])
+@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in MODELS for variant in VARIANTS])
+def test_no_advice_on_models_without_wastes(name, variant, options):
+    model, step, blocks = built(name, variant)
+    assert memory_ledger(lambda: step(model)).advice == ()
+    with apply_checkpointing(model, blocks, **options):
+        assert memory_ledger(lambda: step(model)).advice == ()
+
+
+def test_a_tensor_that_all_regions_share_is_no_waste():
+    torch.manual_seed(0)
+    blocks, data = nn.ModuleList(Block() for _ in range(4)), torch.randn(ROWS, WIDTH)
+
+    def step():
+        x, mask = data.requires_grad_() * 1.0, mask_for(data)
+        for block in blocks:
+            x = checkpoint(block, x, mask)
+        x.sum().backward()
+
+    assert memory_ledger(step).advice == ()
+
+
+def test_a_forward_alone_shows_no_waste_of_regions():
+    blocks = nn.ModuleList(Block() for _ in range(2))
+    assert (
+        memory_ledger(lambda: [checkpoint(block, torch.randn(8, WIDTH, requires_grad=True)) for block in blocks]).advice == ()
+    )
+
+
+MM, ADDMM = torch.ops.aten.mm.default, torch.ops.aten.addmm.default
+
+POLICIES = {
+    "operators": ([MM], (False, True)),
+    "names": (save_only_these_names("hidden"), (True,)),
+    "a function": (lambda ctx, op, *args, **kwargs: False, (False, True)),
+}
+
+
+def step_traced(policy, recorded, *, operators=True):
+    step = stepping(Block, plain, list("012345"), policy=policy, recorded=recorded)
+    with trace(operators=operators) as found:
+        step()
+    return found.steps[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "recorded"), [(name, recorded) for name, (_, kinds) in POLICIES.items() for recorded in kinds]
+)
+def test_a_policy_that_matches_nothing(name, recorded):
+    found = step_traced(POLICIES[name][0], recorded)
+    (advice,) = found.advice
+    assert (advice.waste, advice.count, advice.peak_nbytes) == (Waste.UNMATCHED_POLICY, 6, 0)
+    assert advice.code == "policy=[torch.ops.aten.addmm.default]"
+    followed = step_traced([operator_named("aten.addmm.default")], recorded)
+    assert followed.held_bytes[Reason.POLICY.value] == advice.recomputed_nbytes > 0
+    assert followed.advice == ()
+    assert "policy matches nothing" in str(found)
+    assert found.to_json()["advice"] == [advice.to_json()]
+    (without,) = step_traced(POLICIES[name][0], recorded, operators=False).advice
+    assert without.code == "name operators that run: trace(operators=True) lists them"
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+@pytest.mark.parametrize("policy", [None, nothing_saveable, everything_saveable, [ADDMM]])
+def test_policies_that_do_as_they_say(policy, recorded):
+    found = step_traced(policy, recorded)
+    assert found.advice == ()
+    assert {entry.policy is None for entry in found.walk()} == {policy is None}
+    assert all(sum(entry.dropped_by.values()) <= entry.dropped_bytes for entry in found.walk())
