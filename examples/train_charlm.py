@@ -4,6 +4,7 @@
     python examples/train_charlm.py --mode none,checkpoint,sequential --layers 16 --steps 50
     python examples/train_charlm.py --mode checkpoint,selective --policy dots_saveable
     python examples/train_charlm.py --mode none,region,region:dots_saveable
+    python examples/train_charlm.py --mode none,budget:40MiB,budget:0.25
     python examples/train_charlm.py --mode checkpoint --json > run.json
 
 The text is the source of Python's own standard library, which is on every machine. A mode says how the stack of blocks
@@ -120,9 +121,21 @@ MODES: dict[str, Callable[..., Tensor]] = {
 }
 
 
+#: A mode with a byte budget, which a plan fits: `budget:40MiB`, or `budget:0.25` for a part of what checkpointing can save.
+BUDGET = "budget:"
+
+
+def as_budget(text: str) -> str | float:
+    """Returns a budget as `plan_memory` takes it: a number as a part from 0 to 1, other words as bytes."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def way_to_run(mode: str, policy: str) -> RunBlocks:
-    """Returns how a mode runs a stack of blocks, under a policy if it takes one."""
-    run = MODES[mode]
+    """Returns how a mode runs a stack of blocks, under a policy if it takes one. A plan makes the blocks regions themselves."""
+    run = MODES["none" if mode.startswith(BUDGET) else mode]
     return functools.partial(run, policy) if mode.endswith("selective") else run
 
 
@@ -289,6 +302,9 @@ def train(mode: str, text: Tensor, vocabulary: int, options: Options) -> Row:
 
     # Batches come from a generator of their own, so that what a mode draws besides never changes the data.
     tokens, targets = draw_batch(text, options, torch.Generator().manual_seed(options.seed))
+    if mode.startswith(BUDGET):
+        budget = as_budget(mode.removeprefix(BUDGET))
+        ckpt_hooks.plan_memory(model, lambda _: forward_backward(tokens, targets), budget, blocks=["blocks.*"]).apply()
     peak = peak_bytes(lambda: forward_backward(tokens, targets), options.device)
 
     # From here on as if nothing had been measured: no gradients, and all random numbers still to be drawn.
@@ -379,7 +395,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     names = ",".join(MODES)
-    mode_list = checked(lambda text: text.split(","), lambda modes: set(modes) <= set(MODES), f"one or more of {names}")
+    mode_list = checked(
+        lambda text: text.split(","),
+        lambda modes: all(mode in MODES or mode.startswith(BUDGET) for mode in modes),
+        f"one or more of {names},{BUDGET}SIZE",
+    )
     device = checked(
         lambda text: str(torch.empty(0, device=text).device),
         lambda name: torch.device(name).type in ("cpu", "cuda", "xpu"),
@@ -387,7 +407,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     accelerator = next((name for name in ("cuda", "xpu") if getattr(torch, name).is_available()), "cpu")
     add = parser.add_argument
-    short = ",".join([*(mode for mode in MODES if ":" not in mode), "region:POLICY"])
+    short = ",".join([*(mode for mode in MODES if ":" not in mode), "region:POLICY", f"{BUDGET}SIZE"])
     add("--mode", type=mode_list, default="none,torch,checkpoint", help=f"one or more of {short}; the policies are below")
     add_model_options(parser, steps=6, layers=8, width=128, context=128, batch=8)
     add("--device", type=device, default=accelerator, help="where to train")

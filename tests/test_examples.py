@@ -32,7 +32,7 @@ def run_charlm(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_charlm_trains_alike_in_every_mode():
     """Losses are bitwise equal with dropout, memory is no more than torch's, JSON has what it says."""
-    modes = ["none", "torch", "checkpoint", "sequential", "selective", "region"]
+    modes = ["none", "torch", "checkpoint", "sequential", "selective", "region", "budget:0.3"]
     result = run_charlm("--mode", ",".join(modes), *TINY, "--json")
     assert result.returncode == 0, result.stderr
     rows = {row["mode"]: row for row in json.loads(result.stdout)["rows"]}
@@ -40,6 +40,7 @@ def test_charlm_trains_alike_in_every_mode():
     assert all(row["losses"] == rows["none"]["losses"] for row in rows.values())
     assert len(rows["none"]["losses"]) == 3
     assert rows["checkpoint"]["peak_bytes"] <= rows["torch"]["peak_bytes"] < rows["none"]["peak_bytes"]
+    assert rows["region"]["peak_bytes"] <= rows["budget:0.3"]["peak_bytes"] < rows["none"]["peak_bytes"]
     assert all(set(row) == {"mode", "losses", "peak_bytes", "seconds_per_step"} for row in rows.values())
 
 

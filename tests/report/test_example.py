@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+import compare_memory
 import inspect_memory
+import pytest
 
 
 def test_modes_are_compared(capsys):
@@ -32,3 +34,19 @@ def test_tables(capsys):
     assert "dropped, and brought back in backward:" in text
     assert "no region has run" in text
     assert "4 regions, dropped " in text
+
+
+@pytest.mark.integrations
+def test_pictures(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    inspect_memory.main(["--mode", "none,region,budget:0.4", "--plot", str(tmp_path / "steps.png")])
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    assert compare_memory.main([str(tmp_path / "front.svg")]) is None
+    assert "nothing kept, all blocks" in capsys.readouterr().out
+    assert (tmp_path / "front.svg").stat().st_size > 10_000
+
+
+def test_a_budget_needs_a_picture(capsys):
+    with pytest.raises(SystemExit):
+        inspect_memory.main(["--mode", "budget:0.4"])
+    assert "with --plot budget:SIZE" in capsys.readouterr().err
