@@ -108,8 +108,7 @@ class RecordedFrame(ReplayedFrame):
         self.whole = replay_whole
         if split_backward and outer is None:
             self.is_split = True
-        self._draws_anew = not preserve_rng_state
-        self._offload_from = offload_from
+        self._draws_anew, self._offload_from = not preserve_rng_state, offload_from
         self._recorder: Recorder | None = None
         self.tape: Tape | None = None if outer is None else outer.tape
 

@@ -6,7 +6,8 @@ One profiled step, a simulation of every plan from it, and the cheapest plan tha
 from __future__ import annotations
 
 from .pareto import ParetoFront, ParetoPoint
-from .plan import KeptRun, Plan, PlannedBlock
+from .plan import Plan
+from .planned import KeptRun, PlannedBlock
 from .planning import plan_memory
 
 __all__ = ["KeptRun", "ParetoFront", "ParetoPoint", "Plan", "PlannedBlock", "plan_memory"]

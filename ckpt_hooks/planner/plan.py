@@ -14,54 +14,11 @@ from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, name_pattern, times
 
 from .pareto import ParetoFront, ParetoPoint
-from .shapes import OtherShapes, PlannedRunner, Runs, Shapes, shapes_in_words
+from .planned import KeptRun, PlannedBlock, runners_of
+from .searching import searched
+from .shapes import PlannedRunner, Shapes, shapes_in_words
 
-__all__ = ["KeptRun", "Plan", "PlannedBlock"]
-
-#: The plans of all budgets, and torch's choices.
-Front = tuple[list[ParetoPoint], list[ParetoPoint]]
-
-
-@dataclasses.dataclass(frozen=True)
-class KeptRun:
-    """A run of an operator whose result a block keeps.
-
-    Attributes:
-        module: The submodule's name in the block; ``""`` for the block itself.
-        operator: The operator, as in ``"aten.addmm.default"``.
-        number: The number of earlier runs of the operator in the submodule.
-        nbytes: The bytes kept.
-    """
-
-    module: str
-    operator: str
-    number: int
-    nbytes: int
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedBlock:
-    """A block of a plan.
-
-    Attributes:
-        name: The block's name in the model.
-        kind: Its class.
-        kept: The results kept; None without a region, where autograd keeps all.
-        kept_bytes: The bytes kept, in all calls.
-        recomputed: The part of the block's forward that runs again, by cost.
-        recomputed_seconds: The seconds of the operators that run again, as measured in the profile.
-        recomputed_bytes: The bytes of the results of these operators, in all calls.
-        shapes: The shapes of its calls, each once: dtype and shape of each tensor in the arguments.
-    """
-
-    name: str
-    kind: str
-    kept: tuple[KeptRun, ...] | None
-    kept_bytes: int
-    recomputed: float
-    recomputed_seconds: float
-    recomputed_bytes: int
-    shapes: tuple[Shapes, ...]
+__all__ = ["Plan"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -100,7 +57,7 @@ class Plan(Printed):
     cost: str = "operations"
     others: list[Plan] = dataclasses.field(default_factory=list, hash=False)
     _model: weakref.ref[Module] | None = dataclasses.field(default=None, compare=False)
-    _front: Callable[[], Front] | None = dataclasses.field(default=None, compare=False)
+    _front: Callable[[], tuple[list[ParetoPoint], list[ParetoPoint]]] | None = dataclasses.field(default=None, compare=False)
 
     def apply(self, model: Module | None = None) -> AppliedCheckpointing:
         """Makes the blocks of a model regions which keep what the plan says.
@@ -132,10 +89,9 @@ class Plan(Printed):
             BudgetTooSmallError: If no plan fits.
             ValueError: If the model is gone, or its blocks are regions now.
         """
-        from .planning import plan_memory
-
         blocks = [block.name for block in self.blocks]
-        found = plan_memory(self._found(model, "add"), step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost)
+        model = self._found(model, "add")
+        found = Plan(**searched(model, step, self.budget, blocks=blocks, margin=self.margin, cost=self.cost))
         self.others.append(found)
         return found
 
@@ -168,13 +124,7 @@ class Plan(Printed):
 
     def runners(self) -> dict[str, PlannedRunner]:
         """Returns a function for each block, by the block's name, which calls the block as the plan says."""
-        kept: dict[str, dict[Shapes, Runs | None]] = {}
-        for plan in (self, *self.others):
-            for block in plan.blocks:
-                runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)
-                kept.setdefault(block.name, {}).update(dict.fromkeys(block.shapes, runs))
-        on_other = OtherShapes()
-        return {name: PlannedRunner(name, by_shapes, on_other) for name, by_shapes in kept.items()}
+        return runners_of(block for plan in (self, *self.others) for block in plan.blocks)
 
     def _headline(self) -> str:
         return (

@@ -7,8 +7,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .advice import Advice, advice_on_regions, table_of_advice
+from .advice import Advice, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
+from .unmatched import unmatched_policies
 
 __all__ = ["Drift", "RegionTrace", "StepTrace", "changes_of", "drift_of", "largest_of", "totals_of"]
 
@@ -97,7 +98,7 @@ class StepTrace(Printed):
     @property
     def advice(self) -> tuple[Advice, ...]:
         """Policies by which no region has kept anything, each an :class:`Advice`; with operators counted, the one to name."""
-        return advice_on_regions(self.walk())
+        return unmatched_policies(self.walk())
 
     def walk(self) -> Iterator[RegionTrace]:
         """Yields all regions, each before those inside."""

@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
-import operator
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
-from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks.report.advice import Advice, advice_on_ledger, table_of_advice
+from ckpt_hooks.report.advice import Advice, table_of_advice
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
+from ckpt_hooks.report.pictures.panels import panels
+from ckpt_hooks.report.pictures.picture import Picture
 
-from .allocations import Allocation, Change, Hold, Maker, Origin, Replay
-from .holders import Holder, LedgerPeak, holders_at, maker_in_words, table_of_holders, table_of_phases
-from .phases import Phase, phases_of
-from .regions import RegionEntry
-from .rows import Row
-
-if TYPE_CHECKING:
-    from ckpt_hooks.report.pictures.picture import Picture
+from .allocations import Origin
+from .data import LedgerData
+from .holders import maker_in_words, table_of_holders, table_of_phases
+from .wastes import wastes_of
 
 __all__ = ["MemoryLedger"]
 
 
-class MemoryLedger(Printed):
+class MemoryLedger(LedgerData, Printed):
     """The memory of one device in a step: every allocation, and what made it.
 
     ``print`` shows peak, phases, and the largest holders at the peak. In a block, the ledger can be read when the block has
@@ -41,39 +36,6 @@ class MemoryLedger(Printed):
         devices: All devices which have allocated.
         entries: The entries of regions, each a :class:`RegionEntry`, by number, in order.
     """
-
-    device: str
-    base_nbytes: int
-    allocations: Sequence[Allocation]
-    changes: Sequence[Change]
-    devices: Sequence[str]
-    entries: Mapping[int, RegionEntry]
-
-    def __getattr__(self, name: str) -> Any:
-        if name in MemoryLedger.__annotations__:
-            raise RuntimeError(f"{name!r} of a ledger was read while its block runs. Read it when the block has ended.")
-        return object.__getattribute__(self, name)  # which raises
-
-    def fill(self, rows: Sequence[Row], differentiable: Set[int], older: Mapping[int, int], device: str | None = None) -> None:
-        """Takes the rows of the step.
-
-        Args:
-            rows: The rows.
-            differentiable: The runs of operators which made a node of autograd.
-            older: The sizes of older storages on the host, by address.
-            device: The device whose memory counts; None for the first accelerator, or else the host.
-        """
-        devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
-        self.device = device or next((name for name in devices if name != "cpu"), "cpu")
-        is_on_host = self.device == "cpu"
-        replay = Replay(older if is_on_host else {}, self.device, differentiable)
-        replay.run(rows)
-        first = next((row for row in rows if row.mark is None and str(row.device) == self.device), None)
-        self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes
-        self.allocations, self.changes, self.entries = tuple(replay.allocations), tuple(replay.changes), replay.entries
-        self.devices, self._taken = tuple(devices), (rows, differentiable, older)
-        for allocation in self.allocations:
-            _note_backward(allocation, self.phases)
 
     def on(self, device: str) -> MemoryLedger:
         """Returns the ledger of another device, as in ``"cpu"``, with the host's memory.
@@ -95,36 +57,9 @@ class MemoryLedger(Printed):
         return ["  ".join(filter(None, (size, f"x{count}", *others))) for size, count, *others in table.rows]
 
     @functools.cached_property
-    def peak(self) -> LedgerPeak:
-        """The moment with the most memory in use; the first of several."""
-        at = max(range(len(self.changes)), key=lambda change: self.changes[change].live, default=-1)
-        if at >= 0 and self.changes[at].live <= 0:
-            at = -1
-        live = self.changes[at].live if at >= 0 else 0
-        holders = self.holders_at(at)
-        new = sum(holder.nbytes for holder in holders)
-        number = self.changes[at].allocation if at >= 0 else None
-        phase = next((phase.name for phase in self.phases if phase.begin <= at < phase.end), "forward")
-        origin = None if number is None else self.allocations[number].origin
-        return LedgerPeak(live, self.base_nbytes + live, self.base_nbytes + live - new, at, phase, origin, holders)
-
-    def holders_at(self, change: int) -> tuple[Holder, ...]:
-        """Returns what is in use after a change, of what was allocated in the ledger; the largest first.
-
-        Args:
-            change: The index of the change.
-        """
-        return holders_at(self.allocations, change)
-
-    @functools.cached_property
-    def phases(self) -> tuple[Phase, ...]:
-        """The phases, each a :class:`Phase`, in order."""
-        return phases_of(self.changes)
-
-    @functools.cached_property
     def advice(self) -> tuple[Advice, ...]:
         """Wastes that the step shows, each an :class:`Advice` with the bytes that following it gives; the largest first."""
-        return advice_on_ledger(self)
+        return wastes_of(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
         """Draws the memory of the step, by blocks of the model; see :func:`ckpt_hooks.report.compare`.
@@ -138,8 +73,6 @@ class MemoryLedger(Printed):
         Raises:
             ImportError: If matplotlib is absent: ``pip install 'ckpt_hooks[plot]'``.
         """
-        from ckpt_hooks.report.pictures.panels import panels
-
         picture = panels({"": self})
         if path is not None:
             picture.save(path)
@@ -191,15 +124,3 @@ class MemoryLedger(Printed):
             "allocations": rows,
             "changes": [[change.time, change.allocation, change.nbytes, change.live] for change in self.changes],
         }
-
-
-def _note_backward(allocation: Allocation, phases: Sequence[Phase]) -> None:
-    """Notes that a backward has used what it made, and freed before its end."""
-    if allocation.origin.maker in _IN_BACKWARD and allocation.freed is not None:
-        phase = phases[bisect.bisect_right(phases, allocation.born, key=operator.attrgetter("begin")) - 1]
-        if phase.name == "backward" and allocation.freed < phase.end:
-            reason = _IN_BACKWARD[allocation.origin.maker]
-            allocation.holds.append(Hold(reason, None, None, allocation.born, allocation.freed))
-
-
-_IN_BACKWARD = {Maker.RECOMPUTE: Reason.RECOMPUTED, Maker.BACKWARD: Reason.BACKWARD}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt_hooks.report.ledger.allocations import Allocation, Maker
-from ckpt_hooks.report.ledger.ledger import MemoryLedger
+from ckpt_hooks.report.ledger.data import LedgerData
 
 from .blocks import Blocks
 
@@ -40,7 +40,7 @@ class Band(NamedTuple):
     nbytes: Sequence[int]
 
 
-def bands_of(ledger: MemoryLedger, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
+def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
     """Returns moments of a ledger, and its bands from the bottom up.
 
     Args:
@@ -69,7 +69,7 @@ def bands_of(ledger: MemoryLedger, number: int, blocks: Blocks, most: int) -> tu
     return moments, [Band(*key, column) for key, column in zip(order, zip(*values, strict=True), strict=True) if any(column)]
 
 
-def freed_of(ledger: MemoryLedger) -> int:
+def freed_of(ledger: LedgerData) -> int:
     """Returns the bytes from before which were freed in the step."""
     return -sum(change.nbytes for change in ledger.changes if change.allocation is None)
 
@@ -99,7 +99,7 @@ def _place(key: tuple[Part, int | None]) -> tuple[int, int, int]:
     return 1, block, part is Part.AGAIN
 
 
-def _moments_of(ledger: MemoryLedger, most: int) -> list[int]:
+def _moments_of(ledger: LedgerData, most: int) -> list[int]:
     """Returns the moments that are drawn: all, or of each stretch the highest and the last."""
     live = [change.live for change in ledger.changes]
     stretch = max(1, 2 * len(live) // most)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
 from ckpt_hooks.report.ledger.allocations import Allocation, Maker
-from ckpt_hooks.report.ledger.ledger import MemoryLedger
+from ckpt_hooks.report.ledger.data import LedgerData
 
 __all__ = ["OTHERS", "Blocks"]
 
@@ -26,7 +26,7 @@ class Blocks:
         labels: The label of each block, in the order of forward. Equal layers share a label where there are many.
     """
 
-    def __init__(self, ledgers: Sequence[MemoryLedger], most: int) -> None:
+    def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
         """Finds the blocks.
 
         Args:
@@ -73,7 +73,7 @@ class Blocks:
         found = next((end for end in ends if end in self._regions), None) or _up_to_number(module)
         return found or next((end for end in ends if end not in self._containers), module)
 
-    def _blocks_of_entries(self, ledger: MemoryLedger) -> dict[int, str]:
+    def _blocks_of_entries(self, ledger: LedgerData) -> dict[int, str]:
         """Returns the block of each entry: its module, or of a region without one, that of most bytes of its forward."""
         sizes: dict[int, collections.Counter[str]] = {}
         for one in ledger.allocations:

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_hooks.report.formatting import format_bytes
+from ckpt_hooks.report.ledger.data import LedgerData
 from ckpt_hooks.report.ledger.holders import maker_in_words
-from ckpt_hooks.report.ledger.ledger import MemoryLedger
 
 from .bands import Band, Part, bands_of, freed_of
 from .blocks import OTHERS, Blocks
@@ -24,7 +24,7 @@ _GREY = (0.55, 0.55, 0.55)
 _LIGHTER = 0.55
 
 
-def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: MemoryLedger) -> Picture:
+def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData) -> Picture:
     """Draws several ledgers under each other, on one scale and with the same colours.
 
     A band is the memory of a block of the model: the outermost region around a module in any of the ledgers, or else the module
@@ -58,7 +58,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: MemoryLedg
     return picture
 
 
-def panels(ledgers: Mapping[str, MemoryLedger]) -> Picture:
+def panels(ledgers: Mapping[str, LedgerData]) -> Picture:
     """Returns a picture with a panel for each ledger.
 
     Args:
@@ -133,7 +133,7 @@ def _draw_bands(axes: Any, moments: list[int], bands: list[Band], colours: list[
     axes.step(moments, lower, where="post", color="0.25", linewidth=0.7)
 
 
-def _draw_phases(axes: Any, ledger: MemoryLedger) -> None:
+def _draw_phases(axes: Any, ledger: LedgerData) -> None:
     """Marks where phases begin; a phase which is wide enough has its name below."""
     places, names = [], []
     for phase in ledger.phases:
@@ -146,7 +146,7 @@ def _draw_phases(axes: Any, ledger: MemoryLedger) -> None:
     axes.tick_params(axis="x", length=0, labelbottom=True)
 
 
-def _draw_peak(axes: Any, ledger: MemoryLedger, size: int, width: int) -> None:
+def _draw_peak(axes: Any, ledger: LedgerData, size: int, width: int) -> None:
     peak = ledger.peak
     if peak.change < 0:
         return

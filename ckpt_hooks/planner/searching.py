@@ -1,0 +1,222 @@
+"""The search for a plan: profile, solve, measure, correct."""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+
+from ckpt_hooks._core.misuse import checked_flag, described_as
+from ckpt_hooks.errors import BudgetTooSmallError
+from ckpt_hooks.modules import apply_checkpointing
+from ckpt_hooks.report.ledger.recording import memory_ledger
+
+from .blocks import blocks_of
+from .budgets import Budget, parsed
+from .choosing import Problem, choose, options_of
+from .cuts import choices_of, lasting_in
+from .pareto import front_of
+from .planned import KeptRun, PlannedBlock, runners_of
+from .profiling import Profile, profile_step
+from .restoring import as_before
+from .shapes import PlannedRunner, Shapes
+from .simulating import natural_ends, peak_of
+
+__all__ = ["searched"]
+
+_CORRECTIONS = 3
+_COSTS = ("operations", "seconds")
+
+
+def searched(
+    model: Module,
+    step: Callable[[Module], Any],
+    memory_budget: Budget,
+    *,
+    blocks: Any = None,
+    total: bool = False,
+    margin: float = 0.0,
+    tolerance: float = 0.01,
+    cost: str = "operations",
+) -> dict[str, Any]:
+    """Returns the attributes of the plan that is found; see :func:`ckpt_hooks.plan_memory`."""
+    budget = parsed(memory_budget)
+    checked_flag(total, "total")
+    if cost not in _COSTS:
+        raise ValueError(f"cost={cost!r} is none. Pass 'operations' or 'seconds'.")
+    if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
+        raise ValueError(f"margin={margin!r} is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03.")
+    _check(model, step)
+    base = memory_ledger(_nothing).base_nbytes if total else 0  # before copies lie on the host, which may be the device
+    with as_before(model):
+        plain = memory_ledger(lambda: step(model))
+    if not any(phase.name == "backward" for phase in plain.phases):
+        raise ValueError("The step ran no backward. Pass a step which does: `lambda model: model(x).sum().backward()`.")
+    found = blocks_of(model, blocks, plain)
+    shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
+    noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
+    with as_before(model), apply_checkpointing(model, noting):
+        profile = profile_step(lambda: step(model), found)
+    called = {entry.block for entry in profile.entries}
+    if missing := [name for name in found if name not in called]:
+        raise ValueError(
+            f"The step never calls {', '.join(map(repr, missing))} with gradients. Leave it out of blocks, or have the step "
+            "call it."
+        )
+    if cost == "seconds":
+        profile.cost_by_seconds()
+    natural = natural_ends(profile)
+    firsts = {
+        entry.block: (entry, lasting) for entry, lasting in reversed([*zip(profile.entries, lasting_in(profile), strict=True)])
+    }
+    choices = {name: choices_of(profile, *firsts[name]) for name in found}
+    problem = Problem(profile, options_of(profile, choices), natural)
+    least = problem.peak(problem.least)
+    if isinstance(budget, float):
+        budget = int(least + budget * max(0.0, plain.peak.nbytes - least))
+    elif total:
+        budget -= base
+    target = int(budget * (1 - margin))
+    if least > target:
+        raise _too_small(budget, int(least), base, margin, problem)
+    common = {"budget": budget, "plain_peak": plain.peak.nbytes, "least_peak": int(least), "margin": margin, "cost": cost}
+    search = _Search(model, step, profile, problem, natural, shapes, common)
+    plan = search.corrected(target, tolerance)
+    if plan["measured_peak"] > target:
+        raise _too_small(budget, plan["measured_peak"], 0, margin, problem)
+    return plan
+
+
+def _check(model: Any, step: Any) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the step.")
+    if not callable(step):
+        raise TypeError(f"step should be a function of the model, but got {described_as(step)}. Write `lambda model: ...`.")
+    if any(getattr(one, "_compiled_call_impl", None) is not None or hasattr(one, "_orig_mod") for one in model.modules()):
+        raise ValueError(
+            "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
+            "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
+            "model before torch.compile."
+        )
+
+
+def _nothing() -> None:
+    pass
+
+
+def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem) -> BudgetTooSmallError:
+    bottleneck = problem.bottleneck()
+    there = "outside of any block" if bottleneck is None else f"in block {bottleneck!r}"
+    free = f", of which {margin:.1%} are to be left free" if margin else ""
+    minimum = math.ceil(least / (1 - margin)) + base
+    return BudgetTooSmallError(
+        f"No plan fits {budget + base} bytes{free}: the least peak is {least + base} bytes, {there}. Raise the budget, or pass "
+        "smaller blocks, a smaller batch, or more of the model as blocks.",
+        budget=budget + base,
+        minimum=minimum,
+        bottleneck=bottleneck,
+    )
+
+
+class _Search:
+    """The search for a plan in a profile.
+
+    Attributes:
+        model: The model.
+        step: The step.
+        profile: The profile of the step.
+        problem: The options of each block.
+        natural: The result of :func:`natural_ends`.
+        shapes: The shapes of each block's calls.
+        common: Attributes which any plan has.
+    """
+
+    def __init__(
+        self,
+        model: Module,
+        step: Callable[[Module], Any],
+        profile: Profile,
+        problem: Problem,
+        natural: Sequence[int],
+        shapes: Mapping[str, Iterable[Shapes]],
+        common: dict[str, Any],
+    ) -> None:
+        self.model, self.step, self.profile, self.problem, self.natural = model, step, profile, problem, natural
+        self.shapes, self.common = shapes, common
+
+    def corrected(self, budget: int, tolerance: float) -> dict[str, Any]:
+        """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least.
+
+        Args:
+            budget: The bytes at most.
+            tolerance: How far below the measured peak may stay, as a part of the budget.
+        """
+        target, seen = float(budget), list[list[int]]()
+        best: dict[str, Any] | None = None
+        for _ in range(_CORRECTIONS):
+            chosen = choose(self.problem, target)
+            if chosen is None or chosen in seen:
+                break
+            seen.append(chosen)
+            plan = self._measured(chosen)
+            measured = plan["measured_peak"]
+            if measured <= budget and (best is None or plan["recomputed"] < best["recomputed"]):
+                best = plan
+            if budget * (1 - tolerance) <= measured <= budget:
+                break
+            target = budget + plan["predicted_peak"] - measured
+        return self._measured(self.problem.least) if best is None else best
+
+    def _measured(self, chosen: Sequence[int]) -> dict[str, Any]:
+        plan = self._plan(chosen)
+        with as_before(self.model), apply_checkpointing(self.model, runners_of(plan["blocks"])):
+            plan["measured_peak"] = memory_ledger(lambda: self.step(self.model)).peak.nbytes
+        return plan
+
+    def _plan(self, chosen: Sequence[int]) -> dict[str, Any]:
+        profile, problem, modules = self.profile, self.problem, dict(self.model.named_modules())
+        blocks, effects = [], []
+        forward = again = 0.0
+        for name, of, number in zip(problem.blocks, problem.options, chosen, strict=True):
+            option = of[number]
+            effects += option.effects
+            entries = [entry for entry in profile.entries if entry.block == name]
+            whole = sum(op.cost for entry in entries for op in entry.ops)
+            ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
+            kept = None
+            if option.choice.kept is not None:
+                kept = tuple(_kept(profile, entries[0], at) for at in option.choice.kept)
+            blocks.append(
+                PlannedBlock(
+                    name=name,
+                    kind=type(modules[name]).__name__,
+                    kept=kept,
+                    kept_bytes=sum(run.nbytes for run in kept or ()) * len(entries),
+                    recomputed=option.cost / whole if whole else 0.0,
+                    recomputed_seconds=sum(op.seconds for op in ran),
+                    recomputed_bytes=sum(profile.allocations[number].nbytes for op in ran for number in op.fresh),
+                    shapes=tuple(self.shapes[name]),
+                )
+            )
+            forward, again = forward + whole, again + option.cost
+        predicted = peak_of(profile, effects, self.natural)
+        return {
+            "blocks": tuple(blocks),
+            "predicted_peak": predicted,
+            "measured_peak": predicted,
+            "recomputed": again / forward if forward else 0.0,
+            "recomputed_seconds": sum(block.recomputed_seconds for block in blocks),
+            "_model": weakref.ref(self.model),
+            "_front": functools.partial(front_of, self.profile, self.problem, self.natural, self.common["plain_peak"]),
+            **self.common,
+        }
+
+
+def _kept(profile: Profile, entry: Any, at: int) -> KeptRun:
+    op = entry.ops[at]
+    size = sum(profile.allocations[number].nbytes for number in op.fresh)
+    return KeptRun(op.run.module, op.run.operator, op.run.number, size)

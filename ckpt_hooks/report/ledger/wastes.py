@@ -1,0 +1,237 @@
+"""Wastes that a ledger shows. Their bytes are simulated: the ledger's changes without the wasted ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+
+from ckpt_hooks._core.holdings import Reason
+from ckpt_hooks.report.advice import Advice, Waste
+from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
+
+from .allocations import Allocation, Hold, Maker
+from .data import LedgerData
+from .regions import RegionEntry
+
+__all__ = ["wastes_of"]
+
+_CODE = {
+    Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
+    Waste.SAVES_NOTHING: "leave the region out, or put more into it",
+    Waste.LEAF: "make the module around the region: apply_checkpointing(model, Block)",
+    Waste.HELD_OUTSIDE: "keep value.detach().cpu(), or delete it before backward",
+    Waste.NESTED: "leave out the innermost region, if the peak allows",
+}
+
+#: A waste is told of from this part of the peak on, or of all that is computed again.
+_LEAST = 0.01
+#: Some are told of from this part of the peak on: smaller ones are the way of things, as positions, or the last result in a
+#: variable of a function that has called backward.
+_SHARES = {Waste.HELD_INPUT: 0.05, Waste.HELD_OUTSIDE: 0.05}
+#: A region that drops at most this part of what its backward needs drops next to nothing: a norm's statistics, say.
+_NEXT_TO_NOTHING = 0.05
+_DEEP = 3
+
+#: The begin, the end (both indices of changes), and the bytes of a difference.
+_Edit = tuple[int, int, int]
+
+
+def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
+    """Returns the wastes of a step, the largest first.
+
+    Args:
+        ledger: The ledger.
+    """
+    again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
+    found = [*_held_inputs(ledger), *_saving_nothing(ledger), *_held_outside(ledger), *_nested(ledger)]
+    worth = [
+        one
+        for one in found
+        if one.peak_nbytes > _SHARES.get(one.waste, _LEAST) * ledger.peak.nbytes or one.recomputed_nbytes > _LEAST * again
+    ]
+    return tuple(sorted(worth, key=lambda one: (-one.peak_nbytes, -one.recomputed_nbytes)))
+
+
+def _advice(
+    ledger: LedgerData,
+    waste: Waste,
+    entries: Sequence[RegionEntry],
+    edits: Iterable[_Edit],
+    recomputed: int = 0,
+    code: str | None = None,
+) -> Advice:
+    words = (fold_names(dict.fromkeys(of)) for of in zip(*(entry.name.split(" ", 1) for entry in entries), strict=False))
+    where = " ".join(words)
+    saved = max(0, ledger.peak.nbytes - _peak_with(ledger, edits))
+    return Advice(waste, where, len(entries), entries[0].site, saved, recomputed, code or _CODE[waste])
+
+
+def _peak_with(ledger: LedgerData, edits: Iterable[_Edit]) -> int:
+    """Returns the peak with differences."""
+    steps = [0] * (len(ledger.changes) + 1)
+    for begin, end, nbytes in edits:
+        if begin < end:
+            steps[begin] += nbytes
+            steps[min(end, len(ledger.changes))] -= nbytes
+    sums = itertools.accumulate(steps)
+    return max((change.live + more for change, more in zip(ledger.changes, sums, strict=False)), default=0)
+
+
+def _end_of(ledger: LedgerData, end: int | None) -> int:
+    return len(ledger.changes) if end is None else end
+
+
+def _groups(entries: Mapping[int, RegionEntry], numbers: Iterable[int]) -> list[list[int]]:
+    """Returns entries in groups of the same line, with names that differ by numbers alone."""
+    return alike(numbers, lambda number: (*map(name_pattern, entries[number].name.split(" ")), entries[number].site))
+
+
+def _forward_entries(ledger: LedgerData) -> dict[int, RegionEntry]:
+    return {number: entry for number, entry in ledger.entries.items() if not entry.is_again}
+
+
+_FOR_RECOMPUTE = (Reason.INPUT, Reason.STATE)
+
+
+def _held_inputs(ledger: LedgerData) -> Iterator[Advice]:
+    """Tensors from outside of a region which need no gradient, beside one that does, and copies of a closure's tensors."""
+    entries = _forward_entries(ledger)
+    sources: dict[int, list[Allocation]] = {}
+    copies: dict[int, list[Allocation]] = {}
+    with_gradient: set[int] = set()
+    captured: set[tuple[int, int]] = set()  # the size of tensors that closures hold, by entry
+    for one in ledger.allocations:
+        holders = {hold.entry for hold in one.holds if hold.reason in _FOR_RECOMPUTE and hold.entry is not None}
+        by_gradient = {hold.entry for hold in one.holds if hold.reason is Reason.PARAMETER or one.requires_grad}
+        with_gradient |= {entry for entry in by_gradient if entry is not None}
+        is_from_outside = one.entry not in holders and one.origin.maker not in (Maker.RECOMPUTE, Maker.BACKWARD)
+        if not holders or one.requires_grad:
+            continue
+        for entry in holders & entries.keys():
+            if is_from_outside and any(hold.reason is Reason.STATE for hold in one.holds):
+                captured.add((entry, one.nbytes))
+        ends = [hold.end for hold in one.holds]
+        (entry, *others) = holders
+        is_alone = not others and one.freed is not None and None not in ends and one.freed - max(filter(None, ends)) <= _SOON
+        if is_from_outside and is_alone and entry in entries:
+            sources.setdefault(entry, []).append(one)
+        elif one.entry in holders and one.entry in entries and one.origin.maker is Maker.REGION:
+            copies.setdefault(one.entry, []).append(one)
+    for entry in [*copies]:
+        copies[entry] = [one for one in copies[entry] if (entry, one.nbytes) in captured]
+    for group in _groups(entries, sorted(({*sources} & with_gradient) | {entry for entry, of in copies.items() if of})):
+        edits = [(one.born, _end_of(ledger, one.freed), -one.nbytes) for entry in group for one in copies.get(entry, ())]
+        for entry in group:
+            begin = min((begin for begin, _ in entries[entry].recomputes), default=len(ledger.changes))
+            if entry in with_gradient:
+                edits += [(entries[entry].end, min(begin, one.freed or 0), -one.nbytes) for one in sources.get(entry, ())]
+        yield _advice(ledger, Waste.HELD_INPUT, [entries[entry] for entry in group], edits)
+
+
+#: Changes between the end of the last hold and the free, where nothing else holds a storage.
+_SOON = 3
+
+
+def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
+    entries = _forward_entries(ledger)
+    idle = []
+    for number, entry in entries.items():
+        if len(entry.path) > 1 or not (entry.recomputes or entry.needs):
+            continue
+        needed = {need.allocation: need for need in entry.needs}
+        sizes = {at: ledger.allocations[at].nbytes for at in needed}
+        backwards = (one.begin for one in ledger.phases if one.name == "backward" and one.begin >= entry.end)
+        backward = next(backwards, len(ledger.changes))
+        dropped = sum(sizes[at] for at, need in needed.items() if need.is_dropped and _is_freed_before(ledger, at, backward))
+        if dropped <= _NEXT_TO_NOTHING * sum(sizes.values()):
+            idle.append(number)
+    for group in _groups(entries, idle):
+        found = [entries[number] for number in group]
+        waste = Waste.LEAF if max(entry.modules for entry in found) <= 1 else Waste.SAVES_NOTHING
+        again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE and one.entry in group)
+        yield _advice(ledger, waste, found, _without(ledger, group), again)
+
+
+def _is_freed_before(ledger: LedgerData, allocation: int, change: int) -> bool:
+    freed = ledger.allocations[allocation].freed
+    return freed is not None and freed < change
+
+
+def _without(ledger: LedgerData, entries: Collection[int]) -> Iterator[_Edit]:
+    """Yields the differences if some regions were none."""
+    ends: dict[int, int] = {}
+    for entry in entries:
+        for need in ledger.entries[entry].needs:
+            ends[need.allocation] = max(ends.get(need.allocation, 0), _end_of(ledger, need.end))
+    for at, one in enumerate(ledger.allocations):
+        freed, own = _end_of(ledger, one.freed), [hold for hold in one.holds if hold.entry in entries]
+        is_for_recompute = bool(own) and all(hold.reason in _OF_REGIONS for hold in one.holds)
+        if one.entry in entries and (one.origin.maker is Maker.RECOMPUTE or is_for_recompute):
+            yield one.born, freed, -one.nbytes
+        elif at in ends:
+            yield freed, ends[at], one.nbytes
+        elif own and all(hold.reason in _FOR_RECOMPUTE for hold in one.holds):
+            others = [_end_of(ledger, hold.end) for hold in one.holds if hold.entry not in entries]
+            yield max([*others, *(_left(ledger, hold) for hold in own)]), freed, -one.nbytes
+
+
+_OF_REGIONS = frozenset({Reason.STATE, Reason.RANDOM_STATE})
+
+
+def _left(ledger: LedgerData, hold: Hold) -> int:
+    entry = None if hold.entry is None else ledger.entries.get(hold.entry)
+    return 0 if entry is None else entry.end
+
+
+def _held_outside(ledger: LedgerData) -> Iterator[Advice]:
+    entries = _forward_entries(ledger)
+    backward = next((phase.begin for phase in ledger.phases if phase.name == "backward"), len(ledger.changes))
+    wanted: dict[int, int] = {}
+    for entry in ledger.entries.values():
+        for need in entry.needs:
+            if not need.is_dropped:
+                wanted[need.allocation] = max(wanted.get(need.allocation, 0), _end_of(ledger, need.end))
+    found: dict[tuple[str | None, str | None, str | None], dict[int, list[_Edit]]] = {}
+    for at, one in enumerate(ledger.allocations):
+        if (
+            one.origin.operator is None
+            or one.entry is None
+            or one.entry not in entries
+            or one.origin.maker is not Maker.REGION
+            or one.is_gradient
+        ):
+            continue
+        ends = [_end_of(ledger, hold.end) for hold in one.holds]
+        last = max([entries[one.entry].end, wanted.get(at, 0), *ends])
+        freed = _end_of(ledger, one.freed)
+        if freed > backward and freed - last > _SOON:
+            inside = one.origin.operator, one.origin.line, name_pattern((one.origin.module or "").partition(" ")[0])
+            found.setdefault(inside, {}).setdefault(one.entry, []).append((last, freed, -one.nbytes))
+    for (_, line, _), held in found.items():
+        for group in _groups(entries, held):
+            edits = [edit for number in group for edit in held[number]]
+            advice = _advice(ledger, Waste.HELD_OUTSIDE, [entries[number] for number in group], edits)
+            yield dataclasses.replace(advice, site=line or advice.site)
+
+
+def _nested(ledger: LedgerData) -> Iterator[Advice]:
+    """Forwards that run in the recompute of the region around, and once more in that of the innermost region."""
+    inside, again = dict.fromkeys(ledger.entries, 0), dict.fromkeys(ledger.entries, 0)
+    for one in ledger.allocations:
+        if one.entry in inside and one.origin.maker is Maker.RECOMPUTE:
+            entry = ledger.entries[one.entry]
+            (inside if entry.begin <= one.born < entry.end else again)[one.entry] += one.nbytes
+    twice: dict[int, int] = {}
+    for number, entry in ledger.entries.items():
+        forward = None if entry.repeats is None else ledger.entries.get(entry.repeats)
+        around = None if forward is None or forward.parent is None else ledger.entries.get(forward.parent)
+        if forward is None or around is None or len(forward.path) < _DEEP or entry.repeats is None:
+            continue
+        if any(begin <= entry.begin < end for begin, end in around.recomputes):
+            twice[entry.repeats] = min(inside[number], again[entry.repeats])
+    deep = [number for number, entry in _forward_entries(ledger).items() if len(entry.path) >= _DEEP]
+    for group in _groups(ledger.entries, deep):
+        yield _advice(
+            ledger, Waste.NESTED, [ledger.entries[number] for number in group], (), sum(twice.get(one, 0) for one in group)
+        )
