@@ -23,6 +23,7 @@ from ckpt_hooks import (
     checkpoint_sequential,
     create_selective_checkpoint_contexts,
     is_recomputing,
+    plan_memory,
     policies,
 )
 from ckpt_hooks._checkpoint.curried import _classes
@@ -341,6 +342,24 @@ def test_a_model_is_compiled_before_or_after_its_blocks_become_regions(compiles,
         y = compiled(x)
     assert sum(storages.values()) == x.nbytes  # from which the compiler computes all else again
     y.sum().backward()
+
+
+@pytest.mark.skipif(BEFORE_2_13, reason="before 2.13 Dynamo does not trace how the forward is bound")
+def test_a_model_is_compiled_under_a_plan():
+    """Regions of a plan are part of the graph, and other shapes are too."""
+    blocks = [torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Tanh()) for _ in range(3)]
+    model = torch.nn.Sequential(*blocks)
+    x, other = torch.randn(512, 64), torch.randn(32, 64)
+    plan = plan_memory(model, lambda model: model(x).sum().backward(), 0.5, blocks=list("012"))
+    model.zero_grad()
+    assert any(block.kept is not None for block in plan.blocks)
+    expected = [model(one).detach() for one in (x, other)]
+    with plan.apply():
+        torch._dynamo.utils.counters.clear()
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert all(torch.equal(compiled(one), y) for one, y in zip((x, other), expected, strict=True))
+        compiled(x).sum().backward()
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 def test_policies_of_regions_decide():

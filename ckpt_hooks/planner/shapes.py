@@ -77,6 +77,7 @@ class PlannedRunner(RegionRunner):
         """
         super().__init__(True, {"name": name, "replay_whole": False})
         self._name, self._kept, self._on_other = name, kept, on_other
+        self._traced = {runs: self._runner_for(runs, None) for runs in kept.values() if runs}
         # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
         self._runners: weakref.WeakKeyDictionary[Any, dict[Runs, RegionRunner]] = weakref.WeakKeyDictionary()
 
@@ -87,23 +88,30 @@ class PlannedRunner(RegionRunner):
             return function(*args, **kwargs)
         shapes = shapes_of(function, args, kwargs)
         kept = self._kept.get(shapes, ())
-        if not kept and shapes not in self._kept:
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if not kept and not is_traced and shapes not in self._kept:
             self._on_other(self._name, shapes)
         if kept is None:
             return function(*args, **kwargs)
-        return (self._runner(function, kept) if kept else self)._run(function, args, kwargs)
+        if not kept:
+            return self._run(function, args, kwargs)
+        # Dynamo traces regions that are there, and makes none.
+        return (self._traced[kept] if is_traced else self._runner(function, kept))._run(function, args, kwargs)
 
     def _runner(self, function: Any, kept: Runs) -> RegionRunner:
         while isinstance(function, functools.partial):
             function = function.func
-        module = getattr(function, "__self__", None)
-        runners = self._runners.setdefault(module if isinstance(module, Module) else self, {})
+        owner = getattr(function, "__self__", None)
+        module = owner if isinstance(owner, Module) else None
+        runners = self._runners.setdefault(module or self, {})
         found = runners.get(kept)
         if found is None:
-            policy = save_indices([(name, operator_named(operator), number) for name, operator, number in kept], root=module)
-            options = {"name": self._name, "replay_whole": False, "policy": policy}
-            found = runners[kept] = RegionRunner(True, options)
+            found = runners[kept] = self._runner_for(kept, module)
         return found
+
+    def _runner_for(self, kept: Runs, module: Module | None) -> RegionRunner:
+        policy = save_indices([(name, operator_named(operator), number) for name, operator, number in kept], root=module)
+        return RegionRunner(True, {"name": self._name, "replay_whole": False, "policy": policy})
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PlannedRunner, (self._name, self._kept, self._on_other)
