@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pathlib
 import time
 from collections.abc import Callable
 
@@ -127,3 +128,27 @@ def test_ledger(benchmark: BenchmarkFixture, note: Callable[[str], None], monkey
         f"ledger of {counts[-1]:,} events of the profiler: {min(beyond):.2f} s with its text, beyond {min(stops):.2f} s of the "
         f"profiler's own stop; the step takes {min(steps) / plain:.2f} of one without"
     )
+
+
+def test_picture(benchmark: BenchmarkFixture, note: Callable[[str], None], tmp_path: pathlib.Path) -> None:
+    """CPU seconds of a picture of a step with 100,000 allocations and frees."""
+    pytest.importorskip("matplotlib")
+    net = torch.nn.ModuleList(torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(10))) for _ in range(40))
+    rounds = 1 if benchmark.disabled else 22
+
+    def step() -> None:
+        x = torch.ones(4, 8, requires_grad=True)
+        for _ in range(rounds):
+            for block in net:
+                x = checkpoint(block, x).sin()
+        x.sum().backward()
+
+    found, took = memory_ledger(step), list[float]()
+
+    def one_round() -> None:
+        start = time.process_time()
+        found.plot(tmp_path / "step.png")
+        took.append(time.process_time() - start)
+
+    benchmark.pedantic(one_round, rounds=1 if benchmark.disabled else ROUNDS)  # type: ignore[no-untyped-call]
+    note(f"picture of {len(found.changes):,} allocations and frees: {min(took):.2f} s as PNG")
