@@ -220,10 +220,13 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
         brings back while the region is open. ``torch.utils.swap_tensors`` refuses tensors which a region has read, as long as
         the graph lives.
 
-        Where ``torch.compile`` traces the ``with`` block, the compiler decides how to compute activations again, and keeps what
-        the policy names. The other options mean nothing there. In an eager block, results of code which Inductor compiled are
-        kept, under ``torch._inductor.config.wrap_inductor_compiled_regions`` too: the one operator for such code does not say
-        which inputs it overwrites, and empties its list of inputs.
+        A region may hold several units of FSDP2: its replay gathers the parameters of each unit for the operators which read
+        them, and frees them after. FSDP1 needs a region for each unit.
+
+        Where ``torch.compile`` traces the ``with`` block and the call of ``checkpoint_region`` in it, the compiler decides how
+        to compute activations again, and keeps what the policy names. The other options mean nothing there. In an eager block,
+        results of code which Inductor compiled are kept, under ``torch._inductor.config.wrap_inductor_compiled_regions`` too:
+        the one operator for such code does not say which inputs it overwrites, and empties its list of inputs.
 
     Example:
         >>> import torch

@@ -116,6 +116,15 @@ def checkpoint(
     dataclasses; the contents of closed-over variables, and of globals named by the function; and the state of the random
     generators, of which regions share a copy. Recomputed tensors live until autograd takes them, or until the backward ends.
 
+    A recompute finds as forward found them, and leaves as it found them: random generators, arguments and the containers among
+    them, closed-over variables, attributes and buffers of modules, objects that the function reaches, and the surroundings:
+    autocast of every device type, default dtype and device, deterministic algorithms, precisions, attention kernels, the number
+    of threads, context variables, function modes. The user's dispatch modes (counters, loggers) are left out.
+
+    A buffer of up to 16 KiB is copied whenever it holds something new, and regions share the copy. A larger one is copied by
+    the first forward that meets it, until that forward ends unless it wrote to the buffer: then every later forward keeps a
+    copy. A forward is a first one again after a change of a flag, a hook or a submodule of the module.
+
     Under ``make_fx`` over forward and backward a region keeps everything: the graph is the graph of the program without
     regions, and a compiler decides what to recompute. The same holds under transforms of ``torch.func``.
 
