@@ -21,7 +21,7 @@ from ._function.options import Form, defaults_of, values_of
 from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
 from ._recorded.replayed import Externals, held_in_graph
-from ._recorded.traced import traced_name, traced_region, warn_of_instance
+from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance
 from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._torch.compiling import skipped
 from .policies.base import Policy, policy_from

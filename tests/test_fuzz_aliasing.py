@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint_region
-from ckpt_hooks._tensors.held import HeldTensor
+from ckpt_hooks._tensors.held_tensors import HeldTensor
 from tests.fuzz.aliasing import check, recorded, script, shrunk
 from tests.fuzz.aliasing_programs import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation

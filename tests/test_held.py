@@ -8,10 +8,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint_region
 from ckpt_hooks._core.holdings import BY_POLICY, Reason
-from ckpt_hooks._tensors.held import HeldByHooks, HeldOnHost, hold, recomputes
+from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, hold, recomputes
+from ckpt_hooks._tensors.nested_values import exchanged, instances_in, tensors_in
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
-from ckpt_hooks._tensors.walk import exchanged, instances_in, tensors_in
 from ckpt_hooks._torch import top_saved_tensors_hooks
 from ckpt_hooks.errors import MutationError
 from tests.measure import leaf

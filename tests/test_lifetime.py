@@ -20,10 +20,10 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import buffers
-from ckpt_hooks._function.state.parts import parts_of
-from ckpt_hooks._function.state.walk import facts_of
-from ckpt_hooks._tensors.held import HeldByHooks
-from ckpt_hooks._tensors.walk import instances_in
+from ckpt_hooks._function.state.container_contents import parts_of
+from ckpt_hooks._function.state.reached_values import facts_of
+from ckpt_hooks._tensors.held_tensors import HeldByHooks
+from ckpt_hooks._tensors.nested_values import instances_in
 from tests.measure import Frames, Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks._operators import unsaid
+from ckpt_hooks._operators import schema_gaps
 
 LATEST_LOOKED_AT = (2, 15)
 
@@ -72,12 +72,12 @@ def test_operators_that_fill_an_argument_are_known():
 )
 def test_operators_in_lists_are_there(names):
     """A name that torch does not have is a slip of the pen, or of an operator that has gone."""
-    assert [name for name in getattr(unsaid, names) if not hasattr(torch.ops.aten, name)] == []
+    assert [name for name in getattr(schema_gaps, names) if not hasattr(torch.ops.aten, name)] == []
 
 
 def test_what_such_operators_write_to_is_unsaid_still():
     """A schema that marks running statistics makes the entry needless."""
-    for name, arguments in unsaid.WRITES.items():
+    for name, arguments in schema_gaps.WRITES.items():
         packet = getattr(torch.ops.aten, name)
         for schema in (getattr(packet, overload)._schema for overload in packet.overloads()):
             quiet = [one.name for one in schema.arguments if one.name in arguments and one.alias_info is None]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._function.state.walk import NOTHING, walk_from
+from ckpt_hooks._function.state.reached_values import NOTHING, walk_from
 
 MODULE = nn.Tanh()
 GENERATOR = torch.Generator()

@@ -20,10 +20,10 @@ from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, ch
 from ckpt_hooks._function.options import Form, RegionOptions, defaults_of, options_of, values_of
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.policies.base import Policy, policy_from
-from ckpt_hooks.policies.traced import key_for
+from ckpt_hooks.policies.traced_policies import key_for
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
-from .pairs import own_contexts
+from .context_pairs import own_contexts
 from .running import run
 
 __all__ = ["Curried", "curried"]

@@ -146,7 +146,8 @@ class Observer:
         """An operator ran. Operators ignored by policies (``detach``) are left out.
 
         Args:
-            region: The region; None for an operator outside of regions (:func:`ckpt_hooks._operators.watched.observe_all`).
+            region: The region; None for an operator outside of regions
+                (:func:`ckpt_hooks._operators.operator_events.observe_all`).
             operator: The operator.
         """
 
@@ -192,8 +193,8 @@ class Observer:
     def backward_began(self) -> None:
         """A backward runs its first operator, or restores its first tensor of a watched region.
 
-        Told by :func:`ckpt_hooks._operators.watched.observe_all`, for the outermost backward alone: backwards inside of a
-        hook, or of a recompute, are part of it.
+        Told by :func:`ckpt_hooks._operators.operator_events.observe_all`, for the outermost backward alone: backwards inside of
+        a hook, or of a recompute, are part of it.
         """
 
     def backward_ended(self) -> None:

@@ -16,6 +16,7 @@ import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
+from .event_sender import Watch
 from .events import Observer
 from .holdings import Holding, size_of
 from .mutation import changed_saved
@@ -23,7 +24,6 @@ from .paths import RegionPath, format_path, region_in_words
 from .saved import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
-from .watch import Watch
 
 __all__ = ["Frame", "Mark", "describe_packed", "frame_of", "is_in_recompute", "mutated_leaf", "overlap_error"]
 

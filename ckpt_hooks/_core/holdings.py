@@ -14,9 +14,9 @@ import torch
 from ckpt_hooks._torch import is_kept_anyway
 from ckpt_hooks._torch.graphs import SAVED_TENSORS, packed_of
 
-from .numbers import storage_and_size
-from .parts import dense_parts, parts_of
-from .words import kind_in_words, kind_of
+from .descriptions import kind_in_words, kind_of
+from .identities import storage_and_size
+from .inner_tensors import dense_parts, parts_of
 
 __all__ = ["BY_POLICY", "Cause", "Holding", "Reason", "holdings_in", "owners_in", "size_of"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from .words import describe_tensor
+from .descriptions import describe_tensor
 
 __all__ = [
     "check_alone",

@@ -11,10 +11,10 @@ import torch
 from ckpt_hooks._torch import is_freed, is_kept_anyway
 from ckpt_hooks.errors import MutationError
 
+from .call_sites import name_in_models
+from .descriptions import describe_kind, describe_tensor
 from .holdings import Cause
 from .paths import RegionPath, format_path, region_in_words
-from .whereabouts import name_in_models
-from .words import describe_kind, describe_tensor
 
 __all__ = [
     "GONE",

@@ -20,8 +20,8 @@ from .options import RegionOptions
 from .state.loans import Names, names_of
 from .state.module_plan import idle_plan
 from .state.reached_state import ReachedState, state_of, state_of_idle
-from .state.walk import NOTHING, entry_of, walk_from
-from .suspects import Compared, compared
+from .state.reached_values import NOTHING, entry_of, walk_from
+from .value_checks import Compared, compared
 
 __all__ = ["CapturedCall"]
 

@@ -7,19 +7,19 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import describe
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import changed_before_rerun
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.words import describe
 from ckpt_hooks._tensors.determinism import Check, version_of
 from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint
 from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
-from .boundaries import first_difference
 from .collector import Collector
 from .explain import name_of, node_of
+from .inner_region_marks import first_difference
 
 __all__ = ["TIP", "result_of"]
 

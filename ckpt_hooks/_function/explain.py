@@ -13,7 +13,7 @@ from ckpt_hooks._torch import current_node, storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .handles import FIRST, HandleFrame
-from .state.walk import walk_from
+from .state.reached_values import walk_from
 
 __all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of", "node_of", "uninitialized"]
 

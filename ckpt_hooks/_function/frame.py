@@ -38,8 +38,8 @@ from .contexts import ContextPair, both, suppressed_error, telling_operators, un
 from .explain import name_of, uninitialized
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
+from .other_routes import RoutingWatch
 from .packing import open_frame
-from .rerouted import RoutingWatch
 from .rerun import Rerun
 from .scripted import ScriptedCalls, watch_scripted
 from .state.module_plan import ModulePlan

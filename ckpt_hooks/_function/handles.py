@@ -24,7 +24,7 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
-from ckpt_hooks._core.split import Uses
+from ckpt_hooks._core.split_backward import Uses
 from ckpt_hooks._torch import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError
 
@@ -87,7 +87,7 @@ class HandleFrame(Frame):
 
     Attributes:
         collector: The collector of the running rerun (:class:`.collector.Collector`); None outside of reruns.
-        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split`).
+        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split_backward`).
         marks: Marks of the regions inside, in forward.
         numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
             number without a handle.

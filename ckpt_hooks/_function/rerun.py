@@ -43,13 +43,13 @@ from .contexts import ContextPair, Selects, reusable
 from .explain import blame, name_of
 from .failures import explain_failure
 from .handles import HandleFrame
+from .state.container_contents import is_atom
 from .state.loans import Loan, lend, take_back
 from .state.module_plan import ModulePlan
 from .state.notes import Lent
 from .state.parameters import WatchReads
-from .state.parts import is_atom
 from .state.reached_state import Rewound
-from .state.walk import Walk
+from .state.reached_values import Walk
 
 __all__ = ["Rerun"]
 

@@ -1,7 +1,7 @@
 """The facts known of an operator before it runs: the places of tensors, the writes, and the outputs.
 
-Most facts come from schemas. Facts missing or wrong in schemas are in :mod:`.unsaid`. Function frames, recorders, policies and
-the modes which watch parameters all read this record, made once for each operator.
+Most facts come from schemas. Facts missing or wrong in schemas are in :mod:`.schema_gaps`. Function frames, recorders, policies
+and the modes which watch parameters all read this record, made once for each operator.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch import OVERLOAD
 
-from . import unsaid
+from . import schema_gaps
 from .kinds import Kind, kind_of
-from .routing import is_routing
+from .routing_operators import is_routing
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]
 
@@ -87,7 +87,7 @@ class OpFacts:
         is_collective: Whether the result is complete only after a wait.
         is_trusted: Whether outputs are new, or share memory with arguments.
         is_never_kept: Whether the output is a view or alias of the input: the operator runs again whatever a policy says.
-        is_routing: Whether routes or shapes depend on the result; None if the arguments tell (:mod:`.routing`).
+        is_routing: Whether routes or shapes depend on the result; None if the arguments tell (:mod:`.routing_operators`).
         looks_at_switches: Whether the result depends on switches of the process which change without notice.
         looks_at_all_switches: Whether all of these switches matter, not only the common ones.
         looks_at_grad: Whether the result depends on the arguments' ``requires_grad``.
@@ -152,8 +152,8 @@ class OpFacts:
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
-        self.replaces_storage = self.name in unsaid.REPLACES_STORAGE
-        self.is_mark = operator is unsaid.RECORD_STREAM
+        self.replaces_storage = self.name in schema_gaps.REPLACES_STORAGE
+        self.is_mark = operator is schema_gaps.RECORD_STREAM
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
@@ -169,25 +169,25 @@ class OpFacts:
         self.has_effect = kind is Kind.EFFECT
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
-        self.is_uninitialized = aten and self.name in unsaid.UNINITIALIZED
-        self.is_like = aten and self.name in unsaid.LIKE
+        self.is_uninitialized = aten and self.name in schema_gaps.UNINITIALIZED
+        self.is_like = aten and self.name in schema_gaps.LIKE
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
-        self.is_trusted = namespace in unsaid.TRUSTED
+        self.is_trusted = namespace in schema_gaps.TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
-        self.has_buffered_masks = aten and self.name in unsaid.BUFFERED_MASKS
+        self.has_buffered_masks = aten and self.name in schema_gaps.BUFFERED_MASKS
         self.is_routing = is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
-        self.is_repeatable = self.name in unsaid.REPEATABLE
+        self.is_repeatable = self.name in schema_gaps.REPEATABLE
         self.may_be_left_out = not (
             schema is None
             or kind is Kind.RANDOM
             or kind is Kind.EFFECT
-            or (kind is Kind.WRITES and namespace not in unsaid.TAGGED)
+            or (kind is Kind.WRITES and namespace not in schema_gaps.TAGGED)
             or torch.Tag.nondeterministic_seeded in tags
         )
-        self.looks_at_grad = aten and self.name in unsaid.LOOKS_AT_GRAD
+        self.looks_at_grad = aten and self.name in schema_gaps.LOOKS_AT_GRAD
         self.is_fast = self.is_trusted and not (
             self.is_opaque
             or self.has_effect
@@ -233,14 +233,14 @@ def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
-    quiet = unsaid.WRITES.get(name, ()) if schema.name.startswith("aten::") else ()
+    quiet = schema_gaps.WRITES.get(name, ()) if schema.name.startswith("aten::") else ()
     returned = {alias for value in schema.returns if value.alias_info is not None for alias in value.alias_info.before_set}
     found = []
     for position, argument in enumerate(schema.arguments):
         info = argument.alias_info
         if info is not None and info.is_write:
             counted = bool(returned & set(info.before_set)) or (not schema.returns and position == 0 and name.endswith("_"))
-            overwritten = name in unsaid.OVERWRITES or argument.is_out or name.startswith("rrelu_with_noise")
+            overwritten = name in schema_gaps.OVERWRITES or argument.is_out or name.startswith("rrelu_with_noise")
             found.append(Written(position, argument.name, counted, overwritten))
         elif argument.name in quiet:
             found.append(Written(position, argument.name, counted=False, overwritten=False))

@@ -1,7 +1,7 @@
 """Kinds of operators: whether an output can stand in for running its operator again.
 
 Most kinds follow from the schema. A view shares its input's memory, and a writing operator does its work by writing: to return
-a kept output would do neither. Facts missing in schemas are in :mod:`.unsaid`.
+a kept output would do neither. Facts missing in schemas are in :mod:`.schema_gaps`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ckpt_hooks._torch import has_effects
 
-from . import unsaid
+from . import schema_gaps
 
 __all__ = ["SAC_IGNORED_OPS", "Kind", "kind_of"]
 
@@ -56,23 +56,23 @@ def _takes_no_tensor(schema: Any) -> bool:
 
 def kind_of(operator: Any) -> Kind:
     """Returns the kind of an operator: an ``OpOverload``, or a higher-order operator."""
-    if operator in SAC_IGNORED_OPS or operator is unsaid.RECORD_STREAM:
+    if operator in SAC_IGNORED_OPS or operator is schema_gaps.RECORD_STREAM:
         return Kind.IGNORED
     schema = getattr(operator, "_schema", None)
     if schema is None:  # a higher-order operator
         if has_effects(operator):
             return Kind.EFFECT
-        return Kind.SAVEABLE if str(operator) in unsaid.PURE_HIGHER_ORDER else Kind.REWRITES
+        return Kind.SAVEABLE if str(operator) in schema_gaps.PURE_HIGHER_ORDER else Kind.REWRITES
     library, _, name = schema.name.partition("::")
     if library == "profiler":
         return Kind.RANGE
-    if library == "prim" or (name in unsaid.LAYOUT and library == "aten"):
+    if library == "prim" or (name in schema_gaps.LAYOUT and library == "aten"):
         return Kind.IGNORED
-    if library in unsaid.REWRITING or (library == "aten" and name in unsaid.WRITES):
+    if library in schema_gaps.REWRITING or (library == "aten" and name in schema_gaps.WRITES):
         return Kind.REWRITES
     if schema.is_mutable:
         return Kind.WRITES
-    if name in unsaid.ALIASES:
+    if name in schema_gaps.ALIASES:
         return Kind.ALIASES
     if any(returned.alias_info is not None for returned in schema.returns):
         return Kind.VIEW
@@ -82,7 +82,7 @@ def kind_of(operator: Any) -> Kind:
         return Kind.COLLECTIVE
     if has_effects(operator):
         return Kind.EFFECT
-    if library == "aten" and (name.endswith("_like") or name in unsaid.UNINITIALIZED or _takes_no_tensor(schema)):
+    if library == "aten" and (name.endswith("_like") or name in schema_gaps.UNINITIALIZED or _takes_no_tensor(schema)):
         return Kind.FACTORY
-    draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in unsaid.TAGGED
+    draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in schema_gaps.TAGGED
     return Kind.RANDOM if draws else Kind.SAVEABLE

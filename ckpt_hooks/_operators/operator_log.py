@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.call_sites import Place, place_in_words, place_of
+from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.whereabouts import Place, place_in_words, place_of
-from ckpt_hooks._core.words import kind_in_words
 from ckpt_hooks._torch import graph_task_id
 
 from .facts import KNOWN, facts_of

@@ -16,9 +16,9 @@ from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.saved import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._operators.watched import watch_forward
+from ckpt_hooks._operators.operator_events import watch_forward
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
-from ckpt_hooks._tensors.held import Hooks
+from ckpt_hooks._tensors.held_tensors import Hooks
 from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
 from ckpt_hooks._torch import (
     counted_detach,
@@ -36,7 +36,7 @@ from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
-from .lines import Lines
+from .operator_lines import Lines
 from .recorder import Recorder
 from .replayed import FunctionHandle, Handle, ReplayedFrame, fate_of
 from .tape import Tape

@@ -22,7 +22,7 @@ from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.held import HeldTensor
+from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch import (
     FAKE,
     counted_detach,
@@ -39,7 +39,7 @@ from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE
 from . import writes
 from .calls import decide, op_of, run
 from .function_calls import FunctionCall
-from .rerouted import routed
+from .other_shapes import routed
 from .surroundings import Surroundings
 from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_store, new_value

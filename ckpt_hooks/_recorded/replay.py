@@ -24,15 +24,15 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.mutation import written_unseen
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
-from ckpt_hooks._tensors.held import HeldRefilled
+from ckpt_hooks._tensors.held_tensors import HeldRefilled
+from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._tensors.refilling import Owner
-from ckpt_hooks._tensors.walk import instances_in
 from ckpt_hooks._torch import storage_address
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .borrowing import Borrowing
-from .lines import Lines
-from .rerouted import check_shapes
+from .operator_lines import Lines
+from .other_shapes import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
 from .values import ANEW, Op, Value, flatten, rebuild, values_of

@@ -16,7 +16,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owner
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
-from ckpt_hooks._core.split import Uses
+from ckpt_hooks._core.split_backward import Uses
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._torch import graph_exec_group, graph_task_id, storage_of
 from ckpt_hooks._torch.functions import num_holders
@@ -130,7 +130,7 @@ class ReplayedFrame(Replayable):
     Attributes:
         externals: Stand-ins for saved tensors from outside.
         handles: The frame's handles.
-        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split`).
+        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split_backward`).
     """
 
     __slots__ = ("_children", "externals", "handles", "is_split")

@@ -11,7 +11,7 @@ from ckpt_hooks._ambient import autocast, flags
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
-from ckpt_hooks._operators.watched import watch_replay
+from ckpt_hooks._operators.operator_events import watch_replay
 from ckpt_hooks._torch import (
     BelowAutograd,
     PastFunctionModes,

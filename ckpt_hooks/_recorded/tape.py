@@ -15,22 +15,22 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.mutation import exchanged
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.threads import RegionThread
-from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._tensors.held import HeldRefilled, HeldTensor, Hooks, Lost
+from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, Hooks, Lost
 from ckpt_hooks._tensors.refilling import origin_of
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .aliases import alias_of, counter_in
-from .held import TensorsHeld
+from .held_by_tape import TensorsHeld
 from .surroundings import Surroundings
 from .tables import Tables
 from .values import Op, Store, Value, flatten, new_store, new_value

@@ -21,7 +21,7 @@ import torch
 
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._tensors.held import HeldTensor
+from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch import storage_of
 
 __all__ = [
@@ -108,7 +108,7 @@ class Op:
         args: Positional arguments, with values in place of tensors.
         kwargs: Keyword arguments, likewise.
         present: The positions of values among the positional arguments.
-        routed: A note on the results of a routing operator (:mod:`.rerouted`); unset for others.
+        routed: A note on the results of a routing operator (:mod:`.other_shapes`); unset for others.
         draw: The state of the generator before the draw, :data:`ANEW`, or None.
         surroundings: The surroundings of the operator.
         is_plain: Whether a plain call will do: all tensors are in ``present``.

@@ -18,7 +18,7 @@ import torch
 
 from ckpt_hooks._torch import FAKE, neg_view, past_all_modes, set_grad_enabled, set_versions, storage_address, storage_of
 
-from .walk import exchanged
+from .nested_values import exchanged
 
 __all__ = [
     "PLAIN",

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_hooks._core.parts import parts_of
+from ckpt_hooks._core.inner_tensors import parts_of
 from ckpt_hooks._torch import FAKE, nested_parts, wait_for_collective
 
 __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]

@@ -13,8 +13,8 @@ from typing import Any, Protocol
 
 import torch
 
+from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
 
 from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_at_end

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import torch
 
+from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._core.watch import Watch
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
 
-from .held import Hooks
-from .moved import Moved, Shared
+from .held_tensors import Hooks
 from .offloaded import Batch
+from .shared_host_copies import Moved, Shared
 from .transfers import transfers_for
 
 __all__ = ["hooks_for_inputs"]

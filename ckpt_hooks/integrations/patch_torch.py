@@ -12,13 +12,13 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._checkpoint.pairs import own_contexts
+from ckpt_hooks._checkpoint.context_pairs import own_contexts
 from ckpt_hooks._checkpoint.running import frame_of_call
+from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._core.interrupts import bring_back, mark_thread
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._core.words import warn_user
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, selection_of
 from ckpt_hooks._function.options import DEFAULT_OPTIONS, Form, RegionOptions, defaults_of, values_of
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps

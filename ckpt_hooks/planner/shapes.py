@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.words import kind_in_words, kind_of, warn_user
-from ckpt_hooks._tensors.walk import instances_in
+from ckpt_hooks._core.descriptions import kind_in_words, kind_of, warn_user
+from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.policies import save_indices

@@ -39,7 +39,7 @@ from .ready_made import (
     save_only_these_names,
     save_ops,
 )
-from .routing import routing_saveable
+from .routing_saveable import routing_saveable
 
 __all__ = [
     "CheckpointPolicy",

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.words import warn_user
+from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._torch import OPERATOR_PACKET, OPERATORS
 
-from .traced import made_while_tracing
+from .traced_policies import made_while_tracing
 
 __all__ = [
     "OpsPolicy",

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._core.parts import inner_tensors
+from ckpt_hooks._core.call_sites import site_of
+from ckpt_hooks._core.inner_tensors import inner_tensors
 from ckpt_hooks._core.unseen import WatchesUnseen
-from ckpt_hooks._core.whereabouts import site_of
-from ckpt_hooks._tensors.walk import tensors_in
+from ckpt_hooks._tensors.nested_values import tensors_in
 from ckpt_hooks._torch import storage_of
 
 __all__ = ["SelectiveCheckpointContext"]

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.whereabouts import called_modules
-from ckpt_hooks._core.words import warn_user
+from ckpt_hooks._core.call_sites import called_modules
+from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._torch import MODULE_CALL
 
 from .base import Policy, PolicyFn, checked_operators
-from .traced import makes_policies
+from .traced_policies import makes_policies
 
 __all__ = ["save_indices"]
 

@@ -20,7 +20,7 @@ from .base import (
     policy_from,
     saving,
 )
-from .traced import makes_policies
+from .traced_policies import makes_policies
 
 __all__ = [
     "dots_saveable",

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.call_sites import module_names, outermost_module
 from ckpt_hooks._core.settings import override
-from ckpt_hooks._core.whereabouts import module_names, outermost_module
 from ckpt_hooks._operators.operator_log import OperatorLog
 from ckpt_hooks.errors import DeterminismError, rebuild_error
 

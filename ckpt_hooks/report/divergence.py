@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ckpt_hooks._core.whereabouts import module_in_words
+from ckpt_hooks._core.call_sites import module_in_words
 from ckpt_hooks._operators.facts import same_operator
 from ckpt_hooks._operators.operator_log import Entry
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.holdings import Holding, Reason
-from ckpt_hooks._core.words import kind_in_words
 
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 

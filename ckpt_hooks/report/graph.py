@@ -10,8 +10,8 @@ import torch
 
 from ckpt_hooks._core.frame import Frame, describe_packed, frame_of
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in
-from ckpt_hooks._core.numbers import storage_and_size
-from ckpt_hooks._core.parts import dense_parts
+from ckpt_hooks._core.identities import storage_and_size
+from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Saved, cause_of_kept
 from ckpt_hooks._torch import is_kept_anyway, node_number, storage_of

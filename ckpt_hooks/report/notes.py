@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 
+from ckpt_hooks._core.call_sites import called_modules, site_of
 from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.identities import storage_and_size
+from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.numbers import storage_and_size
-from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.stack import is_recomputing
-from ckpt_hooks._core.whereabouts import called_modules, site_of
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch import OVERLOAD, node_number, sequence_number
 

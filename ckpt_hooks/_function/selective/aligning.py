@@ -26,7 +26,7 @@ from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import facts_of, same_operator
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import same_bits
-from ckpt_hooks._tensors.walk import tensors_in
+from ckpt_hooks._tensors.nested_values import tensors_in
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
 
 from .selection import Selection

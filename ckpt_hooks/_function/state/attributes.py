@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from .container_contents import ATOMS, is_atom, same
 from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, holds, noted_in, present
-from .parts import ATOMS, is_atom, same
+from .reached_values import Walk
 from .tensor_note import GoneError, TensorNote
-from .walk import Walk
 
 __all__ = ["MACHINERY", "AttributeNotes", "AttributesUndo", "ModuleNote", "note_module"]
 

@@ -21,8 +21,8 @@ from threading import Condition, Lock, get_ident
 from typing import Any
 
 from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, present
+from .reached_values import Entry, Walk, read
 from .tensor_note import GoneError, StandIns, TensorNote
-from .walk import Entry, Walk, read
 
 __all__ = ["Loan", "Names", "lend", "names_of", "take_back"]
 

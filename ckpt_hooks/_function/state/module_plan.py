@@ -27,9 +27,9 @@ from ckpt_hooks._ambient.recurrent import recurrent_layers
 
 from .attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
 from .buffers import Buffers
+from .reached_values import Walk, has_state
 from .small_buffers import SmallCopy
 from .tensor_note import TensorNote
-from .walk import Walk, has_state
 
 __all__ = ["ModulePlan", "epoch", "has_new_parts", "idle_plan", "plan_of"]
 

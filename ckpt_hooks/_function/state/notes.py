@@ -19,7 +19,7 @@ import torch
 
 from ckpt_hooks._core.threads import other_threads_run
 
-from .parts import ATOMS, Content, Part, differs_in_notes_alone, likeness, new, parts_of, same
+from .container_contents import ATOMS, Content, Part, differs_in_notes_alone, likeness, new, parts_of, same
 from .tensor_note import GoneError, StandIns, TensorNote, Weak
 
 __all__ = [

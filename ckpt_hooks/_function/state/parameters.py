@@ -46,8 +46,8 @@ from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._torch import is_freed, storage_of
 from ckpt_hooks.errors import MutationError
 
+from .container_contents import same
 from .module_plan import ModulePlan
-from .parts import same
 
 __all__ = [
     "Noted",

@@ -19,8 +19,8 @@ from .contents_undo import ContentsUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
 from .notes import Changes, Lent
 from .parameters import Noted, Rebound, references_of
+from .reached_values import Walk
 from .tensor_note import StandIns
-from .walk import Walk
 
 __all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
 

@@ -14,13 +14,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.overrides import TorchFunctionMode
 
+from ckpt_hooks._core.call_sites import site_of
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason
-from ckpt_hooks._core.numbers import address_in, address_of
+from ckpt_hooks._core.identities import address_in, address_of
+from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.observers import observe
-from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.saved import Saved
-from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._torch import PastFunctionModes
 
 from .marks import Marks, Moment

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.routing import routes
+from ckpt_hooks._operators.routing_operators import routes
 
 from .base import Policy
 

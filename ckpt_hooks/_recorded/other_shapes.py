@@ -13,7 +13,7 @@ import torch
 
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._operators.routing import advice_for, chooses
+from ckpt_hooks._operators.routing_operators import advice_for, chooses
 from ckpt_hooks.errors import DeterminismError
 
 from .values import Op, Value, flatten, values_of

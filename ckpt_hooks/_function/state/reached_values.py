@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.nn import Module
 
+from .container_contents import ATOMS, VALUES, attributes_of, is_atom, parts_of
 from .limits import LEVELS, LEVELS_OF_OTHERS, MOST_ENTRIES, MOST_ENTRIES_READ, MOST_LOOKS
 from .notes import ABSENT, Again, ContentNote
-from .parts import ATOMS, VALUES, attributes_of, is_atom, parts_of
 from .tensor_note import TensorNote, Weak, has_history
 
 __all__ = ["NOTHING", "Entry", "Walk", "entry_of", "facts_of", "has_state", "read", "walk_from"]

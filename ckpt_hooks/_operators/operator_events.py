@@ -14,14 +14,14 @@ import torch
 from torch.utils._pytree import tree_iter
 from typing_extensions import Self
 
+from ckpt_hooks._core.call_sites import site_of
+from ckpt_hooks._core.event_sender import OperatorRun
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.order import Position
 from ckpt_hooks._core.stack import is_recomputing, stack
-from ckpt_hooks._core.watch import OperatorRun
-from ckpt_hooks._core.whereabouts import site_of
 from ckpt_hooks._torch import graph_task_id, is_kept_anyway, queue_callback
 from ckpt_hooks._torch.graphs import is_in_two_backwards
 

@@ -14,25 +14,25 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import kind_in_words, kind_of
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.hooks import UNPACKS
+from ckpt_hooks._core.identities import storage_and_size
+from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import changed_held, freed
-from ckpt_hooks._core.numbers import storage_and_size
-from ckpt_hooks._core.parts import dense_parts
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.saved import nbytes_of
-from ckpt_hooks._core.words import kind_in_words, kind_of
 from ckpt_hooks._torch import counted_detach, graph_task_id, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
 from .copies import Clones, copy_in, stand_in_for
 from .fused_steps import num_fused_steps, stepped_since
-from .moved import Moved
+from .nested_values import instances_in
 from .offloaded import Batch
 from .refilling import Origin
+from .shared_host_copies import Moved
 from .transfers import Transfers
-from .walk import instances_in
 
 __all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold", "recomputes"]
 

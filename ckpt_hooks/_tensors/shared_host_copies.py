@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import describe_kind
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
+from ckpt_hooks._core.identities import storage_and_size
 from ckpt_hooks._core.mutation import changed_moved
-from ckpt_hooks._core.numbers import storage_and_size
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._core.words import describe_kind
 from ckpt_hooks._torch import storage_address, version_witness
 
 from .offloaded import Batch, Offloaded

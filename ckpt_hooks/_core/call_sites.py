@@ -15,7 +15,7 @@ import torch
 
 from ckpt_hooks._torch import MODULE_CALL, storage_of
 
-from .words import is_of_library
+from .descriptions import is_of_library
 
 __all__ = [
     "Place",

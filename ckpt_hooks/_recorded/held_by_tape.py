@@ -13,7 +13,7 @@ import torch
 from ckpt_hooks._core.holdings import Cause
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.held import HeldOnHost, HeldTensor, Hooks, hold
+from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, Hooks, hold
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
