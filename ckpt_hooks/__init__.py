@@ -92,9 +92,9 @@ __all__ = [
 
 
 def _finder_of_sharded() -> _Finder:
-    from .integrations.fsdp import origin_of
+    from .integrations.fsdp import unit_of
 
-    return origin_of
+    return unit_of
 
 
 _register_finder("torch.distributed.fsdp", _finder_of_sharded)

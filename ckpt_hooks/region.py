@@ -13,8 +13,8 @@ import torch
 from typing_extensions import Never, ParamSpec, Self
 
 from ._core.holdings import Holding
-from ._core.interrupts import ThreadMark, bring_back, mark_thread
-from ._core.misuse import check_alone, check_callable, described_as, name_of
+from ._core.interrupts import ThreadMark, mark_thread, rewind
+from ._core.misuse import check_alone, check_callable, described_as, name_of_callable
 from ._core.stack import stack
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
 from ._function.options import Form, defaults_of, values_of
@@ -78,7 +78,7 @@ def _leave(entries: list[_Entry], kind: type[BaseException] | None, error: BaseE
         _abandon(entry, another)
         raise
     if error is not None:
-        bring_back(entry.mark, error)
+        rewind(entry.mark, error)
     opened.remove(entry)
 
 
@@ -88,7 +88,7 @@ def _abandon(entry: _Entry, error: BaseException | None = None) -> None:
     position = next((position for position, other in enumerate(opened) if other is entry), None)
     if position is None:
         return
-    bring_back(entry.mark, error)
+    rewind(entry.mark, error)
     for other in opened[position:]:
         other.frame = None
     del opened[position:]
@@ -354,7 +354,7 @@ def _misplaced_error(value: Any) -> TypeError:
     if isinstance(value, str):
         advice = f"To name the region, write `checkpoint_region(name={value!r})`."
     elif callable(value) and not is_policy(value):
-        name = name_of(value)
+        name = name_of_callable(value)
         advice = f"Write `with checkpoint_region():` around its call, or `checkpoint_region()({name})(*args)`; a decorator is "
         advice += "written with parentheses, `@checkpoint_region()`."
     elif is_policy(value):

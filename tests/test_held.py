@@ -8,8 +8,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint_region
 from ckpt_hooks._core.holdings import BY_POLICY, Reason
-from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, hold, recomputes
-from ckpt_hooks._tensors.nested_values import exchanged, instances_in, tensors_in
+from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, hold_tensor, recomputes
+from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import top_saved_tensors_hooks
@@ -30,7 +30,7 @@ def by_hooks(tensor, pack=same, unpack=same):
 def test_one_wording_for_a_tensor_that_was_modified():
     """As it is, and through hooks that hand it back."""
     texts = set()
-    for make in (lambda tensor: hold(tensor, PATH, BY_POLICY).sealed(None), by_hooks):
+    for make in (lambda tensor: hold_tensor(tensor, PATH, BY_POLICY).sealed(None), by_hooks):
         tensor = torch.ones(2, 3)
         held = make(tensor)
         assert torch.equal(held.get(), tensor)
@@ -94,4 +94,4 @@ def test_walks():
     found = tensors_in([1, (a, {"x": wrapper})])
     assert [id(one) for one in found] == list(map(id, (a, wrapper, wrapper.a, wrapper.b)))
     assert list(map(id, instances_in([a, [wrapper, "no"]], torch.Tensor))) == [id(a), id(wrapper)]
-    assert exchanged([1, (a, "no")], torch.Tensor, lambda tensor: tensor.shape) == [1, (a.shape, "no")]
+    assert replaced_in([1, (a, "no")], torch.Tensor, lambda tensor: tensor.shape) == [1, (a.shape, "no")]

@@ -20,8 +20,8 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import buffers
-from ckpt_hooks._function.state.container_contents import parts_of
-from ckpt_hooks._function.state.reached_values import facts_of
+from ckpt_hooks._function.state.container_contents import contents_kind_of
+from ckpt_hooks._function.state.reached_values import facts_of_code
 from ckpt_hooks._tensors.held_tensors import HeldByHooks
 from ckpt_hooks._tensors.nested_values import instances_in
 from tests.measure import Frames, Log, leaf
@@ -646,11 +646,11 @@ def test_what_a_region_returns_written_to_its_argument_is_no_cycle(made, write, 
 
 def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
     kind, code = type("Made", (), {}), compile("lambda x: x", "made", "eval")
-    parts_of(kind)
-    facts_of(eval(code, {}))
+    contents_kind_of(kind)
+    facts_of_code(eval(code, {}))
     gone = weakref.ref(kind), weakref.ref(code.co_consts[0])
     for _ in range(10_001):
-        parts_of(type("Made", (), {}))
+        contents_kind_of(type("Made", (), {}))
     del kind, code
     gc.collect()
     assert [one() for one in gone] == [None, None]

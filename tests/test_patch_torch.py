@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 import ckpt_hooks
 from ckpt_hooks import is_recomputing, patch_torch
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.interrupts import mark_thread, rewind
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
@@ -824,7 +824,7 @@ def test_a_region_left_open_is_not_closed_in_place_of_another():
             next(other, None)
             assert mark_thread() != before
     finally:
-        bring_back(mark, KeyboardInterrupt())
+        rewind(mark, KeyboardInterrupt())
 
 
 @pytest.mark.parametrize("form", FORMS)

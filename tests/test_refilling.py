@@ -182,5 +182,5 @@ def test_no_question_before_the_framework_is_imported(registered, monkeypatch):
     """The finder is not even loaded."""
     monkeypatch.delitem(sys.modules, "made_up_framework")
     owner = sheets(registered, "a")
-    assert refilling.origin_of(owner.whole["a"]) is None
+    assert refilling.owner_of(owner.whole["a"]) is None
     assert refilling._registered[0]._find is None

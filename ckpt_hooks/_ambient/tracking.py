@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from .streams import Stream, stream_of_generator
 
-__all__ = ["TRACKED", "TrackedSource", "hold", "let_go", "shared_streams_lock", "track_rng"]
+__all__ = ["TRACKED", "TrackedSource", "hold_sources", "let_go", "shared_streams_lock", "track_rng"]
 
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 shared_streams_lock = threading.RLock()
@@ -23,7 +23,7 @@ _lock = threading.Lock()
 TRACKED: list[Stream] = []
 
 
-def hold(streams: Iterable[Stream]) -> list[Stream]:
+def hold_sources(streams: Iterable[Stream]) -> list[Stream]:
     """Tracks streams during a recompute, for the regions inside; returns the streams to :func:`let_go`.
 
     Args:
@@ -36,7 +36,7 @@ def hold(streams: Iterable[Stream]) -> list[Stream]:
 
 
 def let_go(held: list[Stream]) -> None:
-    """Ends :func:`hold`."""
+    """Ends :func:`hold_sources`."""
     with _lock:
         for stream in held:
             if stream in TRACKED:

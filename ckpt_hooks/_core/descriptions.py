@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["describe", "describe_kind", "describe_tensor", "is_of_library", "kind_in_words", "kind_of", "warn_user"]
+__all__ = ["describe", "describe_kind", "describe_tensor", "dtype_and_shape", "is_of_library", "kind_in_words", "warn_user"]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
@@ -21,10 +21,10 @@ def describe_kind(tensor: torch.Tensor) -> str:
     """Returns dtype and shape of a tensor in words, as in ``"float32[4, 8]"``; a nested or lazy tensor may have no shape."""
     if isinstance(tensor, torch.nn.UninitializedParameter | torch.nn.UninitializedBuffer):
         return f"{_name_of(tensor.dtype)}[uninitialized]"
-    return kind_in_words(kind_of(tensor))
+    return kind_in_words(dtype_and_shape(tensor))
 
 
-def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
+def dtype_and_shape(tensor: torch.Tensor) -> tuple[torch.dtype, Any]:
     """Returns dtype and shape for :func:`kind_in_words`: the words take longer, and are needed in errors alone."""
     return tensor.dtype, tensor.shape if not tensor.is_nested or tensor.layout is not torch.strided else None
 

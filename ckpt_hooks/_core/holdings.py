@@ -14,7 +14,7 @@ import torch
 from ckpt_hooks._torch import is_kept_anyway
 from ckpt_hooks._torch.graphs import SAVED_TENSORS, packed_of
 
-from .descriptions import kind_in_words, kind_of
+from .descriptions import dtype_and_shape, kind_in_words
 from .identities import storage_and_size
 from .inner_tensors import dense_parts, parts_of
 
@@ -143,7 +143,7 @@ def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ..
             if (found := value.holding(cause)) is not None:
                 yield found
         elif value.numel() and not is_kept_anyway(value):  # empty ones tell of versions
-            dtype, shape = kind_of(value)
+            dtype, shape = dtype_and_shape(value)
             inner = dense_parts(value)
             is_dense = len(inner) == 1 and inner[0] is value
             storage, parts = storage_and_size(value) if is_dense else (None, 0), () if is_dense else inner

@@ -19,18 +19,18 @@ from .hooks import are_of_frame
 from .modes import is_quiet, leave_modes
 from .stack import stack
 
-__all__ = ["ThreadMark", "bring_back", "mark_thread", "undo"]
+__all__ = ["ThreadMark", "mark_thread", "rewind", "undo"]
 
 #: The innermost saved-tensor hooks, the number of dispatch modes, the innermost frame, and whether gradients are enabled.
 ThreadMark = tuple["tuple[Hook, Hook] | None", int, "Frame | None", bool]
 
 
 def mark_thread() -> ThreadMark:
-    """Returns the state of this thread, for :func:`bring_back`."""
+    """Returns the state of this thread, for :func:`rewind`."""
     return top_saved_tensors_hooks(False), num_dispatch_modes(), stack.innermost, torch.is_grad_enabled()
 
 
-def bring_back(mark: ThreadMark, error: BaseException | None) -> None:
+def rewind(mark: ThreadMark, error: BaseException | None) -> None:
     """Takes hooks and modes of regions off this thread, and closes open frames, down to a mark.
 
     Args:

@@ -22,14 +22,14 @@ __all__ = [
     "explain_call",
     "explain_refusal",
     "flag_or_none",
-    "name_of",
+    "name_of_callable",
     "reentrant_error",
     "segments_error",
     "steps_error",
 ]
 
 
-def name_of(value: Any) -> str:
+def name_of_callable(value: Any) -> str:
     """Returns the name of a function in messages; of a module, the name of its class."""
     if isinstance(value, Module):
         return type(value).__name__
@@ -42,9 +42,9 @@ def described_as(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor, {describe_tensor(value)}"
     if isinstance(value, Module):
-        return f"a module, {name_of(value)}"
+        return f"a module, {name_of_callable(value)}"
     if inspect.isroutine(value) or isinstance(value, type):
-        return f"{name_of(value)!r}"
+        return f"{name_of_callable(value)!r}"
     if isinstance(value, (list, tuple)) and any(isinstance(entry, torch.Tensor) for entry in value):
         return f"a {type(value).__name__} of {len(value)}"
     return f"{value!r} of type {type(value).__name__}"
@@ -79,7 +79,7 @@ def explain_call(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return TypeError(f"checkpoint takes a function and its arguments, but got {_not_callable(function, args)}")
     if args or kwargs or _can_be_called(function):
         return None
-    name = name_of(function)
+    name = name_of_callable(function)
     return TypeError(
         f"checkpoint got the function {name!r} and no arguments for it, and {name} takes {_parameters(function)}. A decorator "
         f"is written with parentheses: `@checkpoint()`. A direct call has the arguments in it: `checkpoint({name}, *args)`."
@@ -137,7 +137,7 @@ def check_alone(function: Any, others: Sequence[Any], named: Mapping[str, Any], 
     if others or named:
         raise TypeError(
             f"{form} takes the function alone, but got {len(others) + len(named)} more, {_listed(others, named)}. They are "
-            f"arguments of what it returns: write `{form}({name_of(function)})(*args)`, with two pairs of parentheses."
+            f"arguments of what it returns: write `{form}({name_of_callable(function)})(*args)`, with two pairs of parentheses."
         )
 
 

@@ -25,7 +25,7 @@ __all__ = [
     "changed_moved",
     "changed_saved",
     "changed_unmoved",
-    "exchanged",
+    "exchanged_storage",
     "freed",
     "gone",
     "overwritten",
@@ -253,7 +253,7 @@ def freed(tensor: torch.Tensor, path: RegionPath) -> MutationError:
     )
 
 
-def exchanged(path: RegionPath) -> MutationError:
+def exchanged_storage(path: RegionPath) -> MutationError:
     """Returns the error for a tensor from outside, read by a recorded region and given another storage in it."""
     return _unversioned(
         "a tensor from outside",

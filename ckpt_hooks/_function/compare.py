@@ -18,8 +18,8 @@ from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
-from .explain import name_of, node_of
-from .inner_region_marks import first_difference
+from .explain import name_of_tensor, node_of
+from .inner_region_marks import first_other_mark
 
 __all__ = ["TIP", "result_of"]
 
@@ -72,7 +72,7 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 
 def _compare_marks(collector: Collector) -> None:
-    found = first_difference(collector.frame.marks, collector.marks, collector.last)
+    found = first_other_mark(collector.frame.marks, collector.marks, collector.last)
     if found is not None:
         _, expected, now = found
         raise _error(
@@ -97,7 +97,7 @@ def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]
     for index, (value, expected, now) in enumerate(zip(collector.values, expected_facts, found, strict=False)):
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
-                name = name_of(value, collector.function, f"tensor {index} of those that it saved")
+                name = name_of_tensor(value, collector.function, f"tensor {index} of those that it saved")
                 raise changed_before_rerun(name, value, version_of(expected), format_path(collector.frame.path), is_same=False)
             collector.values[index] = MISSING
 

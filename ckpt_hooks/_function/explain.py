@@ -15,7 +15,7 @@ from ckpt_hooks.errors import CheckpointError, DeterminismError
 from .handles import FIRST, HandleFrame
 from .state.reached_values import walk_from
 
-__all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of", "node_of", "uninitialized"]
+__all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of_tensor", "node_of", "uninitialized"]
 
 
 def draws_error(region: tuple[str, ...]) -> DeterminismError:
@@ -35,7 +35,7 @@ def draws_error(region: tuple[str, ...]) -> DeterminismError:
     )
 
 
-def name_of(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
+def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:
     """Returns the name of a tensor, or of a view of it, in a function's code: a variable, a parameter, a buffer."""
     named, storage = list(_named_tensors(function)), storage_of(tensor)
     found = [name for name, value in named if value is tensor]
@@ -151,7 +151,7 @@ def changed_requires_grad(
             ):
                 frozen[id(packed[0])] = packed[0]
     lines = [
-        f"In forward, {name_of(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
+        f"In forward, {name_of_tensor(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
         for leaf in frozen.values()
         if error._has_more is not True
     ]

@@ -35,7 +35,7 @@ from .arguments import Arguments
 from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
 from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
-from .explain import name_of, uninitialized
+from .explain import name_of_tensor, uninitialized
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
 from .other_routes import RoutingWatch
@@ -188,7 +188,7 @@ class FunctionFrame(HandleFrame):
         if self._finish is not None:
             self._finish()
         if written is not None and error is None and any(self.alive()):
-            late = written_late(name_of(written[0], self.call.function), *written, format_path(self.path))
+            late = written_late(name_of_tensor(written[0], self.call.function), *written, format_path(self.path))
         self._tell_exited(late or error)
         if late is not None:
             raise late

@@ -14,12 +14,12 @@ from operator import itemgetter
 
 from ckpt_hooks._core.frame import Mark
 
-__all__ = ["first_difference"]
+__all__ = ["first_other_mark"]
 
 _position = itemgetter(0)
 
 
-def first_difference(forward: Sequence[Mark], rerun: Sequence[Mark], last: int) -> tuple[int, str, str] | None:
+def first_other_mark(forward: Sequence[Mark], rerun: Sequence[Mark], last: int) -> tuple[int, str, str] | None:
     """Compares the marks of a rerun with the marks of forward.
 
     Args:

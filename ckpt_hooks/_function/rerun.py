@@ -15,10 +15,10 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.rng import default_generators_lock
-from ckpt_hooks._ambient.tracking import hold, let_go, shared_streams_lock
+from ckpt_hooks._ambient.tracking import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
-from ckpt_hooks._core.interrupts import bring_back, mark_thread, undo
+from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.mutation import changed_before_rerun
 from ckpt_hooks._core.paths import format_path
@@ -40,11 +40,11 @@ from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
 from .contexts import ContextPair, Selects, reusable
-from .explain import blame, name_of
+from .explain import blame, name_of_tensor
 from .failures import explain_failure
 from .handles import HandleFrame
 from .state.container_contents import is_atom
-from .state.loans import Loan, lend, take_back
+from .state.loans import VariableLoan, lend, take_back
 from .state.module_plan import ModulePlan
 from .state.notes import Lent
 from .state.parameters import WatchReads
@@ -139,7 +139,7 @@ class Rerun:
         except BaseException as error:
             if compared is not None and isinstance(error, DeterminismError):
                 compared.explain(error, images, self._region())
-            bring_back(self._mark, error)
+            rewind(self._mark, error)
             raise
         finally:
             frame.collector = outer
@@ -250,7 +250,7 @@ class Rerun:
                 undone.enter_context(plan.lock)
             undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
-                undone.callback(let_go, hold(stream for stream, _ in ambient.streams[2]))
+                undone.callback(let_go, hold_sources(stream for stream, _ in ambient.streams[2]))
             if not self._borrows:
                 undone.enter_context(_ambient.replay_draws(ambient, None if draws is None else draws.states))
             self._call_in_state()
@@ -276,7 +276,7 @@ class Rerun:
             try:
                 if names is not None:
                     lent = lend(names, stand_ins)
-                    if type(lent) is Loan:
+                    if type(lent) is VariableLoan:
                         collector.lent.append((lent.lent, names.changes))
                 args, kwargs = call.arguments.build(tensors, collector.lent)
                 if is_complete:
@@ -308,7 +308,7 @@ class Rerun:
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         call = self._call
         will_copy = call.state is not None and call.state.note_written(tensor)
-        return changed_before_rerun(name_of(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
+        return changed_before_rerun(name_of_tensor(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
 
 
 def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

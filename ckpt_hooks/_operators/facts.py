@@ -19,7 +19,7 @@ from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch import OVERLOAD
 
 from . import schema_gaps
-from .kinds import Kind, kind_of
+from .kinds import Kind, operator_kind
 from .routing_operators import is_routing
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]
@@ -138,7 +138,7 @@ class OpFacts:
         self.operator, self.full_name = operator, str(operator)
         # An overload's own callable spares one call of Python.
         self.call: Callable[..., Any] = operator._op if type(operator) is OVERLOAD else operator
-        self.kind = kind = kind_of(operator)
+        self.kind = kind = operator_kind(operator)
         schema = getattr(operator, "_schema", None)
         namespace, _, name = ("", "", self.full_name) if schema is None else schema.name.partition("::")
         self.name: str = name

@@ -16,7 +16,7 @@ from ckpt_hooks._torch import has_effects
 
 from . import schema_gaps
 
-__all__ = ["SAC_IGNORED_OPS", "Kind", "kind_of"]
+__all__ = ["SAC_IGNORED_OPS", "Kind", "operator_kind"]
 
 
 class Kind(enum.Enum):
@@ -54,7 +54,7 @@ def _takes_no_tensor(schema: Any) -> bool:
     return not any("Tensor" in str(argument.type) for argument in schema.arguments)
 
 
-def kind_of(operator: Any) -> Kind:
+def operator_kind(operator: Any) -> Kind:
     """Returns the kind of an operator: an ``OpOverload``, or a higher-order operator."""
     if operator in SAC_IGNORED_OPS or operator is schema_gaps.RECORD_STREAM:
         return Kind.IGNORED

@@ -12,7 +12,7 @@ import torch
 from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_lent
 from ckpt_hooks._torch import is_freed, storage_of
 
-from .values import Op, Value, values_of
+from .values import Op, Value, values_on_tape
 
 __all__ = ["Borrowing"]
 
@@ -41,7 +41,7 @@ class Borrowing:
             if type(op) is Value:
                 continue
             assert type(op) is Op
-            for value in (value for argument in (*op.args, *op.kwargs.values()) for value in values_of(argument)):
+            for value in (value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)):
                 key = id(value.store)
                 if key not in by_store:
                     tensor = tensors.get(value.number)

@@ -13,7 +13,7 @@ import torch
 from ckpt_hooks._core.holdings import Cause
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, Hooks, hold
+from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, Hooks, hold_tensor
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import counted_detach, is_kept_anyway
@@ -66,7 +66,7 @@ class TensorsHeld:
             self._batch = self._batch or Batch()
             self._hold(value, HeldOnHost(alias, self._batch, transfers, path, cause))
         else:
-            self._hold(value, hold(alias, path, cause))
+            self._hold(value, hold_tensor(alias, path, cause))
         value.op = value.before = None
 
     def _hold(self, value: Value, saved: HeldTensor) -> None:

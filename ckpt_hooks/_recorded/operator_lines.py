@@ -18,7 +18,7 @@ from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.errors import CheckpointError
 
 from .tables import Tables
-from .values import Op, Value, values_of
+from .values import Op, Value, values_on_tape
 
 __all__ = ["Lines"]
 
@@ -101,7 +101,7 @@ class Lines:
         readers = [
             step.number
             for step in steps
-            if type(step) is Op and any(value in values_of(argument) for argument in (*step.args, *step.kwargs.values()))
+            if type(step) is Op and any(value in values_on_tape(argument) for argument in (*step.args, *step.kwargs.values()))
         ]
         if readers:
             self._explain(self._place_of(min(readers)), "It is read by", error)

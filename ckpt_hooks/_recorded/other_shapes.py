@@ -16,7 +16,7 @@ from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.routing_operators import advice_for, chooses
 from ckpt_hooks.errors import DeterminismError
 
-from .values import Op, Value, flatten, values_of
+from .values import Op, Value, flatten, values_on_tape
 
 __all__ = ["Routed", "check_shapes", "routed"]
 
@@ -87,7 +87,7 @@ def _choices_above(op: Op) -> list[str]:
 
 
 def _read_by(op: Op) -> list[Value]:
-    return [value for argument in (*op.args, *op.kwargs.values()) for value in values_of(argument)]
+    return [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
 
 
 def _makers_of(value: Value | None) -> list[Op]:

@@ -35,7 +35,7 @@ from .operator_lines import Lines
 from .other_shapes import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
-from .values import ANEW, Op, Value, flatten, rebuild, values_of
+from .values import ANEW, Op, Value, flatten, rebuild, values_on_tape
 
 __all__ = ["Replay", "Replayable", "bring_back"]
 
@@ -261,7 +261,7 @@ class Replay:
         facts, tensors = op.facts, self.tensors
         args = [rebuild(argument, tensors) for argument in op.args]
         kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
-        values = [value for argument in (*op.args, *op.kwargs.values()) for value in values_of(argument)]
+        values = [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
         if facts.is_inplace_view:
             args[0] = args[0].detach()
         elif facts.written and self._plan.in_order:
@@ -315,7 +315,7 @@ def bring_back(replay: Replay, value: Value) -> None:
     try:
         run_on(replay.frame.current, _bring_back, replay, value)
     except BaseException as error:
-        interrupts.bring_back(mark, error)
+        interrupts.rewind(mark, error)
         raise
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from .values import Op, Value, values_of
+from .values import Op, Value, values_on_tape
 
 __all__ = ["Plan", "Work", "plan_for", "work_for"]
 
@@ -53,7 +53,7 @@ def _more(op: Op) -> list[Value]:
     """Returns the values an operator reads in lists and by name."""
     args = op.args
     arguments = [*(args[position] for position in op.facts.lists if position < len(args)), *op.kwargs.values()]
-    return [value for argument in arguments for value in values_of(argument)]
+    return [value for argument in arguments for value in values_on_tape(argument)]
 
 
 def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
@@ -184,14 +184,14 @@ def _read(op: Op) -> list[Value]:
     written = {written.position for written in op.facts.written}
     names = {written.name for written in op.facts.written}
     return [
-        *(value for position, argument in enumerate(op.args) if position not in written for value in values_of(argument)),
-        *(value for name, argument in op.kwargs.items() if name not in names for value in values_of(argument)),
+        *(value for position, argument in enumerate(op.args) if position not in written for value in values_on_tape(argument)),
+        *(value for name, argument in op.kwargs.items() if name not in names for value in values_on_tape(argument)),
     ]
 
 
 def _targets(op: Op) -> list[Value]:
     """Returns the values an operator writes to."""
-    return [value for written in op.facts.written for value in values_of(written.of(op.args, op.kwargs))]
+    return [value for written in op.facts.written for value in values_on_tape(written.of(op.args, op.kwargs))]
 
 
 def _look_at_writes(plan: Plan, ops: list[Op], asked: list[Value]) -> None:

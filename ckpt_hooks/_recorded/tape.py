@@ -17,14 +17,14 @@ import torch
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._core.mutation import exchanged
+from ckpt_hooks._core.mutation import exchanged_storage
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.threads import RegionThread
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
 from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, Hooks, Lost
-from ckpt_hooks._tensors.refilling import origin_of
+from ckpt_hooks._tensors.refilling import owner_of
 from ckpt_hooks._torch import FAKE, graph_task_id, is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
@@ -216,7 +216,7 @@ class Tape:
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 if found.store.address == (address or 0) or not is_kept_anyway(tensor):
                     return found
-                found.saved = Lost(exchanged, self.path)
+                found.saved = Lost(exchanged_storage, self.path)
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
             store = self.tables.external_store(address)
@@ -239,7 +239,7 @@ class Tape:
         value.counter = counter_in(self.tables, store, tensor) if store.members else store
         value.tensor = reference = _weakref(tensor)
         store.members.append(reference)
-        origin = origin_of(tensor)
+        origin = owner_of(tensor)
         if origin is None:
             saved = HeldTensor()
         else:

@@ -36,7 +36,7 @@ __all__ = [
     "new_value",
     "rebuild",
     "values_below",
-    "values_of",
+    "values_on_tape",
 ]
 
 
@@ -206,7 +206,7 @@ def flatten(outputs: Any) -> list[Any]:
     return [outputs]
 
 
-def values_of(argument: Any) -> list[Value]:
+def values_on_tape(argument: Any) -> list[Value]:
     """Returns the values in an argument of an :class:`Op`."""
     if type(argument) is Value:
         return [argument]
@@ -230,7 +230,7 @@ def values_below(values: list[Value]) -> list[Value]:
                 if type(argument) is Value:
                     todo.append(argument)
                 elif type(argument) is list:
-                    todo += values_of(argument)
+                    todo += values_on_tape(argument)
     return list(found.values())
 
 

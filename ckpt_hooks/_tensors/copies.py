@@ -18,7 +18,7 @@ import torch
 
 from ckpt_hooks._torch import FAKE, neg_view, past_all_modes, set_grad_enabled, set_versions, storage_address, storage_of
 
-from .nested_values import exchanged
+from .nested_values import replaced_in
 
 __all__ = [
     "PLAIN",
@@ -201,7 +201,7 @@ class _Alias(torch.autograd.Function):
 
 def copies_of(value: Any) -> Any:
     """Returns the outputs of an operator, each tensor replaced by a copy of the same version."""
-    return exchanged(value, torch.Tensor, _copy_or_clone)
+    return replaced_in(value, torch.Tensor, _copy_or_clone)
 
 
 def _copy_or_clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.descriptions import kind_in_words, kind_of
+from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.identities import storage_and_size
@@ -34,7 +34,7 @@ from .refilling import Origin
 from .shared_host_copies import Moved
 from .transfers import Transfers
 
-__all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold", "recomputes"]
+__all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold_tensor", "recomputes"]
 
 Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
@@ -119,7 +119,7 @@ class HeldTensor:
         return changed_held(tensor, self.version or 0, self.path, self.cause, kind=kind)
 
 
-def hold(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
+def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
     """Returns the holder of a tensor, as it is, for a policy; not sealed yet."""
     held = HeldTensor()
     held.tensor, held.version, held.cause, held.path = tensor, None, cause, path
@@ -204,7 +204,7 @@ class HeldByHooks(HeldTensor):
     def __init__(self, tensor: torch.Tensor, hooks: Hooks, path: RegionPath, cause: Cause) -> None:
         self.tensor, self.version, self.cause, self.path = None, tensor._version, cause, path
         self.is_fickle = False
-        self._kind = kind_of(tensor)
+        self._kind = dtype_and_shape(tensor)
         self._storage = storage_of(tensor)
         self._strides = tensor.stride() if tensor.layout is torch.strided and not tensor.is_contiguous() else None
         pack, self._unpack = hooks
@@ -266,7 +266,7 @@ class HeldOnHost(HeldTensor):
     def __init__(self, tensor: torch.Tensor, batch: Batch, transfers: Transfers, path: RegionPath, cause: Cause) -> None:
         self.tensor, self.version, self.cause, self.path = None, None, cause, path
         self.is_fickle = False
-        self._kind = kind_of(tensor)
+        self._kind = dtype_and_shape(tensor)
         self._witness: torch.Tensor | None = version_witness(tensor)
         self._sent = batch.send(tensor, transfers)
 

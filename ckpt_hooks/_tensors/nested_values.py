@@ -9,7 +9,7 @@ import torch
 
 from ckpt_hooks._core.inner_tensors import inner_tensors
 
-__all__ = ["exchanged", "instances_in", "tensors_in"]
+__all__ = ["instances_in", "replaced_in", "tensors_in"]
 
 T = TypeVar("T")
 
@@ -43,10 +43,10 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def exchanged(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
+def replaced_in(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
     """Returns the same lists and tuples with each instance of a class replaced by a function's result."""
     if isinstance(value, kind):
         return function(value)
     if isinstance(value, (list, tuple)):
-        return type(value)([exchanged(one, kind, function) for one in value])
+        return type(value)([replaced_in(one, kind, function) for one in value])
     return value

@@ -17,7 +17,7 @@ from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
 
-from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_at_end
+from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_copies_at_end
 
 __all__ = ["Batch", "Offloaded", "Taker"]
 
@@ -101,7 +101,7 @@ class Offloaded:
         with self._transfers.lock:
             if self._arrival is None:
                 self._arrival = arrival
-        drop_at_end(self)
+        drop_copies_at_end(self)
 
     def fetch_ahead(self, task: int) -> bool:
         """Starts the fetch, unless this backward has taken the tensor already; returns whether the tensor is still wanted.

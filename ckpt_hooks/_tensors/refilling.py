@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Finder", "Loan", "Origin", "Owner", "borrow", "give_back", "is_lent", "origin_of", "register_finder"]
+__all__ = ["Finder", "Loan", "Origin", "Owner", "borrow", "give_back", "is_lent", "owner_of", "register_finder"]
 
 
 class Owner(Protocol):
@@ -77,7 +77,7 @@ def register_finder(framework: str, load: Callable[[], Finder]) -> None:
     _registered.append(_Registered(framework, load))
 
 
-def origin_of(tensor: torch.Tensor) -> Origin | None:
+def owner_of(tensor: torch.Tensor) -> Origin | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
     for registered in _registered:
         if registered.framework in sys.modules and (origin := registered.find(tensor)) is not None:

@@ -29,7 +29,7 @@ import torch
 from ckpt_hooks._torch import PastFunctionModes, num_function_modes, past_all_modes, queue_callback, set_conj, set_neg
 from ckpt_hooks._torch.graphs import CAST_NODE, LEAF_NODE
 
-__all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_at_end", "transfers_for"]
+__all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_copies_at_end", "transfers_for"]
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -211,7 +211,7 @@ class Transfers:
         arrival.is_used = True
 
 
-def drop_at_end(fetched: _Droppable) -> None:
+def drop_copies_at_end(fetched: _Droppable) -> None:
     """Has a tensor that was fetched leave the device when the backward of this thread ends, unless it was taken by then."""
     queue_callback([_Ahead(fetched)].clear)
 

@@ -1,7 +1,7 @@
 """Parameters sharded by FSDP2, for replays which need them gathered: several units in one recorded region.
 
 FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. The replay
-of a region around several units reads parameters of units whose backward has not come. :func:`origin_of` names the unit that a
+of a region around several units reads parameters of units whose backward has not come. :func:`unit_of` names the unit that a
 parameter belongs to, as the owner which gathers it again.
 """
 
@@ -19,7 +19,7 @@ from ckpt_hooks._tensors.refilling import Origin
 from ckpt_hooks._torch import storage_of
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
 
-__all__ = ["Unit", "origin_of"]
+__all__ = ["Unit", "unit_of"]
 
 
 class Unit:
@@ -54,7 +54,7 @@ _indexed: weakref.WeakSet[Any] = weakref.WeakSet()
 _foreign: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
-def origin_of(tensor: torch.Tensor) -> Origin | None:
+def unit_of(tensor: torch.Tensor) -> Origin | None:
     """Returns the unit that gathers a tensor, and the shard in this process; None for memory which FSDP2 does not free."""
     if not num_units() or (address := storage_of(tensor)) is None:
         return None

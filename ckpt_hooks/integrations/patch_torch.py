@@ -15,7 +15,7 @@ import torch.utils.checkpoint
 from ckpt_hooks._checkpoint.context_pairs import own_contexts
 from ckpt_hooks._checkpoint.running import frame_of_call
 from ckpt_hooks._core.descriptions import warn_user
-from ckpt_hooks._core.interrupts import bring_back, mark_thread
+from ckpt_hooks._core.interrupts import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._core.stack import stack
@@ -112,7 +112,7 @@ class TorchPatch:
             frame.__exit__(None, None, None)
         except BaseException as error:
             if not left_behind:
-                bring_back(mark, error)
+                rewind(mark, error)
             raise
 
     def _context_fn(self, context_fn: Callable[[], ContextPair]) -> Callable[[], ContextPair]:

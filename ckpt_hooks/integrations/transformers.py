@@ -18,7 +18,7 @@ from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function
 from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_names, name_pattern, times
 
 from .patch_torch import TorchPatch, patch_torch
-from .transformers_models import FLAG, Switch, Taken, check_support, planned_layers, switch_of, transformers_model
+from .transformers_models import FLAG, Taken, TakenSwitch, check_support, planned_layers, switch_of, transformers_model
 
 __all__ = ["EnabledCheckpointing", "enable_in_transformers"]
 
@@ -108,7 +108,7 @@ def enable_in_transformers(
     check_support(owner, flagged)
     for module in owner.modules():  # regions that were switched off since
         earlier = vars(module).get(SWITCH)
-        if type(earlier) is Switch and (before := earlier.handle()) is not None:
+        if type(earlier) is TakenSwitch and (before := earlier.handle()) is not None:
             before.undo()
 
     handle = EnabledCheckpointing(owner, flagged)
@@ -144,7 +144,7 @@ class EnabledCheckpointing(Printed):
         """
         self._model, self._owner = type(owner).__name__, weakref.ref(owner)
         self._before = [(name, weakref.ref(module), _attributes(module, (FLAG, FUNCTION))) for name, module in flagged.items()]
-        self._switches: list[Switch] = []
+        self._switches: list[TakenSwitch] = []
         self._hooks: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def take_over(self, owner: Module, n: int, taken: Taken) -> None:
@@ -156,7 +156,7 @@ class EnabledCheckpointing(Printed):
             taken: The functions that call the layers.
         """
         models = [(name, module) for name, module in owner.named_modules() if switch_of(module) is not None]
-        self._switches = [Switch(module, name, n, taken) for name, module in models]
+        self._switches = [TakenSwitch(module, name, n, taken) for name, module in models]
         self._switches[0]()
         for switch in self._switches:
             switch.handle = weakref.ref(self)

@@ -24,7 +24,7 @@ from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
 
-__all__ = ["FLAG", "Switch", "Taken", "check_support", "planned_layers", "switch_of", "transformers_model"]
+__all__ = ["FLAG", "Taken", "TakenSwitch", "check_support", "planned_layers", "switch_of", "transformers_model"]
 
 #: The attribute of a module whose layers are checkpointed while it is True.
 FLAG = "gradient_checkpointing"
@@ -56,7 +56,7 @@ class Taken:
         return any(runner is function for runner in self._runners.values())
 
 
-class Switch:
+class TakenSwitch:
     """Stands in a model's attributes for the method by which Transformers switches checkpointing on and off.
 
     So a trainer that calls the public switch switches these regions. Holds the model weakly, since the model holds this object.
@@ -83,7 +83,7 @@ class Switch:
         self.handle: Callable[[], Any] = lambda: None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Switch, (self._owner(), self._name, self._n, self.taken)
+        return TakenSwitch, (self._owner(), self._name, self._n, self.taken)
 
     @property
     def __self__(self) -> Module | None:
@@ -95,7 +95,7 @@ class Switch:
         owner = self._owner()
         if owner is not None:
             before = vars(owner).get(SWITCH)
-            self._before = None if type(before) is Switch else before
+            self._before = None if type(before) is TakenSwitch else before
             vars(owner)[SWITCH] = self
 
     def remove(self) -> None:

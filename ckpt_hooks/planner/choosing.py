@@ -20,11 +20,11 @@ from .cuts import Choice
 from .profiling import Profile
 from .simulating import Delta, Effect, effect_of, timeline_of
 
-__all__ = ["Option", "Problem", "choose", "options_of"]
+__all__ = ["BlockOption", "Problem", "block_options", "choose"]
 
 
 @dataclasses.dataclass
-class Option:
+class BlockOption:
     """An option of a block, with its effects in all of the block's calls.
 
     Attributes:
@@ -49,7 +49,7 @@ class Problem:
         base: The bytes in each window without any block.
     """
 
-    def __init__(self, profile: Profile, options: Mapping[str, Sequence[Option]], natural: Sequence[int]) -> None:
+    def __init__(self, profile: Profile, options: Mapping[str, Sequence[BlockOption]], natural: Sequence[int]) -> None:
         self.profile = profile
         self.blocks = [*options]
         self.options = [options[name] for name in self.blocks]
@@ -169,7 +169,7 @@ def _is_in(spans: Sequence[tuple[int, int]], row: int) -> bool:
     return any(begin <= row < end for begin, end in spans)
 
 
-def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[Option]], bounds: Sequence[int]) -> list[int]:
+def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOption]], bounds: Sequence[int]) -> list[int]:
     """Returns the ends of allocations that any choice has: a block needs an input whatever the option.
 
     Two blocks that hold one storage, as the maker and the reader of an activation, would count the storage twice.
@@ -313,14 +313,14 @@ def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, 
     chosen[block] = option
 
 
-def options_of(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dict[str, list[Option]]:
+def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dict[str, list[BlockOption]]:
     """Returns the options of each block.
 
     Args:
         profile: The profile.
         choices: The choices of each block, by its first call.
     """
-    found: dict[str, list[Option]] = {}
+    found: dict[str, list[BlockOption]] = {}
     for block, of in choices.items():
         entries = [entry for entry in profile.entries if entry.block == block]
         first = entries[0]
@@ -331,5 +331,5 @@ def options_of(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dic
             for entry in entries:
                 kept = [at for at, op in enumerate(entry.ops) if (op.fresh if runs is None else op.run in runs)]
                 effects.append(effect_of(profile, entry, kept, is_plain=runs is None))
-            found[block].append(Option(choice, effects, sum(effect.cost for effect in effects)))
+            found[block].append(BlockOption(choice, effects, sum(effect.cost for effect in effects)))
     return found

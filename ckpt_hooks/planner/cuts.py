@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Iterable, Iterator
 
-from .profiling import Entry, Profile
+from .profiling import BlockCall, Profile
 from .simulating import effect_of
 
 __all__ = ["Choice", "choices_of", "lasting_in"]
@@ -39,7 +39,7 @@ class Choice:
 class _Graph:
     """What a block's operators need of each other. Operators which write to a result belong to the operator which made it."""
 
-    def __init__(self, profile: Profile, entry: Entry, lasting: Collection[int]) -> None:
+    def __init__(self, profile: Profile, entry: BlockCall, lasting: Collection[int]) -> None:
         owner: dict[int, int] = {}  # of an allocation, the operator which made it
         leader = list(range(len(entry.ops)))
         for at, op in enumerate(entry.ops):
@@ -171,7 +171,7 @@ def lasting_in(profile: Profile) -> list[set[int]]:
     return [{number for number in counts if counts[number] > (number in own)} for own in needed]
 
 
-def choices_of(profile: Profile, entry: Entry, lasting: Collection[int] = ()) -> list[Choice]:
+def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()) -> list[Choice]:
     """Returns the options of a block which are worth choosing: the fewer bytes, the higher the cost. The last has no region.
 
     Args:

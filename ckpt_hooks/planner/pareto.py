@@ -11,7 +11,7 @@ from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
 from ckpt_hooks.report.pictures.picture import Picture, figure_of, scale_of
 
 from .choosing import Problem, choose
-from .profiling import Entry, OpRun, Profile
+from .profiling import BlockCall, OpRun, Profile
 from .simulating import Effect, effect_of, peak_of
 
 __all__ = ["ParetoFront", "ParetoPoint", "front_of"]
@@ -115,7 +115,7 @@ def front_of(
     """
     whole = sum(op.cost for entry in profile.entries for op in entry.ops)
 
-    def point(name: str, effects: Sequence[tuple[Entry, Effect]]) -> ParetoPoint:
+    def point(name: str, effects: Sequence[tuple[BlockCall, Effect]]) -> ParetoPoint:
         again = [entry.ops[at] for entry, effect in effects for at in effect.again]
         return ParetoPoint(
             name,
@@ -163,7 +163,7 @@ def _is_product(op: OpRun) -> bool:
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "convolution", "_grouped_mm", "_scaled_mm"})
 
 #: Policies of torch's own guide: none, and products with every second of them.
-_POLICIES: dict[str, Callable[[Entry], list[int]]] = {
+_POLICIES: dict[str, Callable[[BlockCall], list[int]]] = {
     "nothing": lambda entry: [],
     "products": lambda entry: [at for at, op in enumerate(entry.ops) if _is_product(op)],
     "every second product": lambda entry: [at for at, op in enumerate(entry.ops) if _is_product(op)][::2],

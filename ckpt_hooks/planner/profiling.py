@@ -25,7 +25,7 @@ from ckpt_hooks.report.ledger.watching import OlderMemory
 
 from .costs import by_seconds, bytes_moved, cost_of
 
-__all__ = ["Allocation", "Entry", "Handle", "OpRun", "Profile", "profile_step"]
+__all__ = ["BlockCall", "OpRun", "Profile", "ProfiledAllocation", "Request", "profile_step"]
 
 
 class _Moment(enum.Enum):
@@ -102,7 +102,7 @@ class _Watch(Observer):
 
 
 @dataclasses.dataclass(slots=True)
-class Allocation:
+class ProfiledAllocation:
     """Memory allocated in the step.
 
     Attributes:
@@ -152,7 +152,7 @@ class OpRun:
 
 
 @dataclasses.dataclass(slots=True)
-class Handle:
+class Request:
     """A tensor which backward asks for.
 
     Attributes:
@@ -167,7 +167,7 @@ class Handle:
 
 
 @dataclasses.dataclass
-class Entry:
+class BlockCall:
     """One call of a block.
 
     Attributes:
@@ -184,7 +184,7 @@ class Entry:
     begin: int
     end: int
     ops: list[OpRun] = dataclasses.field(default_factory=list)
-    handles: list[Handle] = dataclasses.field(default_factory=list)
+    handles: list[Request] = dataclasses.field(default_factory=list)
     maker: dict[Value, int] = dataclasses.field(default_factory=dict)
     in_order: bool = False
 
@@ -201,8 +201,8 @@ class Profile:
     """
 
     num_rows: int
-    allocations: list[Allocation]
-    entries: list[Entry]
+    allocations: list[ProfiledAllocation]
+    entries: list[BlockCall]
     older: list[tuple[int, int]]
 
     def smooth(self) -> None:
@@ -250,10 +250,10 @@ class _Reader:
     def __init__(self, blocks: set[str], older: dict[int, int]) -> None:
         self._blocks, self._older = blocks, older
         self._alive: dict[int, int] = {}
-        self._allocations: list[Allocation] = []
+        self._allocations: list[ProfiledAllocation] = []
         self._freed: list[tuple[int, int]] = []
-        self._entries: dict[int, Entry] = {}
-        self._handles: dict[tuple[int, int], Handle] = {}
+        self._entries: dict[int, BlockCall] = {}
+        self._handles: dict[tuple[int, int], Request] = {}
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
         self._recomputes: list[int] = []
         self._begun = 0  # the bytes that live when the latest operator of a recompute ended, and the most since
@@ -270,7 +270,7 @@ class _Reader:
                 self._alive[row.address] = len(self._allocations)
                 # Recomputes of regions inside of blocks, or beside these, are the same under each plan.
                 is_again = any(region in self._entries for region in self._recomputes)
-                self._allocations.append(Allocation(row.nbytes, at, len(rows), is_again))
+                self._allocations.append(ProfiledAllocation(row.nbytes, at, len(rows), is_again))
                 self._change(row.nbytes)
             elif (number := self._alive.pop(row.address, None)) is not None:
                 self._allocations[number].freed = at
@@ -292,7 +292,7 @@ class _Reader:
 
     def _pass(self, at: int, moment: Any, data: Any) -> None:
         if moment is _Moment.ENTERED and not data.in_recompute and data.path[-1] in self._blocks:
-            self._entries[data.id] = Entry(data.path[-1], at, at)
+            self._entries[data.id] = BlockCall(data.path[-1], at, at)
             self._seen = len(self._allocations)
         elif moment is _Moment.EXITED and data in self._entries:
             self._entries[data].end = at
@@ -380,5 +380,5 @@ class _Reader:
     def _saved(self, region: int, position: int, fate: Reason, address: int) -> None:
         entry = self._entries.get(region)
         if entry is not None:  # numbers below 0 are those of tensors kept as they are
-            handle = self._handles[region, position] = Handle(self._value_at(region, address), None, sys.maxsize)
+            handle = self._handles[region, position] = Request(self._value_at(region, address), None, sys.maxsize)
             entry.handles.append(handle)

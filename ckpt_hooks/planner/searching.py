@@ -17,7 +17,7 @@ from ckpt_hooks.report.ledger.recording import memory_ledger
 
 from .blocks import blocks_of
 from .budgets import Budget, parsed
-from .choosing import Problem, choose, options_of
+from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .pareto import front_of
 from .planned import KeptRun, PlannedBlock, runners_of
@@ -74,7 +74,7 @@ def searched(
         entry.block: (entry, lasting) for entry, lasting in reversed([*zip(profile.entries, lasting_in(profile), strict=True)])
     }
     choices = {name: choices_of(profile, *firsts[name]) for name in found}
-    problem = Problem(profile, options_of(profile, choices), natural)
+    problem = Problem(profile, block_options(profile, choices), natural)
     least = problem.peak(problem.least)
     if isinstance(budget, float):
         budget = int(least + budget * max(0.0, plain.peak.nbytes - least))

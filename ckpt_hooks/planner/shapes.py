@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.descriptions import kind_in_words, kind_of, warn_user
+from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words, warn_user
 from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.modules.forward import RegionRunner
@@ -36,7 +36,7 @@ def shapes_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
     while isinstance(function, functools.partial):
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
     tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
-    return tuple(map(kind_of, tensors))
+    return tuple(map(dtype_and_shape, tensors))
 
 
 def shapes_in_words(shapes: Shapes) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 
-from .profiling import Entry, OpRun, Profile, Value
+from .profiling import BlockCall, OpRun, Profile, Value
 
 __all__ = ["Effect", "effect_of", "natural_ends", "peak_of", "timeline_of"]
 
@@ -37,7 +37,7 @@ class Effect:
     spared: list[int]
 
 
-def effect_of(profile: Profile, entry: Entry, kept: Collection[int], *, is_plain: bool = False) -> Effect:
+def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_plain: bool = False) -> Effect:
     """Returns the effect of keeping the results of some operators.
 
     Args:
@@ -70,7 +70,7 @@ def effect_of(profile: Profile, entry: Entry, kept: Collection[int], *, is_plain
     return Effect(_replays(profile, entry, held, again, needs), ends, cost, sorted(again), spared)
 
 
-def _needed(entry: Entry, value: Value, held: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
+def _needed(entry: BlockCall, value: Value, held: set[int], let_go: int, ends: dict[int, int]) -> set[int]:
     """Returns the operators which bring back a value, and notes what they need until backward lets go of it."""
     todo, seen, found = [value], set[Value](), set[int]()
     while todo:
@@ -88,7 +88,7 @@ def _needed(entry: Entry, value: Value, held: set[int], let_go: int, ends: dict[
 
 
 def _replays(
-    profile: Profile, entry: Entry, held: set[int], again: set[int], needs: list[tuple[int, list[int]]]
+    profile: Profile, entry: BlockCall, held: set[int], again: set[int], needs: list[tuple[int, list[int]]]
 ) -> list[Delta]:
     """Returns the changes of the replays."""
     readers: dict[int, int] = {}
@@ -129,7 +129,7 @@ def _bytes(profile: Profile, numbers: Iterable[int]) -> int:
     return sum(profile.allocations[number].nbytes for number in numbers)
 
 
-def _inside(entry: Entry, op: OpRun, held: set[int]) -> set[int]:
+def _inside(entry: BlockCall, op: OpRun, held: set[int]) -> set[int]:
     """Returns the allocations which an operator reads and a replay makes."""
     return {value[0] for value in op.reads if value in entry.maker and value[0] not in held and value[0] not in op.fresh}
 

@@ -11,7 +11,7 @@ from .advice import Advice, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 from .unmatched import unmatched_policies
 
-__all__ = ["Drift", "RegionTrace", "StepTrace", "changes_of", "drift_of", "largest_of", "totals_of"]
+__all__ = ["Drift", "RegionTrace", "StepTrace", "drift_of", "largest_of", "table_of_drift", "totals_of"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -322,7 +322,7 @@ def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))
 
 
-def changes_of(drift: Sequence[Drift]) -> Iterator[Table]:
+def table_of_drift(drift: Sequence[Drift]) -> Iterator[Table]:
     """Yields a table of what changes from step to step, if anything does."""
 
     def key(change: Drift) -> object:

@@ -19,7 +19,7 @@ from ckpt_hooks._torch.profiling import named_range
 
 from .formatting import Printed, Table, as_text, format_bytes
 from .out_of_memory import noting_out_of_memory
-from .steps import Drift, RegionTrace, StepTrace, changes_of, drift_of, largest_of, totals_of
+from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift, totals_of
 
 __all__ = ["Trace", "format_trace", "print_trace", "trace"]
 
@@ -291,7 +291,7 @@ class Trace(Printed):
         steps = self.steps
         if steps:
             yield from steps[-1]._tables()
-            yield from changes_of(drift_of(steps))
+            yield from table_of_drift(drift_of(steps))
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trace as values for ``json.dumps``."""

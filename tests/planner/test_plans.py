@@ -15,7 +15,7 @@ from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, mem
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks.planner import Plan
-from ckpt_hooks.planner.choosing import Problem, choose, options_of
+from ckpt_hooks.planner.choosing import Problem, block_options, choose
 from ckpt_hooks.planner.costs import by_seconds
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
@@ -83,7 +83,7 @@ def problem_of(profile, names):
     first = {entry.block: number for number, entry in reversed([*enumerate(profile.entries)])}
     lasting = lasting_in(profile)
     choices = {name: choices_of(profile, profile.entries[first[name]], lasting[first[name]]) for name in names}
-    options = options_of(profile, choices)
+    options = block_options(profile, choices)
     return Problem(profile, options, natural_ends(profile))
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ckpt_hooks import apply_checkpointing, checkpoint_region, memory_ledger
 from ckpt_hooks.report import compare
-from ckpt_hooks.report.pictures.bands import Part, bands_of
+from ckpt_hooks.report.pictures.bands import BandKind, bands_of
 from ckpt_hooks.report.pictures.blocks import OTHERS, Blocks
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -73,12 +73,12 @@ def test_bands_are_all_of_the_memory():
             ledger.base_nbytes + change.live for change in ledger.changes
         ]
         order = [(band.part, band.block) for band in bands]
-        again = [block for part, block in order if part is Part.AGAIN]
+        again = [block for part, block in order if part is BandKind.AGAIN]
         assert again == ([] if number == 0 else [1, 2, 3, 4])
-        assert order[0] == (Part.OLDER, None)
-        assert order[-1] == (Part.BACKWARD, None)
+        assert order[0] == (BandKind.OLDER, None)
+        assert order[-1] == (BandKind.BACKWARD, None)
         for block in again:  # what runs again lies on its block
-            assert order.index((Part.AGAIN, block)) == order.index((Part.BLOCK, block)) + 1
+            assert order.index((BandKind.AGAIN, block)) == order.index((BandKind.BLOCK, block)) + 1
 
 
 def test_fewer_moments_keep_the_highest():
@@ -116,7 +116,13 @@ def test_memory_of_no_block():
 
     ledger = memory_ledger(step)
     _, bands = bands_of(ledger, 0, Blocks([ledger], 9), 10**6)
-    assert [band.part for band in bands] == [Part.OLDER, Part.GRADIENTS, Part.OPTIMIZER, Part.OUTSIDE, Part.BACKWARD]
+    assert [band.part for band in bands] == [
+        BandKind.OLDER,
+        BandKind.GRADIENTS,
+        BandKind.OPTIMIZER,
+        BandKind.OUTSIDE,
+        BandKind.BACKWARD,
+    ]
     nothing = memory_ledger(lambda: None)
     assert bands_of(nothing, 0, Blocks([nothing], 9), 9)[1][0].nbytes == [nothing.base_nbytes] * 2
 

@@ -34,8 +34,8 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import copies_of, restore_layout
-from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold, recomputes
-from ckpt_hooks._tensors.nested_values import exchanged, instances_in, tensors_in
+from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold_tensor, recomputes
+from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch import counted_detach, storage_of, version_witness
@@ -179,7 +179,7 @@ class KeptOutputs:
         hooks = None if as_it_is and not self.is_in_frame else self.hooks
         if isinstance(output, torch.Tensor):
             return self._held(hooks, output, offload=offload)
-        return exchanged(output, torch.Tensor, partial(self._held, hooks, offload=offload))
+        return replaced_in(output, torch.Tensor, partial(self._held, hooks, offload=offload))
 
     def _held(self, hooks: Hooks | None, output: torch.Tensor, *, offload: bool) -> HeldTensor:
         tensor = counted_detach(output)
@@ -188,7 +188,7 @@ class KeptOutputs:
             return HeldOnHost(tensor, self.batch, transfers, self.path, BY_POLICY).sealed(None)
         if hooks is not None:
             return HeldByHooks(tensor, hooks, self.path, BY_POLICY)
-        return hold(tensor, self.path, BY_POLICY).sealed(None)
+        return hold_tensor(tensor, self.path, BY_POLICY).sealed(None)
 
     def forget(self, args: Any) -> None:
         """Drops outputs which share memory with the arguments of a writing operator."""
@@ -276,7 +276,7 @@ class KeptOutputs:
                 return value.get() if last else counted_detach(value.get())
             if isinstance(value, HeldTensor):
                 return self._tensor_of(value, last=last)
-            return exchanged(value, HeldTensor, partial(self._tensor_of, last=last))
+            return replaced_in(value, HeldTensor, partial(self._tensor_of, last=last))
         except (_NotBroughtBack, MutationError):  # the operator runs again
             return MISSING
 

@@ -26,13 +26,13 @@ __all__ = [
     "Content",
     "Part",
     "Parts",
-    "attributes_of",
+    "contents_kind_of",
     "differs_in_notes_alone",
     "is_atom",
     "likeness",
     "new",
-    "parts_of",
     "same",
+    "slots_and_dict_of",
 ]
 
 #: The content of a part: values by name, key or slot, or in order.
@@ -301,7 +301,7 @@ _LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "ckpt_hooks"}
 _LIBRARIES -= {"abc", "argparse", "builtins", "collections", "types", "typing"}
 
 
-def parts_of(kind: type) -> Parts:
+def contents_kind_of(kind: type) -> Parts:
     """Returns the parts of instances of a class; none for objects whose content is their own business."""
     known = _known.get(kind)
     if known is None:
@@ -314,7 +314,7 @@ def parts_of(kind: type) -> Parts:
 _attributes: dict[type, tuple[Part, ...]] = {}
 
 
-def attributes_of(kind: type) -> tuple[Part, ...]:
+def slots_and_dict_of(kind: type) -> tuple[Part, ...]:
     """Returns the parts of instances of a class with their attributes, whatever the class."""
     found = _attributes.get(kind)
     if found is None:
@@ -336,7 +336,7 @@ def _look_at(kind: type) -> Parts:
     is_of_user = kind.__flags__ & _HEAP_TYPE and not any(map(_is_of_library, kind.__mro__))
     if entries is None and not (is_of_user or kind is types.SimpleNamespace):
         return _NONE
-    parts = (*([] if entries is None else [entries]), *attributes_of(kind))
+    parts = (*([] if entries is None else [entries]), *slots_and_dict_of(kind))
     return parts, not issubclass(kind, (tuple, frozenset)) and bool(parts)
 
 

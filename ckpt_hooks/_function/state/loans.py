@@ -24,7 +24,7 @@ from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, present
 from .reached_values import Entry, Walk, read
 from .tensor_note import GoneError, StandIns, TensorNote
 
-__all__ = ["Loan", "Names", "lend", "names_of", "take_back"]
+__all__ = ["Names", "VariableLoan", "lend", "names_of", "take_back"]
 
 _NO_STAND_INS: StandIns = {}
 
@@ -109,7 +109,7 @@ _NO_PLACES: frozenset[Any] = frozenset()
 _NO_USE: _Use = (0, Names((), ()), _NO_PLACES)
 
 
-class Loan:
+class VariableLoan:
     """Places lent to a rerun, some with another content at present, or changed by the rerun itself.
 
     Of two reruns on different threads with different contents for a shared place, one waits for the other.
@@ -191,7 +191,7 @@ class Loan:
                 _turn.notify_all()
 
 
-def lend(names: Names, stand_ins: StandIns = _NO_STAND_INS) -> Loan | _Use:
+def lend(names: Names, stand_ins: StandIns = _NO_STAND_INS) -> VariableLoan | _Use:
     """Lends a rerun its places with the contents found by forward, until :func:`take_back` is called with the result.
 
     A rerun with unchanged variables, which binds none, and no containers or objects takes no lock: it registers its use, then
@@ -208,12 +208,12 @@ def lend(names: Names, stand_ins: StandIns = _NO_STAND_INS) -> Loan | _Use:
         if not _loans and _are_as_noted(names.entries, stand_ins):
             return use
         del _uses[id(use)]
-    return Loan(names, stand_ins)
+    return VariableLoan(names, stand_ins)
 
 
-def take_back(lent: Loan | _Use) -> None:
+def take_back(lent: VariableLoan | _Use) -> None:
     """Ends a loan or use begun by :func:`lend`."""
-    if type(lent) is Loan:
+    if type(lent) is VariableLoan:
         lent.end()
         return
     _uses.pop(id(lent), None)
@@ -236,6 +236,6 @@ def _are_as_noted(entries: Sequence[Entry], stand_ins: StandIns) -> bool:
 # Of all threads.
 _uses: dict[int, _Use] = {}
 _loans: set[int] = set()
-_waiting: list[Loan] = []
+_waiting: list[VariableLoan] = []
 _lock = Lock()
 _turn = Condition(_lock)

@@ -19,7 +19,7 @@ import torch
 
 from ckpt_hooks._core.threads import other_threads_run
 
-from .container_contents import ATOMS, Content, Part, differs_in_notes_alone, likeness, new, parts_of, same
+from .container_contents import ATOMS, Content, Part, contents_kind_of, differs_in_notes_alone, likeness, new, same
 from .tensor_note import GoneError, StandIns, TensorNote, Weak
 
 __all__ = [
@@ -153,7 +153,7 @@ class ContentNote:
         now = lent.met.get(self._identity) if self._reference is None else self._reference()
         if type(now) is not self.kind:
             now = None
-        parts, is_mutable = parts_of(self.kind)
+        parts, is_mutable = contents_kind_of(self.kind)
         if len(self.parts) < len(parts) or any(base for _, base, *_ in self.parts):  # a long one, of which not all is known
             if now is None:
                 raise GoneError

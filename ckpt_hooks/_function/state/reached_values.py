@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from .container_contents import ATOMS, VALUES, attributes_of, is_atom, parts_of
+from .container_contents import ATOMS, VALUES, contents_kind_of, is_atom, slots_and_dict_of
 from .limits import LEVELS, LEVELS_OF_OTHERS, MOST_ENTRIES, MOST_ENTRIES_READ, MOST_LOOKS
 from .notes import ABSENT, Again, ContentNote
 from .tensor_note import TensorNote, Weak, has_history
 
-__all__ = ["NOTHING", "Entry", "Walk", "entry_of", "facts_of", "has_state", "read", "walk_from"]
+__all__ = ["NOTHING", "Entry", "Walk", "entry_of", "facts_of_code", "has_state", "read", "walk_from"]
 
 _BUILTINS = frozenset(vars(builtins))
 _MET = (Module, torch.Tensor, torch.Generator)
@@ -84,12 +84,12 @@ class Walk:
         if isinstance(value, torch.Tensor):
             self.tensors.append(value)  # without a note, which takes an alias
         elif self._in_library and isinstance(value, _CONTAINERS):
-            part = parts_of(type(value))[0][0]
+            part = contents_kind_of(type(value))[0][0]
             content = part.read(value, 0) if levels > 0 and part.size(value) <= MOST_ENTRIES else None
             for one in list(content.values() if type(content) is dict else content or ()):
                 self.look(one, levels - 1)
         else:
-            if self._in_library and (type(value) in _INTO or parts_of(type(value))[0]):
+            if self._in_library and (type(value) in _INTO or contents_kind_of(type(value))[0]):
                 levels = LEVELS - 1  # out of the library, that is
             self._limit = len(self._seen) + MOST_LOOKS
             noted = self.note(value, levels)
@@ -126,13 +126,13 @@ class Walk:
 
     def _is_opened(self, value: Any) -> bool:
         """Whether a walk looks into a value. Notes of a module outlive its regions, and must not hold keys which hold it."""
-        if not parts_of(type(value))[0]:
+        if not contents_kind_of(type(value))[0]:
             return False
         return not (self._of_module and isinstance(value, dict)) or all(map(is_atom, list(dict.keys(value))))
 
     def _note_content(self, value: Any, levels: int) -> ContentNote:
         noted = self._seen[id(value)] = ContentNote(value)
-        for part in parts_of(noted.kind)[0]:
+        for part in contents_kind_of(noted.kind)[0]:
             base = 0
             if part.is_entries:
                 size = part.size(value)
@@ -159,7 +159,7 @@ class Walk:
     def _look_into_object(self, value: Any, levels: int) -> None:
         """Looks for modules, tensors and objects of users in an object of a library, which is not put back itself."""
         levels = min(levels, LEVELS_OF_OTHERS)
-        for part in attributes_of(type(value)):
+        for part in slots_and_dict_of(type(value)):
             content: Any = part.read(value, 0)
             for one in content.values():
                 self.look(one, levels)
@@ -179,7 +179,7 @@ class Walk:
             self.look(value, levels)
         if function.__dict__:
             self.look(function.__dict__, levels)
-        names, binds, is_library = facts_of(function)
+        names, binds, is_library = facts_of_code(function)
         cells = function.__closure__ or _NO_CELLS
         if cells or names:
             namespace = function.__globals__
@@ -224,7 +224,7 @@ class Walk:
 
 def _is_followed(kind: type) -> bool:
     """Whether a walk looks at a global variable with a value of a kind."""
-    return issubclass(kind, _MET) or bool(parts_of(kind)[0])
+    return issubclass(kind, _MET) or bool(contents_kind_of(kind)[0])
 
 
 _INTO: dict[type, Any] = {
@@ -264,7 +264,7 @@ def entry_of(function: Any) -> Entry | None:
     """
     if type(function) is not _FUNCTION:
         return None
-    names, binds, is_library = facts_of(function)
+    names, binds, is_library = facts_of_code(function)
     cells, namespace = function.__closure__ or _NO_CELLS, function.__globals__
     if is_library or not (cells or names):
         return None
@@ -294,7 +294,7 @@ _Facts = tuple[tuple[str, ...], bool, bool]
 _known: dict[int, tuple[weakref.ref[types.CodeType], _Facts]] = {}
 
 
-def facts_of(function: types.FunctionType) -> _Facts:
+def facts_of_code(function: types.FunctionType) -> _Facts:
     """Returns facts about the code of a function.
 
     Names of attributes are left out, though code objects list these along with names of variables. Names of Python's built-in
@@ -318,7 +318,7 @@ def has_state(function: Any) -> bool:
     """Whether a user's function, or another callable, closes over something, or names a global variable that is not code."""
     if type(function) is not _FUNCTION:
         return True
-    names, binds, is_library = facts_of(function)
+    names, binds, is_library = facts_of_code(function)
     if is_library:
         return False
     variables = function.__globals__
@@ -353,7 +353,7 @@ def _is_dull(function: types.FunctionType) -> bool:
     if not all(map(is_atom, defaults)):
         return False
     variables = function.__globals__
-    for name in facts_of(function)[0]:
+    for name in facts_of_code(function)[0]:
         kind = type(variables.get(name))
         if kind not in ATOMS and _is_followed(kind):
             return False

@@ -15,7 +15,7 @@ from .marks import Mark, Moment
 from .regions import Need, RegionEntry
 from .rows import Place, Row
 
-__all__ = ["Allocation", "Change", "Hold", "Maker", "Origin", "Replay"]
+__all__ = ["Allocation", "Change", "Hold", "Maker", "Origin", "RowReader"]
 
 
 class Maker(str, enum.Enum):
@@ -159,7 +159,7 @@ _OUTSIDE = _Opened(None, None, None, Maker.OUTSIDE, None, None)
 _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 
 
-class Replay:
+class RowReader:
     """Goes through the rows of a step in the order of time.
 
     Attributes:

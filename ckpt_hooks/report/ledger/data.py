@@ -10,7 +10,7 @@ from typing import Any
 
 from ckpt_hooks._core.holdings import Reason
 
-from .allocations import Allocation, Change, Hold, Maker, Replay
+from .allocations import Allocation, Change, Hold, Maker, RowReader
 from .holders import Holder, LedgerPeak, holders_at
 from .phases import Phase, phases_of
 from .regions import RegionEntry
@@ -56,7 +56,7 @@ class LedgerData:
         devices = list(dict.fromkeys(str(row.device) for row in rows if row.mark is None)) or ["cpu"]
         self.device = device or next((name for name in devices if name != "cpu"), "cpu")
         is_on_host = self.device == "cpu"
-        replay = Replay(older if is_on_host else {}, self.device, differentiable)
+        replay = RowReader(older if is_on_host else {}, self.device, differentiable)
         replay.run(rows)
         first = next((row for row in rows if row.mark is None and str(row.device) == self.device), None)
         self.base_nbytes = sum(older.values()) if is_on_host or first is None else first.total - first.nbytes

@@ -11,10 +11,10 @@ from ckpt_hooks.report.ledger.data import LedgerData
 
 from .blocks import Blocks
 
-__all__ = ["Band", "Part", "bands_of", "freed_of"]
+__all__ = ["Band", "BandKind", "bands_of", "freed_of"]
 
 
-class Part(enum.Enum):
+class BandKind(enum.Enum):
     """A kind of band, from the bottom up."""
 
     OLDER = "from before the step"
@@ -35,7 +35,7 @@ class Band(NamedTuple):
         nbytes: Its bytes at each moment.
     """
 
-    part: Part
+    part: BandKind
     block: int | None
     nbytes: Sequence[int]
 
@@ -53,7 +53,7 @@ def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tupl
         The moments, as indices of changes, and the bands.
     """
     keys = [_key_of(one, number, blocks) for one in ledger.allocations]
-    before = Part.OLDER, None
+    before = BandKind.OLDER, None
     order = sorted({before, *keys}, key=_place)
     rows = {key: row for row, key in enumerate(order)}
     live = [0] * len(order)
@@ -74,29 +74,29 @@ def freed_of(ledger: LedgerData) -> int:
     return -sum(change.nbytes for change in ledger.changes if change.allocation is None)
 
 
-def _key_of(allocation: Allocation, number: int, blocks: Blocks) -> tuple[Part, int | None]:
+def _key_of(allocation: Allocation, number: int, blocks: Blocks) -> tuple[BandKind, int | None]:
     maker = allocation.origin.maker
     if allocation.is_gradient:
-        return Part.GRADIENTS, None
+        return BandKind.GRADIENTS, None
     if maker is Maker.BACKWARD:
-        return Part.BACKWARD, None
+        return BandKind.BACKWARD, None
     if maker is Maker.OPTIMIZER:
-        return Part.OPTIMIZER, None
+        return BandKind.OPTIMIZER, None
     block = blocks.of(number, allocation)
     if block is None:
-        return Part.OUTSIDE, None
-    return Part.AGAIN if maker is Maker.RECOMPUTE else Part.BLOCK, block
+        return BandKind.OUTSIDE, None
+    return BandKind.AGAIN if maker is Maker.RECOMPUTE else BandKind.BLOCK, block
 
 
-_PARTS = list(Part)
+_PARTS = list(BandKind)
 
 
-def _place(key: tuple[Part, int | None]) -> tuple[int, int, int]:
+def _place(key: tuple[BandKind, int | None]) -> tuple[int, int, int]:
     """Returns the place from the bottom up: what is computed again lies on its block, and what backward makes on top."""
     part, block = key
     if block is None:
-        return (2 if part is Part.BACKWARD else 0), 0, _PARTS.index(part)
-    return 1, block, part is Part.AGAIN
+        return (2 if part is BandKind.BACKWARD else 0), 0, _PARTS.index(part)
+    return 1, block, part is BandKind.AGAIN
 
 
 def _moments_of(ledger: LedgerData, most: int) -> list[int]:

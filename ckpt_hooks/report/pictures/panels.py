@@ -10,7 +10,7 @@ from ckpt_hooks.report.formatting import format_bytes
 from ckpt_hooks.report.ledger.data import LedgerData
 from ckpt_hooks.report.ledger.holders import maker_in_words
 
-from .bands import Band, Part, bands_of, freed_of
+from .bands import Band, BandKind, bands_of, freed_of
 from .blocks import OTHERS, Blocks
 from .picture import Picture, figure_of, scale_of
 
@@ -19,7 +19,13 @@ __all__ = ["compare", "panels"]
 _MOST_BLOCKS = 9  # colours that are told apart, in grey too
 _MOST_MOMENTS = 700  # about the pixels of an axis
 _NARROW = 0.06  # of the axis: a phase without a name
-_GREYS = {Part.OLDER: "0.87", Part.GRADIENTS: "black", Part.OPTIMIZER: "0.45", Part.OUTSIDE: "0.70", Part.BACKWARD: "#d1495b"}
+_GREYS = {
+    BandKind.OLDER: "0.87",
+    BandKind.GRADIENTS: "black",
+    BandKind.OPTIMIZER: "0.45",
+    BandKind.OUTSIDE: "0.70",
+    BandKind.BACKWARD: "#d1495b",
+}
 _GREY = (0.55, 0.55, 0.55)
 _LIGHTER = 0.55
 
@@ -72,7 +78,7 @@ def panels(ledgers: Mapping[str, LedgerData]) -> Picture:
     colours = _colours(blocks.labels)
     most = max(ledger.base_nbytes + max(0, ledger.peak.nbytes) for ledger in found)
     unit, size = scale_of(most)
-    shown: dict[tuple[Part, int | None], None] = {}
+    shown: dict[tuple[BandKind, int | None], None] = {}
     for number, (axes, (title, ledger)) in enumerate(zip(all_axes, ledgers.items(), strict=True)):
         moments, bands = bands_of(ledger, number, blocks, _MOST_MOMENTS)
         _draw_bands(axes, moments, bands, colours, size)
@@ -102,11 +108,11 @@ def _colours(labels: Sequence[str]) -> list[tuple[float, ...]]:
     return [_GREY if label == OTHERS else next(found) for label in labels]
 
 
-def _look_of(part: Part, block: int | None, colours: list[tuple[float, ...]]) -> dict[str, Any]:
+def _look_of(part: BandKind, block: int | None, colours: list[tuple[float, ...]]) -> dict[str, Any]:
     if block is None:
-        return {"facecolor": _GREYS[part], "edgecolor": "white", "hatch": "...." if part is Part.OUTSIDE else None}
+        return {"facecolor": _GREYS[part], "edgecolor": "white", "hatch": "...." if part is BandKind.OUTSIDE else None}
     colour = colours[block]
-    if part is Part.AGAIN:
+    if part is BandKind.AGAIN:
         lighter = tuple(_LIGHTER + (1 - _LIGHTER) * value for value in colour)
         return {"facecolor": lighter, "edgecolor": colour, "hatch": "/////"}
     return {"facecolor": colour, "edgecolor": "white", "hatch": None}
@@ -161,18 +167,18 @@ def _draw_peak(axes: Any, ledger: LedgerData, size: int, width: int) -> None:
 
 
 def _legend(
-    shown: Mapping[tuple[Part, int | None], None], blocks: Blocks, colours: list[tuple[float, ...]], cut: str
+    shown: Mapping[tuple[BandKind, int | None], None], blocks: Blocks, colours: list[tuple[float, ...]], cut: str
 ) -> Iterator[Any]:
     """Yields a patch for each band, from the top down."""
     from matplotlib.patches import Patch
 
-    if (Part.BACKWARD, None) in shown:
-        yield Patch(label=Part.BACKWARD.value, **_look_of(Part.BACKWARD, None, colours))
-    if any(part is Part.AGAIN for part, _ in shown):
+    if (BandKind.BACKWARD, None) in shown:
+        yield Patch(label=BandKind.BACKWARD.value, **_look_of(BandKind.BACKWARD, None, colours))
+    if any(part is BandKind.AGAIN for part, _ in shown):
         middle = [colours[len(colours) // 2]]
-        yield Patch(label=f"{Part.AGAIN.value}, of a block", **_look_of(Part.AGAIN, 0, middle))
+        yield Patch(label=f"{BandKind.AGAIN.value}, of a block", **_look_of(BandKind.AGAIN, 0, middle))
     for number in reversed(range(len(blocks.labels))):
-        yield Patch(label=blocks.labels[number], **_look_of(Part.BLOCK, number, colours))
-    for part in (Part.OUTSIDE, Part.OPTIMIZER, Part.GRADIENTS, Part.OLDER):
+        yield Patch(label=blocks.labels[number], **_look_of(BandKind.BLOCK, number, colours))
+    for part in (BandKind.OUTSIDE, BandKind.OPTIMIZER, BandKind.GRADIENTS, BandKind.OLDER):
         if (part, None) in shown:
-            yield Patch(label=part.value + (cut if part is Part.OLDER else ""), **_look_of(part, None, colours))
+            yield Patch(label=part.value + (cut if part is BandKind.OLDER else ""), **_look_of(part, None, colours))
