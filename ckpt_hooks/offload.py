@@ -11,14 +11,9 @@ import torch
 from ._core.mutation import changed_unmoved
 from ._tensors.shared_host_copies import Moved, Shared
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
-from ._torch import (
-    counted_detach,
-    is_kept_anyway,
-    is_traced,
-    num_dispatch_modes,
-    num_function_modes,
-    sequence_number,
-)
+from ._torch.autograd import sequence_number
+from ._torch.modes import is_traced, num_dispatch_modes, num_function_modes
+from ._torch.tensors import counted_detach, is_kept_anyway
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "offload_saved_tensors"]
 

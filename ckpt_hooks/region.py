@@ -22,8 +22,8 @@ from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
 from ._recorded.replayed import Externals, held_in_graph
 from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance
-from ._torch import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ._torch.compiling import skipped
+from ._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from .policies.base import Policy, policy_from
 from .report.entries import PrintedHoldings
 

@@ -15,7 +15,7 @@ import types
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 from tests.measure import as_library
 
 

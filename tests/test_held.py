@@ -12,7 +12,7 @@ from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, hold_tenso
 from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
-from ckpt_hooks._torch import top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks.errors import MutationError
 from tests.measure import leaf
 

@@ -23,8 +23,9 @@ from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.state import loans
-from ckpt_hooks._torch import num_dispatch_modes, num_function_modes, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
+from ckpt_hooks._torch.modes import num_dispatch_modes, num_function_modes
 from tests.kernels import Inner
 from tests.measure import CountOps, Log
 

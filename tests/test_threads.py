@@ -73,7 +73,7 @@ def test_rule_11_one_recompute_for_two_threads_of_one_backward():
     from ckpt_hooks._core.groups import GraphExecGroup, group_scope
     from ckpt_hooks._function.handles import FIRST, HandleFrame
     from ckpt_hooks._function.packing import unpack
-    from ckpt_hooks._torch import set_graph_exec_group
+    from ckpt_hooks._torch.autograd import set_graph_exec_group
 
     recomputing, both_here = threading.Event(), threading.Event()
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-import ckpt_hooks._torch
+import ckpt_hooks._torch.autograd
 from ckpt_hooks import CheckpointError, checkpoint, checkpoint_region
 from ckpt_hooks._core import scopes
 from tests.measure import Calls, Log, Token, leaf
@@ -32,7 +32,7 @@ def way(request):
 
 
 def test_the_public_way_is_preferred():
-    assert ckpt_hooks._torch.queue_callback == (WAYS["the public one"] or WAYS["the engine's"])
+    assert ckpt_hooks._torch.autograd.queue_callback == (WAYS["the public one"] or WAYS["the engine's"])
 
 
 def test_a_callback_runs_when_backward_has_ended(way):

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
-from ckpt_hooks._torch import save_tensor
+from ckpt_hooks._torch.autograd import save_tensor
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import Calls, CountOps, leaf
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 
-from ckpt_hooks._torch import (
+from ckpt_hooks._torch.modes import (
     function_mode_at,
     global_device_mode,
     num_function_modes,

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ckpt_hooks._torch import MODULE_CALL, storage_of
+from ckpt_hooks._torch.modes import MODULE_CALL
+from ckpt_hooks._torch.tensors import storage_of
 
 from .descriptions import is_of_library
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ckpt_hooks._torch import graph_exec_group, set_graph_exec_group
+from ckpt_hooks._torch.autograd import graph_exec_group, set_graph_exec_group
 
 from .scopes import Scope, new_group_scope
 

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._torch import is_kept_anyway
 from ckpt_hooks._torch.graphs import SAVED_TENSORS, packed_of
+from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .descriptions import dtype_and_shape, kind_in_words
 from .identities import storage_and_size

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import pop_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks
 from ckpt_hooks.errors import CheckpointError
 
 from .frame import Frame

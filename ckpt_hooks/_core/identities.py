@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 
 __all__ = ["address_in", "address_of", "number_of", "storage_and_size", "tell_when_freed"]
 

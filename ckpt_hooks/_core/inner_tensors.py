@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import sparse_parts
+from ckpt_hooks._torch.tensors import sparse_parts
 
 __all__ = ["dense_parts", "inner_tensors", "parts_of"]
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import Hook, dispatch_mode_at, num_dispatch_modes, pop_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import Hook, pop_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 
 from .frame import Frame
 from .hooks import are_of_frame

@@ -12,7 +12,8 @@ from torch.autograd.graph import increment_version
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import ParamSpec, Self
 
-from ckpt_hooks._torch import (
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.modes import (
     dispatch_mode_at,
     is_tracing_mode,
     num_dispatch_modes,
@@ -22,7 +23,6 @@ from ckpt_hooks._torch import (
     push_dispatch_mode,
     push_function_mode,
 )
-from ckpt_hooks._torch.compiling import skipped
 
 __all__ = [
     "QuietDispatchMode",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_hooks._torch import is_freed, is_kept_anyway
+from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway
 from ckpt_hooks.errors import MutationError
 
 from .call_sites import name_in_models

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from typing import NamedTuple
 
-from ckpt_hooks._torch import graph_task_id
+from ckpt_hooks._torch.autograd import graph_task_id
 
 __all__ = ["Order", "Position"]
 

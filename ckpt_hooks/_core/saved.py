@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._torch import is_kept_anyway
+from ckpt_hooks._torch.tensors import is_kept_anyway
 from ckpt_hooks.errors import CheckpointError
 
 from .holdings import Cause, Reason

@@ -19,7 +19,7 @@ import weakref
 from functools import partial
 from typing import Any
 
-from ckpt_hooks._torch import graph_exec_group, graph_task_id, keeps_graph, queue_callback
+from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id, keeps_graph, queue_callback
 
 __all__ = [
     "MISSING",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_hooks._torch import graph_task_id, keeps_graph, storage_of, version_witness
+from ckpt_hooks._torch.autograd import graph_task_id, keeps_graph
+from ckpt_hooks._torch.tensors import storage_of, version_witness
 
 __all__ = ["Uses"]
 

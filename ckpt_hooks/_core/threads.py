@@ -19,7 +19,7 @@ from sys import getrefcount
 
 from torch.autograd import graph
 
-from ckpt_hooks._torch import graph_task_id
+from ckpt_hooks._torch.autograd import graph_task_id
 
 __all__ = ["RECENT", "RegionThread", "is_concurrent", "other_threads_run", "this_thread"]
 

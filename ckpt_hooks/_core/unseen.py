@@ -13,9 +13,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ckpt_hooks._torch import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import AT_WORK, apply, divert_functions, divert_triton
+from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 
 from .modes import QuietDispatchMode
 

@@ -27,7 +27,8 @@ from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import as_kind, restore_layout
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._tensors.saved_inputs import save_all
-from ckpt_hooks._torch import SavedTensor, storage_of, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import SavedTensor, top_saved_tensors_hooks
+from ckpt_hooks._torch.tensors import storage_of
 
 from .argument_places import Captured, flag_error, path_at, path_to
 from .origins import Origins, has_history

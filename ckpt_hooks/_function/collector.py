@@ -31,7 +31,8 @@ from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
-from ckpt_hooks._torch import detach_past_modes, sequence_number, storage_of
+from ckpt_hooks._torch.autograd import sequence_number
+from ckpt_hooks._torch.tensors import detach_past_modes, storage_of
 from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error

@@ -16,7 +16,7 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._operators.operator_events import OperatorCount, OperatorWatch, wants_operators
-from ckpt_hooks._torch import active_fake_mode
+from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks.errors import DeterminismError
 
 __all__ = [

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._torch import current_node, storage_of
+from ckpt_hooks._torch.autograd import current_node
+from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .handles import FIRST, HandleFrame

@@ -25,7 +25,7 @@ from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved import Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
 from ckpt_hooks._core.split_backward import Uses
-from ckpt_hooks._torch import graph_exec_group, graph_task_id
+from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError
 
 __all__ = ["FIRST", "Handle", "HandleFrame", "Pass"]

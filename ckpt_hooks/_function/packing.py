@@ -25,7 +25,7 @@ from ckpt_hooks._core.saved import Kept
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._tensors.fingerprints import Fingerprints
-from ckpt_hooks._torch import graph_task_id, push_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import graph_task_id, push_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 
 from .handles import FIRST, Handle, HandleFrame

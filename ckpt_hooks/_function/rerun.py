@@ -25,14 +25,8 @@ from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
-from ckpt_hooks._torch import (
-    num_dispatch_modes,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    resume_transforms,
-    set_grad_enabled,
-    suspend_transforms,
-)
+from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
+from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
 from ckpt_hooks.errors import DeterminismError, MutationError
 
 from .arguments import HandedOut, Hooks, Restored, put_hooks_back

@@ -23,7 +23,7 @@ from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.saved import Kept
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._torch import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.scripting import divert_scripted, flags_of, latest_plan
 from ckpt_hooks.errors import DeterminismError

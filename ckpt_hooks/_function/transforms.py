@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_hooks._torch import is_any_transform_active
+from ckpt_hooks._torch.modes import is_any_transform_active
 
 from .contexts import ContextPair, call_context_fn, noop_context_fn, without_selection
 

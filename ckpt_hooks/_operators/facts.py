@@ -16,7 +16,7 @@ import torch
 
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
-from ckpt_hooks._torch import OVERLOAD
+from ckpt_hooks._torch.operators import OVERLOAD
 
 from . import schema_gaps
 from .kinds import Kind, operator_kind

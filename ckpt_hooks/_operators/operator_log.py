@@ -16,7 +16,7 @@ import torch
 from ckpt_hooks._core.call_sites import Place, place_in_words, place_of
 from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._torch import graph_task_id
+from ckpt_hooks._torch.autograd import graph_task_id
 
 from .facts import KNOWN, facts_of
 from .kinds import Kind

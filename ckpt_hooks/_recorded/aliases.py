@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch import set_versions
+from ckpt_hooks._torch.tensors import set_versions
 
 from .surroundings import Surroundings
 from .tables import Tables

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from ckpt_hooks._tensors.refilling import Loan, Owner, borrow, give_back, is_lent
-from ckpt_hooks._torch import is_freed, storage_of
+from ckpt_hooks._torch.tensors import is_freed, storage_of
 
 from .values import Op, Value, values_on_tape
 

@@ -14,7 +14,8 @@ from ckpt_hooks._ambient import rng
 from ckpt_hooks._ambient.streams import is_same_state
 from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt
 from ckpt_hooks._tensors.copies import is_dense
-from ckpt_hooks._torch import FAKE, is_freed, is_kept_anyway
+from ckpt_hooks._torch.modes import FAKE
+from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway
 
 from .values import Store
 

@@ -16,7 +16,7 @@ from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, Hooks, hold_tensor
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
-from ckpt_hooks._torch import counted_detach, is_kept_anyway
+from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway
 from ckpt_hooks.policies.decisions import OFFLOAD
 
 from .values import Value

@@ -23,16 +23,11 @@ from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.held_tensors import HeldTensor
-from ckpt_hooks._torch import (
-    FAKE,
-    counted_detach,
-    graph_task_id,
-    is_below_counting,
-    is_kept_anyway,
-    storage_address,
-)
+from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import bound
+from ckpt_hooks._torch.modes import FAKE
+from ckpt_hooks._torch.tensors import counted_detach, is_below_counting, is_kept_anyway, storage_address
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import ASK, RECOMPUTE, SAVE
 

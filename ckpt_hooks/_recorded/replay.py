@@ -27,7 +27,7 @@ from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
 from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._tensors.refilling import Owner
-from ckpt_hooks._torch import storage_address
+from ckpt_hooks._torch.tensors import storage_address
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .borrowing import Borrowing

@@ -18,8 +18,9 @@ from ckpt_hooks._core.saved import Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
 from ckpt_hooks._core.split_backward import Uses
 from ckpt_hooks._tensors.copies import copies_of, is_plain
-from ckpt_hooks._torch import graph_exec_group, graph_task_id, storage_of
+from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
 from ckpt_hooks._torch.functions import num_holders
+from ckpt_hooks._torch.tensors import storage_of
 
 from .replay import Replay, Replayable, bring_back
 from .values import Value, is_held_twice, values_below

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 
 from .values import Store, Value, new_store
 

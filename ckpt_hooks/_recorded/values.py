@@ -22,7 +22,7 @@ import torch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._tensors.held_tensors import HeldTensor
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 
 __all__ = [
     "ANEW",

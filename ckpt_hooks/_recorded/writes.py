@@ -27,7 +27,7 @@ from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Hooks, Lost
 from ckpt_hooks._tensors.nested_values import instances_in, tensors_in
-from ckpt_hooks._torch import counted_detach, storage_address, storage_of
+from ckpt_hooks._torch.tensors import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 
 from .aliases import counter_of

@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import FAKE, neg_view, past_all_modes, set_grad_enabled, set_versions, storage_address, storage_of
+from ckpt_hooks._torch.autograd import set_grad_enabled
+from ckpt_hooks._torch.modes import FAKE
+from ckpt_hooks._torch.tensors import neg_view, past_all_modes, set_versions, storage_address, storage_of
 
 from .nested_values import replaced_in
 

@@ -20,7 +20,9 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_hooks._core.inner_tensors import parts_of
-from ckpt_hooks._torch import FAKE, nested_parts, wait_for_collective
+from ckpt_hooks._torch.modes import FAKE
+from ckpt_hooks._torch.operators import wait_for_collective
+from ckpt_hooks._torch.tensors import nested_parts
 
 __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 

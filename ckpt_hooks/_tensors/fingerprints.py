@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.modes import past_modes
-from ckpt_hooks._torch import node_number, sequence_number, storage_of
+from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.tensors import storage_of
 
 __all__ = ["Fingerprints", "may_be_unfilled"]
 

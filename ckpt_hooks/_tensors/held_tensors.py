@@ -23,7 +23,8 @@ from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import changed_held, freed
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.saved import nbytes_of
-from ckpt_hooks._torch import counted_detach, graph_task_id, is_freed, is_kept_anyway, storage_of, version_witness
+from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.tensors import counted_detach, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
 from .copies import Clones, copy_in, stand_in_for

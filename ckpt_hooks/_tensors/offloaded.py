@@ -15,7 +15,8 @@ import torch
 
 from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._torch import counted_detach, graph_task_id, set_versions
+from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.tensors import counted_detach, set_versions
 
 from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_copies_at_end
 

@@ -14,7 +14,7 @@ import torch
 
 from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._torch import counted_detach, is_kept_anyway
+from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway
 
 from .held_tensors import Hooks
 from .offloaded import Batch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ckpt_hooks._torch import SavedTensor, pop_saved_tensors_hooks, push_saved_tensors_hooks, save_tensor
+from ckpt_hooks._torch.autograd import SavedTensor, pop_saved_tensors_hooks, push_saved_tensors_hooks, save_tensor
 
 __all__ = ["save_all"]
 

@@ -13,7 +13,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.identities import storage_and_size
 from ckpt_hooks._core.mutation import changed_moved
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._torch import storage_address, version_witness
+from ckpt_hooks._torch.tensors import storage_address, version_witness
 
 from .offloaded import Batch, Offloaded
 from .transfers import MAX_STASH_SIZE, Transfers

@@ -26,8 +26,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ckpt_hooks._torch import PastFunctionModes, num_function_modes, past_all_modes, queue_callback, set_conj, set_neg
+from ckpt_hooks._torch.autograd import queue_callback
 from ckpt_hooks._torch.graphs import CAST_NODE, LEAF_NODE
+from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
+from ckpt_hooks._torch.tensors import past_all_modes, set_conj, set_neg
 
 __all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_copies_at_end", "transfers_for"]
 

@@ -14,7 +14,7 @@ import torch
 from torch.distributed import _composable_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 
 __all__ = ["addresses_of", "gather", "num_units", "parameters_by_group", "shard_of"]
 

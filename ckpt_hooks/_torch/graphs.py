@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch import NodeSavedTensor
+from ckpt_hooks._torch.autograd import NodeSavedTensor
 
 __all__ = [
     "CAST_NODE",

@@ -16,8 +16,8 @@ import torch
 
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._tensors.refilling import Origin
-from ckpt_hooks._torch import storage_of
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
+from ckpt_hooks._torch.tensors import storage_of
 
 __all__ = ["Unit", "unit_of"]
 

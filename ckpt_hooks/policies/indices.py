@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.descriptions import warn_user
-from ckpt_hooks._torch import MODULE_CALL
+from ckpt_hooks._torch.modes import MODULE_CALL
 
 from .base import Policy, PolicyFn, checked_operators
 from .traced_policies import makes_policies

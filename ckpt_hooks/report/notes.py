@@ -17,7 +17,8 @@ from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.stack import is_recomputing
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch import OVERLOAD, node_number, sequence_number
+from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.operators import OVERLOAD
 
 __all__ = ["NOWHERE", "Known", "Notes", "OperatorNotes", "Origin"]
 

@@ -14,7 +14,7 @@ from ckpt_hooks._core.holdings import Holding, Reason
 from ckpt_hooks._core.misuse import checked_flag
 from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Saved
-from ckpt_hooks._torch import graph_task_id
+from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
 
 from .formatting import Printed, Table, as_text, format_bytes

@@ -9,7 +9,7 @@ import torch
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks._recorded import replay
-from ckpt_hooks._torch import num_dispatch_modes
+from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks.report import Reason
 
 ATEN = torch.ops.aten

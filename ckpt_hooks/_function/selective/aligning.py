@@ -27,7 +27,8 @@ from ckpt_hooks._operators.facts import facts_of, same_operator
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import same_bits
 from ckpt_hooks._tensors.nested_values import tensors_in
-from ckpt_hooks._torch import graph_task_id, is_kept_anyway, node_number, sequence_number
+from ckpt_hooks._torch.autograd import graph_task_id, node_number, sequence_number
+from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .selection import Selection
 from .sequence import Counts, OperatorSequence

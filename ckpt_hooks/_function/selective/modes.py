@@ -25,8 +25,9 @@ from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
-from ckpt_hooks._torch import graph_task_id, is_kept_anyway, sequence_number, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import graph_task_id, sequence_number, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks._torch.tensors import is_kept_anyway
 from ckpt_hooks.errors import DeterminismError
 from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.context import SelectiveCheckpointContext

@@ -38,7 +38,7 @@ from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, HeldTensor
 from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
-from ckpt_hooks._torch import counted_detach, storage_of, version_witness
+from ckpt_hooks._torch.tensors import counted_detach, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
 __all__ = ["KeptOutputs"]

@@ -18,7 +18,7 @@ from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.held_tensors import HeldOnHost
 from ckpt_hooks._tensors.nested_values import instances_in
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import DeterminismError
 
 from .alignment import compare_all

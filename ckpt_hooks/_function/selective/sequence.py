@@ -20,7 +20,7 @@ import torch
 
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._operators.facts import same_operator
-from ckpt_hooks._torch import sequence_number
+from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks.errors import DeterminismError
 
 __all__ = ["Counts", "OperatorSequence"]

@@ -24,7 +24,7 @@ from operator import itemgetter
 import torch
 
 from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, has_storage, is_dense, same_layout
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 
 from .buffers import (
     WRITES,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._tensors.copies import copy_of, data_of, fill_all, has_storage, is_plain, same_layout
-from ckpt_hooks._torch import storage_of
+from ckpt_hooks._torch.tensors import storage_of
 
 from .buffers import Complain, Slot, Use, has_changed, is_copied
 from .module_plan import ModulePlan

@@ -43,7 +43,7 @@ from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._operators.kinds import Kind
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
-from ckpt_hooks._torch import is_freed, storage_of
+from ckpt_hooks._torch.tensors import is_freed, storage_of
 from ckpt_hooks.errors import MutationError
 
 from .container_contents import same

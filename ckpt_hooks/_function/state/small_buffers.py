@@ -18,7 +18,8 @@ from typing import TypeVar
 import torch
 
 from ckpt_hooks._tensors.copies import fill_all, has_storage, is_plain, same_bits
-from ckpt_hooks._torch import hold_versions, past_all_modes, set_versions, storage_of
+from ckpt_hooks._torch.autograd import hold_versions
+from ckpt_hooks._torch.tensors import past_all_modes, set_versions, storage_of
 
 from .tensor_note import TensorNote
 

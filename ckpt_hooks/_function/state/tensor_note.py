@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from ckpt_hooks._tensors.copies import PLAIN, alias_with_history, as_kind, copy_of, copy_with_history, is_plain
-from ckpt_hooks._torch import PastFunctionModes, counted_detach, is_freed, is_kept_anyway
+from ckpt_hooks._torch.modes import PastFunctionModes
+from ckpt_hooks._torch.tensors import counted_detach, is_freed, is_kept_anyway
 
 from .limits import MOST_COPIED
 

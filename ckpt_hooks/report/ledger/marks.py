@@ -7,7 +7,7 @@ import itertools
 import threading
 from typing import Any, NamedTuple
 
-from ckpt_hooks._torch import sequence_number
+from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.profiling import profiler_range
 
 __all__ = ["Mark", "Marks", "Moment"]

@@ -1,0 +1,132 @@
+"""Private parts of autograd: hooks, graph tasks, nodes, saved tensors.
+
+Each private name says which versions have it, and when it may go.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.utils.checkpoint
+
+from .modes import PastFunctionModes
+from .tensors import _past_modes
+
+Hook = Callable[[Any], Any]
+
+# Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
+# object and enters it, and does nothing else. 2.11 to 2.15. Goes when the public way is as quick.
+push_saved_tensors_hooks: Callable[[Hook, Hook], None] = torch._C._autograd._push_saved_tensors_default_hooks
+pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+
+# The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past
+# a trace. There is no public way to ask whether hooks are active. 2.11 to 2.15. Goes with a public way.
+top_saved_tensors_hooks: Callable[[bool], tuple[Hook, Hook] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+
+# Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15. Goes with
+# a public way.
+graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+
+# The node that ``backward`` is running on this thread, or None. 2.11 to 2.15. Goes with a public way.
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+
+# Runs a callable when the graph task of this thread ends, and owns it until then: it is dropped also if that backward fails,
+# which is what recomputed values hang on. FSDP and DDP rely on the same call. 2.11 to 2.15.
+# Torch 2.15 has made it public; the engine's own goes when 2.14 does.
+queue_callback: Callable[[Callable[[], None]], None] = getattr(
+    torch.autograd.graph, "queue_callback", torch.autograd.Variable._execution_engine.queue_callback
+)
+
+# Whether the graph task that is running keeps its graph (``retain_graph=True``). 2.11 to 2.15. Goes with a public way.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+# The ``GraphExecGroup`` that this thread is in, torch's or ours; both are set through the same slot so that each engine
+# honours the other's. 2.11 to 2.15. Goes with a public way.
+graph_exec_group: Callable[[], object | None] = torch._C._get_graph_exec_group
+set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
+
+# The number that the next autograd node created on this thread will get. Tensors that one operator saves are packed after
+# its node was made and before the next one's, so equal numbers mean the same operator. 2.11 to 2.15. Goes with a public way.
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+# The sequence number of a node, given by its thread; a generator's address. 2.11 to 2.15. Both go with a public way.
+node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
+
+# ``torch.set_grad_enabled`` without its object. 2.11 to 2.15. Goes when the public way is as quick.
+set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
+
+
+class SavedTensor(Protocol):
+    """A tensor saved by autograd, by way of the saved-tensor hooks active at the time."""
+
+    def unpack(self) -> torch.Tensor:
+        """Returns the tensor; runs the unpack hook, if hooks were active."""
+
+
+class _SaveInput(torch.autograd.Function):
+    """Saves its second argument for a backward which never runs; for the first argument autograd builds a node."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tensor)
+        output: torch.Tensor = _past_modes(functools.partial(torch.empty, 0, device=anchor.device))
+        return output
+
+
+class NodeSavedTensor:
+    """:class:`SavedTensor` for torch 2.11, where an autograd node has to save the tensor."""
+
+    __slots__ = ("output",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
+        # The output owns the node; the Python object of a node alone does not keep what it saved.
+        self.output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
+
+    def unpack(self) -> torch.Tensor:
+        tensor: torch.Tensor = self.output.grad_fn.saved_tensors[0]
+        return tensor
+
+
+class _SaveAll(torch.autograd.Function):
+    """Saves tensors for a backward which never runs."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        return torch.empty(0, device="cpu")
+
+
+def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Returns a tensor whose ``grad_fn.saved_tensors`` raises ``RuntimeError`` after a write to any of some tensors.
+
+    Autograd compares the versions of many saved tensors in a fifth of the time of as many questions. Active saved-tensor hooks
+    would get the tensors instead, so the hooks are off meanwhile. 2.11 to 2.15. Goes when the public way is as quick.
+    """
+    hooks: list[tuple[Hook, Hook]] = []
+    grad_enabled = torch.is_grad_enabled()
+    try:
+        while (pair := top_saved_tensors_hooks(False)) is not None:
+            pop_saved_tensors_hooks()
+            hooks.append(pair)
+        set_grad_enabled(True)
+        with PastFunctionModes():
+            anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
+            owner: torch.Tensor = _past_modes(_SaveAll.apply, anchor, *tensors)
+        return owner
+    finally:
+        set_grad_enabled(grad_enabled)
+        for pair in reversed(hooks):
+            push_saved_tensors_hooks(*pair)
+
+
+# 2.12 added the way to make a ``SavedTensor`` from Python. Its own form here goes with torch 2.11, the other with a public way.
+save_tensor: Callable[[torch.Tensor], SavedTensor] = (
+    (lambda tensor: torch._C._autograd._make_saved_tensor(tensor, False))
+    if hasattr(torch._C._autograd, "_make_saved_tensor")
+    else NodeSavedTensor
+)

@@ -1,0 +1,116 @@
+"""Private parts of modes: dispatch and function modes, traces, transforms.
+
+Each private name says which versions have it, and when it may go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+
+# The dispatch modes that are active on this thread, from the outermost. 2.11 to 2.15. Goes when the public way is as quick.
+# Entering a mode by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
+num_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+dispatch_mode_at: Callable[[int], Any] = torch._C._get_dispatch_stack_at
+push_dispatch_mode: Callable[[Any], None] = torch._C._push_on_torch_dispatch_stack
+pop_dispatch_mode: Callable[[None], Any] = torch._C._pop_torch_dispatch_stack
+
+# Whether torch traces by a dispatch mode (fake, functional, proxy), which has a place of its own on the stack; and a tensor of
+# such a trace, in which there is nothing. 2.11 to 2.15. Goes with a public way.
+is_tracing_mode: Callable[[Any], bool] = lambda mode: getattr(mode, "_mode_key", None) is not None  # noqa: E731
+FAKE: Any = torch._subclasses.fake_tensor.FakeTensor
+
+# The fake mode that is active on this thread, or None: it has a place of its own. 2.11 to 2.15. Goes with a public way.
+active_fake_mode: Callable[[], Any] = lambda: torch._C._get_dispatch_mode(  # noqa: E731
+    torch._C._TorchDispatchModeKey.FAKE
+)
+
+# What runs while a module is called: its frame of Python has the module. 2.11 to 2.15. Goes with a public way.
+MODULE_CALL: Any = torch.nn.Module._call_impl.__code__
+PastFunctionModes: Any = torch._C.DisableTorchFunction
+
+# Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15. Goes with a public way.
+_exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+_is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
+
+
+# Active ``TorchFunctionMode`` objects (a default device is one), outermost first. 2.11 to 2.15. Goes with a public way.
+num_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+function_mode_at: Callable[[int], object] = torch._C._get_function_stack_at
+
+# Pushes and pops a mode without entering it, which changes the state of some. 2.11 to 2.15. Goes with a public way.
+push_function_mode: Callable[[Any], None] = torch._C._push_on_torch_function_stack
+pop_function_mode: Callable[[], object] = torch._C._pop_torch_function_stack
+
+# Has the mode that ``torch.set_default_device`` has pushed on this thread, as ``device_context``. 2.11 to 2.15. Goes with a
+# public way.
+GLOBAL_DEVICE: Any = torch._GLOBAL_DEVICE_CONTEXT
+
+
+def global_device_mode() -> object | None:
+    """Returns the mode pushed on this thread by ``torch.set_default_device``; ``torch.get_default_device`` asks it."""
+    return getattr(GLOBAL_DEVICE, "device_context", None)
+
+
+def set_global_device_mode(mode: object | None) -> None:
+    """Sets the mode of ``torch.set_default_device``, without a change of the stack. 2.11 to 2.15. Goes with a public way."""
+    if mode is not global_device_mode():
+        GLOBAL_DEVICE.device_context = mode
+
+
+# Whether a ``torch.func`` transform (grad, vjp, ...) is running. To ask for the innermost one makes a stack of them for this
+# thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15. Goes with a public
+# way.
+is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
+# tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.
+# The public way, ``torch.fx.experimental.proxy_tensor.get_proxy_mode``, imports sympy. 2.11 to 2.15. Goes when that does not.
+_slot_of_mode, _TRACER = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.PROXY
+_BEFORE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
+def is_traced() -> bool:
+    """Whether operators of this thread are traced, in the presence of a dispatch mode or a function mode."""
+    return _slot_of_mode(_TRACER) is not None or _is_included(_BEFORE_DISPATCH)
+
+
+_innermost_transform: Callable[[], object | None] = torch._C._functorch.peek_interpreter_stack
+_pop_transform: Callable[[], object] = torch._C._functorch.pop_dynamic_layer_stack
+_push_transform: Callable[[Any], int] = torch._C._functorch.push_dynamic_layer_stack
+
+
+# ``is_grads_batched`` maps with a vmap of its own, which random operators refuse to run under and others do not mind where
+# nothing is batched. Its level can only be read by moving it. 2.11 to 2.15. Goes with a public way.
+_enter_batched_grads, _leave_batched_grads = torch._C._vmapmode_increment_nesting, torch._C._vmapmode_decrement_nesting
+_BATCHED_GRADS = torch._C._dispatch_key_parse("VmapMode")
+
+
+def suspend_transforms() -> tuple[list[object], int] | None:
+    """Takes every ``torch.func`` transform, and every map over gradients, off this thread.
+
+    The rerun of a region runs outside of transforms, as forward did, although backward may run under a transform:
+    ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
+
+    Returns:
+        The argument of :func:`resume_transforms`; None without transforms.
+    """
+    if not (_is_included(_BATCHED_GRADS) or is_any_transform_active()):
+        return None
+    level = _enter_batched_grads() - 1
+    for _ in range(level + 1):
+        _leave_batched_grads()
+    return [_pop_transform() for _ in iter(_innermost_transform, None)], level
+
+
+def resume_transforms(suspended: tuple[list[object], int]) -> None:
+    """Undoes :func:`suspend_transforms`."""
+    transforms, level = suspended
+    for transform in reversed(transforms):
+        _push_transform(transform)
+    for _ in range(level):
+        _enter_batched_grads()
