@@ -106,20 +106,15 @@ _OF_TORCH = frozenset({"CheckpointFunction", "check_backward_validity", "detach_
 
 #: Names of the upper floors and of reports, imported when asked for.
 _LATER = {
-    "apply_checkpointing": "modules",
-    "checkpoint_module": "modules",
-    "enable_in_transformers": "integrations",
-    "every": "modules",
-    "format_saved_residuals": "report",
-    "memory_ledger": "report",
-    "patch_torch": "integrations",
-    "plan_memory": "planner",
-    "print_saved_residuals": "report",
-    "print_trace": "report",
-    "remove_checkpointing": "modules",
-    "saved_residuals": "report",
-    "saved_tensors_report": "report",
-    "trace": "report",
+    name: room
+    for room, names in {
+        "modules": "apply_checkpointing checkpoint_module every remove_checkpointing",
+        "integrations": "enable_in_transformers patch_torch",
+        "report": "format_saved_residuals memory_ledger print_saved_residuals print_trace "
+        "saved_residuals saved_tensors_report trace",
+        "planner": "plan_memory",
+    }.items()
+    for name in names.split()
 }
 
 

@@ -27,7 +27,7 @@ from ckpt_hooks import (
     policies,
 )
 from ckpt_hooks._checkpoint.curried import _classes
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from tests.measure import Frames
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]

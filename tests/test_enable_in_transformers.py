@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint_module
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.policies import dots_saveable
 from tests.fake_device import fake_device

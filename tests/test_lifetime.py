@@ -15,8 +15,8 @@ from torch.autograd import grad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
-from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import buffers

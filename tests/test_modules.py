@@ -27,7 +27,7 @@ from ckpt_hooks import (
     policies,
     remove_checkpointing,
 )
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from tests.behaviours.runs import same
 from tests.measure import CountOps, Frames, Log, as_library
 from tests.test_threads import in_threads

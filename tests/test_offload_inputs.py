@@ -13,7 +13,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import MutationError, apply_checkpointing, checkpoint, checkpoint_module, checkpoint_region
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.policies import dots_saveable
 from ckpt_hooks.report import Reason
 from tests.measure import CountOps, Log

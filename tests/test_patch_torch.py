@@ -25,7 +25,7 @@ import ckpt_hooks
 from ckpt_hooks import is_recomputing, patch_torch
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.interrupts import mark_thread, rewind
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
 from ckpt_hooks.report import Reason

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_hooks import MutationError, checkpoint_region
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
 from tests.measure import Frames

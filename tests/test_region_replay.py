@@ -11,7 +11,7 @@ from torch.autograd import forward_ad, grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._recorded import replay
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed

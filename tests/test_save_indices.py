@@ -16,7 +16,7 @@ from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.policies import save_indices, save_ops
 from ckpt_hooks.report import Reason
 

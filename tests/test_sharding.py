@@ -10,7 +10,7 @@ from torch import nn
 import ckpt_hooks
 from ckpt_hooks import checkpoint, policies
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._tensors.determinism import hash_of, sample_of
 from tests.measure import CountOps, Log
 

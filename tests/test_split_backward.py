@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_module, checkpoint_region
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._recorded import replay
 from ckpt_hooks.policies import dots_saveable
 from tests.measure import Calls, CountOps, Frames, SavesItsResult

@@ -10,7 +10,7 @@ from torch.autograd import grad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, set_checkpoint_early_stop
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._function.state import loans
 from tests.measure import Calls, Frames, Log, Table, leaf
 

@@ -123,7 +123,9 @@ class Operator(NamedTuple):
 
 
 class Observer:
-    """Hears of each event of the watched regions (:mod:`.observers`). A method does nothing unless overridden.
+    """Hears of each event of the regions in a block of :func:`ckpt_hooks._core.settings.observe`.
+
+    A method does nothing unless overridden.
 
     The thread of an event calls the method, in a recompute with the frame's lock held. :meth:`let_go` and :meth:`freed` come
     from the place of the last reference.

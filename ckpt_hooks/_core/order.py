@@ -39,13 +39,7 @@ class _Ran(NamedTuple):
 
 
 class _Entry:
-    """One entry of a region in forward.
-
-    Attributes:
-        id: The entry's number.
-        inside: The entries of regions inside, in order.
-        operators: The operators, in order.
-    """
+    """One entry of a region in forward."""
 
     __slots__ = ("id", "inside", "operators")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from .events import Observer
 
-__all__ = ["DEFAULTS", "Settings", "current_settings", "override"]
+__all__ = ["DEFAULTS", "Settings", "current_settings", "observe", "override"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,3 +49,14 @@ def override(**changes: Any) -> Iterator[None]:
         yield
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Makes an observer watch every region whose forward begins in this block, on this thread; backward included.
+
+    Blocks nest; outer observers go on watching. Without observers the price is one look-up a region and one attribute test a
+    restored tensor; packing uses hooks without observers.
+    """
+    with override(observers=(*_current.get().observers, observer)):
+        yield

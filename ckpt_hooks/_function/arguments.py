@@ -30,7 +30,7 @@ from ckpt_hooks._tensors.saved_inputs import save_all
 from ckpt_hooks._torch.autograd import SavedTensor, top_saved_tensors_hooks
 from ckpt_hooks._torch.tensors import storage_of
 
-from .argument_places import Captured, flag_error, path_at, path_to
+from .argument_places import Captured, flag_error, path_at
 from .origins import Origins, has_history
 from .packing import unpack, unpack_watched
 from .state.notes import Lent
@@ -354,9 +354,3 @@ class Arguments:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
         has_moved = self._saved is not None and storage_of(tensor) != self._storages[position]
         raise changed_argument(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
-
-    def path_of(self, value: Any) -> str | None:
-        """Returns where an object that was not taken apart is among the arguments, as a user would write it."""
-        if self._captured is None or not any(value is other for other in self.objects):
-            return None
-        return path_to(self._captured, lambda captured: captured is value)

@@ -123,11 +123,7 @@ def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> Con
 
 
 class _Both(AbstractContextManager[None]):
-    """Two nested context managers.
-
-    Attributes:
-        selection: The selection of the inner or the outer context manager.
-    """
+    """Two nested context managers."""
 
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner

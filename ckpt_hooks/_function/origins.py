@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._tensors.copies import alias_with_history
-from ckpt_hooks._torch.forward_mode import has_tangent
+from ckpt_hooks._torch.autograd import has_tangent
 from ckpt_hooks._torch.tensors import counted_detach, storage_of
 
 __all__ = ["Origins", "has_history"]

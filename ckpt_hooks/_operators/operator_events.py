@@ -19,8 +19,8 @@ from ckpt_hooks._core.event_sender import OperatorRun
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
-from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.order import Position
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.stack import is_recomputing, stack
 from ckpt_hooks._torch.autograd import graph_task_id, queue_callback
 from ckpt_hooks._torch.graphs import is_in_two_backwards
@@ -150,11 +150,7 @@ def _run(func: Any, facts: OpFacts, args: Any, kwargs: Any, *, is_timed: bool) -
 
 
 class _Backwards(Observer):
-    """Tells one observer of the begin and end of each outermost backward.
-
-    Attributes:
-        wants_operators: True, so that the observer hears of the operators of regions.
-    """
+    """Tells one observer of the begin and end of each outermost backward."""
 
     wants_operators = True
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.utils.checkpoint
+from torch.autograd import forward_ad
 
 from .modes import PastFunctionModes
 from .tensors import _past_modes
@@ -130,3 +131,9 @@ save_tensor: Callable[[torch.Tensor], SavedTensor] = (
     if hasattr(torch._C._autograd, "_make_saved_tensor")
     else NodeSavedTensor
 )
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent, in the level of forward mode that is in force."""
+    # The number of the level is private, 2.11 to 2.15. Goes with a public way to ask whether there is a level.
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]

@@ -6,8 +6,7 @@ One profiled step, a simulation of every plan from it, and the cheapest plan tha
 from __future__ import annotations
 
 from .pareto import ParetoFront, ParetoPoint
-from .plan import Plan
+from .plan import Plan, plan_memory
 from .planned import KeptRun, PlannedBlock
-from .planning import plan_memory
 
 __all__ = ["KeptRun", "ParetoFront", "ParetoPoint", "Plan", "PlannedBlock", "plan_memory"]

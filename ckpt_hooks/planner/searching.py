@@ -123,17 +123,7 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
 
 
 class _Search:
-    """The search for a plan in a profile.
-
-    Attributes:
-        model: The model.
-        step: The step.
-        profile: The profile of the step.
-        problem: The options of each block.
-        natural: The result of :func:`natural_ends`.
-        shapes: The shapes of each block's calls.
-        common: Attributes which any plan has.
-    """
+    """The search for a plan in a profile."""
 
     def __init__(
         self,

@@ -52,46 +52,30 @@ __all__ = [
     "trace",
 ]
 
-# Modules by the names in them, imported when asked for: a first checkpoint needs none.
+# Modules and the names in them, imported when asked for: a first checkpoint needs none.
 _MODULES = {
-    "Advice": "advice",
-    "Waste": "advice",
-    "Allocation": "ledger.allocations",
-    "Change": "ledger.allocations",
-    "Hold": "ledger.allocations",
-    "Maker": "ledger.allocations",
-    "Origin": "ledger.allocations",
-    "Holder": "ledger.holders",
-    "LedgerPeak": "ledger.holders",
-    "MemoryLedger": "ledger.ledger",
-    "Phase": "ledger.phases",
-    "memory_ledger": "ledger.recording",
-    "Need": "ledger.regions",
-    "RegionEntry": "ledger.regions",
-    "compare": "pictures.panels",
-    "Picture": "pictures.picture",
-    "Drift": "steps",
-    "RegionTrace": "steps",
-    "StepTrace": "steps",
-    "Trace": "tracing",
-    "format_trace": "tracing",
-    "print_trace": "tracing",
-    "trace": "tracing",
-    "Reason": "entries",
-    "Residual": "entries",
-    "SavedResiduals": "entries",
-    "format_saved_residuals": "residuals",
-    "print_saved_residuals": "residuals",
-    "saved_residuals": "residuals",
-    "saved_tensors_report": "residuals",
+    "advice": "Advice Waste",
+    "entries": "Reason Residual SavedResiduals",
+    "ledger.allocations": "Allocation Change Hold Maker Origin",
+    "ledger.holders": "Holder LedgerPeak",
+    "ledger.ledger": "MemoryLedger",
+    "ledger.phases": "Phase",
+    "ledger.recording": "memory_ledger",
+    "ledger.regions": "Need RegionEntry",
+    "pictures.panels": "compare",
+    "pictures.picture": "Picture",
+    "residuals": "format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
+    "steps": "Drift RegionTrace StepTrace",
+    "tracing": "Trace format_trace print_trace trace",
 }
+_PLACES = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    found: object = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    found: object = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
     globals()[name] = found
     return found

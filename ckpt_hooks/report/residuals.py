@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 
 from .entries import SavedResiduals, headline_of, tables_of
 from .formatting import as_text

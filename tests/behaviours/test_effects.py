@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.behaviours.runs import same
 from tests.measure import Frames, Log, leaf

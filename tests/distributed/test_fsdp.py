@@ -16,7 +16,7 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from tests.distributed.sharding import OF_FOUR, SHARDINGS, counted
 from tests.distributed.training import FEW, FORMS, WIDTH, Block, Model, assert_equal, results, trained
 from tests.measure import Frames

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import apply_checkpointing
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from tests.behaviours.runs import same
 from tests.measure import Frames
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, enable_in_transformers, patch_torch
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.policies import dots_with_no_batch_dims_saveable
 from tests.measure import Frames
 

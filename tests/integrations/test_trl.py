@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks import enable_in_transformers
-from ckpt_hooks._core.observers import Observer, observe
+from ckpt_hooks._core.settings import Observer, observe
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choose
 from ckpt_hooks.planner.costs import by_seconds

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
-from ckpt_hooks._core.observers import observe
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import offload_ops, save_from_both_policies, save_only_these_names, save_ops
 from ckpt_hooks.report import (

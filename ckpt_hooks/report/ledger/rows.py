@@ -13,7 +13,6 @@ from .marks import Mark, Marks, Moment
 __all__ = ["NOWHERE", "Place", "Row", "rows_of"]
 
 _NODE = "autograd::engine::evaluate_function: "
-_ACCUMULATES = "torch::autograd::AccumulateGrad"
 _STEP = "Optimizer."
 
 

@@ -19,8 +19,8 @@ from ckpt_hooks._core.events import Observer, Region, TensorInfo
 from ckpt_hooks._core.holdings import Holding, Reason
 from ckpt_hooks._core.identities import address_in, address_of
 from ckpt_hooks._core.inner_tensors import dense_parts
-from ckpt_hooks._core.observers import observe
 from ckpt_hooks._core.saved import Saved
+from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.modes import PastFunctionModes
 
 from .marks import Marks, Moment
