@@ -124,7 +124,10 @@ def bytes_of_steps(make, change, run):
     ("name", "change"),
     [
         *((name, None) for name in MODELS),
-        *(("masks of 64 KiB", change) for change in (dropout_schedule, evaluation, hooks, submodules)),
+        *(
+            pytest.param("masks of 64 KiB", change, marks=pytest.mark.slow)
+            for change in (dropout_schedule, evaluation, hooks, submodules)
+        ),
     ],
 )
 def test_bytes_of_buffers_that_are_only_read(name, change):

@@ -669,6 +669,7 @@ def test_live_bytes_of_a_block_of_functions(policy):
 
 
 @pytest.mark.usefixtures("no_gc")
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["parts", "whole, dots", "checkpoint, dots", "region in checkpoint", "split"])
 def test_300_steps_keep_nothing(form):
     """Neither tensors nor objects, with the garbage collector off."""

@@ -208,7 +208,10 @@ def test_a_waste_is_found_with_what_following_gives(name):
 
 
 @pytest.mark.parametrize("options", [{}, {"recorded": True}])
-@pytest.mark.parametrize(("name", "variant"), [(name, variant) for name in MODELS for variant in VARIANTS])
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [pytest.param(name, one, marks=[pytest.mark.slow] * (one != "plain")) for name in MODELS for one in VARIANTS],
+)
 def test_no_advice_on_models_without_wastes(name, variant, options):
     model, step, blocks = built(name, variant)
     assert memory_ledger(lambda: step(model)).advice == ()
