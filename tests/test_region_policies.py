@@ -406,3 +406,12 @@ def test_function_frames_know_no_names():
     """A policy of names has no meaning there."""
     with pytest.raises(ValueError, match="checkpoint_region"):
         checkpoint(policy=policies.save_only_these_names("h"))(torch.sin)(leaf(3))
+
+
+def test_what_is_kept_below_a_list_of_tensors_is_listed():
+    """``cat`` reads a list, and only its result is saved: what a policy kept for it is held all the same."""
+    x = torch.rand(3, requires_grad=True)
+    with checkpoint_region(policy=[torch.ops.aten.add.Tensor]) as region:
+        y = torch.cat([x.sigmoid() + 1, x]).sin()
+    assert [kept.reason.value for kept in region.kept()].count("policy") == 1
+    y.sum().backward()
