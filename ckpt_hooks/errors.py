@@ -93,7 +93,7 @@ class MutationError(CheckpointError):
 
     Attributes:
         region: Names of the regions around the failure, outermost first.
-        tensor: Its place among the arguments, as in ``args[1]['mask']``, or its description and when forward saved it.
+        tensor: The place among the arguments, as in ``args[1]['mask']``, or its description and when forward saved it.
         expected: Version of the tensor when forward saw it; None where no version tells of the change.
         found: Version of the tensor now; None likewise.
     """

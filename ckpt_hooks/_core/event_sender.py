@@ -123,7 +123,7 @@ class Watch:
 
         Args:
             frame: The frame.
-            path: Its names.
+            path: The names.
             outer: The watch of the frame around, if any.
             observers: The observers, the outermost first.
             module: The module run by the region, if any.
@@ -170,7 +170,7 @@ class Watch:
 
         Args:
             run: The run.
-            position: Its position.
+            position: The position.
         """
         self._tell("ran", run.event(position, self._observers))
 

@@ -69,9 +69,9 @@ class TensorInfo(NamedTuple):
 
     Attributes:
         id: The tensor's number, unique in the process.
-        shape: Its sizes; None for a nested tensor.
-        dtype: Its dtype.
-        nbytes: Its size in bytes.
+        shape: The sizes; None for a nested tensor.
+        dtype: The dtype.
+        nbytes: The size in bytes.
         storage: The number of its storage; None without a storage.
         storage_nbytes: The size of its storage in bytes; 0 without a storage.
         address: The address of the memory of its storage; 0 without memory.
@@ -158,7 +158,7 @@ class Observer:
 
         Args:
             region: The region.
-            saved: Its description. Each tensor of a region has a position of its own.
+            saved: The description. Each tensor of a region has a position of its own.
             tensor: The tensor, with its storage at the moment of saving.
         """
 

@@ -157,7 +157,7 @@ class Frame(abc.ABC):
 
         Args:
             recompute: The recompute.
-            *args: Its arguments.
+            *args: The arguments.
             in_order: Whether forward's operators run in their order, all at once.
         """
         watch = self.watch

@@ -105,9 +105,9 @@ class Holding(NamedTuple):
         nbytes: The tensor's size in bytes. Tensors in one storage share their bytes.
         storage: The number of its storage; None without a storage of its own.
         storage_nbytes: The size of its storage in bytes; 0 without a storage of its own.
-        shape: Its sizes; None for a nested tensor.
-        dtype: Its dtype.
-        device: Its device; None where the user's saved-tensor hooks have the tensor.
+        shape: The sizes; None for a nested tensor.
+        dtype: The dtype.
+        device: The device; None where the user's saved-tensor hooks have the tensor.
         parts: Of a tensor made of others, the number and the size of the storage of each.
     """
 

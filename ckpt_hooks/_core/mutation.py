@@ -43,8 +43,8 @@ def _change_in_words(found: int, expected: int, since: str = "", *, is_same: boo
     """Returns the predicate of a sentence about a tensor: how the tensor has changed.
 
     Args:
-        found: Its version.
-        expected: Its version in forward.
+        found: The version.
+        expected: The version in forward.
         since: Since when, as in ``" since forward"``.
         is_same: Whether the tensor is known to be forward's.
         has_moved: Whether the tensor is known to be in another storage.
@@ -68,7 +68,7 @@ def _advice_for(tensor: torch.Tensor, expected: int, clone: str = "let forward u
 
     Args:
         tensor: The tensor.
-        expected: Its version in forward.
+        expected: The version in forward.
         clone: How a clone helps.
     """
     if tensor._version < expected:
@@ -91,7 +91,7 @@ def changed_held(
 
     Args:
         tensor: The tensor, or a witness of its version.
-        expected: Its version when saved.
+        expected: The version when saved.
         path: The region.
         cause: The reason for holding the tensor.
         kind: Dtype and shape in words, for a witness without them.
@@ -107,7 +107,7 @@ def changed_moved(tensor: torch.Tensor, expected: int, path: RegionPath | None, 
 
     Args:
         tensor: A witness of the tensor's version.
-        expected: Its version when moved.
+        expected: The version when moved.
         path: The region, if any.
         kind: Dtype and shape in words.
     """

@@ -42,10 +42,10 @@ class Saved(NamedTuple):
         position: The number of tensors the region saved before. A recorded region counts tensors with a handle alone; others
             have a negative position.
         fate: DROPPED, LOST, or the reason for holding the tensor.
-        shape: Its sizes; None for a nested tensor, or where unknown: in a recorded region without observers, and where
+        shape: The sizes; None for a nested tensor, or where unknown: in a recorded region without observers, and where
             metadata is not compared.
-        dtype: Its dtype; None where unknown, likewise.
-        nbytes: Its size in bytes; None where unknown.
+        dtype: The dtype; None where unknown, likewise.
+        nbytes: The size in bytes; None where unknown.
         made_by: The operator which returned the tensor; None where unknown.
     """
 

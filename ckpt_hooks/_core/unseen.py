@@ -40,8 +40,8 @@ class WatchesUnseen(QuietDispatchMode):
         Args:
             around: The watching modes around, outermost first.
             function: The function's class.
-            *args: Its positional arguments.
-            **kwargs: Its keyword arguments.
+            *args: The positional arguments.
+            **kwargs: The keyword arguments.
         """
         return run_watched(around, function, args, kwargs)
 
@@ -100,8 +100,8 @@ def run_watched(watching: list[WatchesUnseen], function: Any, args: Any, kwargs:
     Args:
         watching: The modes, outermost first.
         function: The function's class.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
     """
     if watching:
         return watching.pop().run_function(watching, function, *args, **kwargs)

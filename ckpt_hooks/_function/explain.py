@@ -132,7 +132,7 @@ def changed_requires_grad(
     Args:
         error: What was found.
         path: The region.
-        function: Its function.
+        function: The function.
         required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
     """
     frozen: dict[int, torch.Tensor] = {}
@@ -177,7 +177,7 @@ def blame(
     Args:
         error: What a recompute raised.
         frame: The region.
-        function: Its function.
+        function: The function.
         required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
         is_debugged: Whether both runs are logged.
     """

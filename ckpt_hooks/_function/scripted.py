@@ -161,8 +161,8 @@ class ScriptedCalls:
             hooks: The hooks of the frame.
             call: Calls a function of TorchScript.
             function: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
         """
         saved: list[_Saved] = []
         facts: _Facts = []
@@ -198,8 +198,8 @@ class ScriptedCalls:
             collector: The collector of the rerun.
             call: Calls a function of TorchScript.
             function: The function.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
 
         Raises:
             DeterminismError: If TorchScript carries out another plan than in forward.

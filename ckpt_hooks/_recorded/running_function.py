@@ -67,7 +67,7 @@ class RunningFunction:
 
         Args:
             func: The operator.
-            facts: Its facts.
+            facts: The facts.
             args: Positional arguments.
             kwargs: Keyword arguments.
             record: Runs and records an operator as one outside of functions.

@@ -47,7 +47,7 @@ class HeldTensor:
 
     Attributes:
         tensor: The tensor; None where hooks or the host have it.
-        version: Its version when sealed; None before, and where writes are not counted.
+        version: The version when sealed; None before, and where writes are not counted.
         cause: The reason for holding.
         path: The region which needs the tensor.
         is_fickle: Whether later writes are likely, as for a tensor written to by the region.

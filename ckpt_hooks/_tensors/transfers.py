@@ -59,7 +59,7 @@ class Sent(NamedTuple):
     """A copy on the host.
 
     Attributes:
-        number: Its number among all copies sent by the device.
+        number: The number among all copies sent by the device.
         host: The copy.
         copied: The event at the end of the copy.
     """

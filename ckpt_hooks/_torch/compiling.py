@@ -58,8 +58,8 @@ def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn:
 
     Args:
         function: The function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
         context_fn: Makes the contexts of a policy; None without a policy.
     """
     if torch.compiler.is_exporting():  # which keeps no activations

@@ -66,7 +66,7 @@ def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: An
     Args:
         tensor: The function's tensor: a plain tensor, among others of the kind, or a tensor of another class.
         function: The function.
-        *args: Its arguments.
+        *args: The arguments.
     """
     if not num_dispatch_modes():
         return function(*args)

@@ -140,7 +140,7 @@ class EnabledCheckpointing(Printed):
 
         Args:
             owner: The model.
-            flagged: Its modules with a flag for checkpointing, by their names.
+            flagged: The modules with a flag for checkpointing, by their names.
         """
         self._model, self._owner = type(owner).__name__, weakref.ref(owner)
         self._before = [(name, weakref.ref(module), _attributes(module, (FLAG, FUNCTION))) for name, module in flagged.items()]

@@ -74,7 +74,7 @@ class TakenSwitch:
 
         Args:
             owner: The model.
-            name: Its name in the outermost model.
+            name: The name in the outermost model.
             n: Which layers are regions: each n-th one.
             taken: The functions of the outermost model.
         """
@@ -235,7 +235,7 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
 
     Args:
         owner: The model.
-        flagged: Its modules with a flag, by their names.
+        flagged: The modules with a flag, by their names.
 
     Raises:
         ValueError: If there are none.

@@ -109,7 +109,7 @@ def front_of(
 
     Args:
         profile: The profile.
-        problem: Its problem.
+        problem: The problem.
         natural: The result of ``natural_ends``.
         plain: The peak without regions.
     """

@@ -33,7 +33,7 @@ class PlannedBlock:
 
     Attributes:
         name: The block's name in the model.
-        kind: Its class.
+        kind: The class.
         kept: The results kept; None without a region, where autograd keeps all.
         kept_bytes: The bytes kept, in all calls.
         recomputed: The part of the block's forward that runs again, by cost.

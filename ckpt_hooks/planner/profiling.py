@@ -106,7 +106,7 @@ class ProfiledAllocation:
     """Memory allocated in the step.
 
     Attributes:
-        nbytes: Its size.
+        nbytes: The size.
         born: The row of the allocation.
         freed: The row of the free; the number of rows without a free.
         is_again: Whether the recompute of a block made the allocation.
@@ -127,7 +127,7 @@ class OpRun:
     """An operator of an entry.
 
     Attributes:
-        name: Its name.
+        name: The name.
         run: The run, as policies of runs name runs; None where policies are not asked.
         reads: The values read, of the step.
         makes: The values made or written, each once.
@@ -174,7 +174,7 @@ class BlockCall:
         block: The block's name.
         begin: The row at which forward began.
         end: The row at which forward ended.
-        ops: Its operators.
+        ops: The operators.
         handles: What backward asks for.
         maker: The operator which makes a value, by the value.
         in_order: Whether replays run whole, in forward's order.

@@ -30,8 +30,8 @@ def shapes_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> S
 
     Args:
         function: The function. The arguments of a ``functools.partial`` count: Transformers puts the keywords of a layer there.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: The arguments.
+        kwargs: The keyword arguments.
     """
     while isinstance(function, functools.partial):
         function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}

@@ -62,9 +62,9 @@ class SelectiveCheckpointContext(WatchesUnseen, _TorchContext):
         Args:
             policy: Is called with this context, the operator and its arguments.
             op: The operator.
-            args: Its positional arguments.
-            kwargs: Its keyword arguments.
-            output: Its result.
+            args: The positional arguments.
+            kwargs: The keyword arguments.
+            output: The result.
             index: The number of earlier questions in the region; None for an operator whose output is never kept.
         """
         self.op_output, self.index, self._arguments = output, index, (args, kwargs)

@@ -99,9 +99,9 @@ class Decisions:
         Args:
             context: The mode which ran the operator.
             facts: The operator.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
-            output: Its result.
+            args: The arguments.
+            kwargs: The keyword arguments.
+            output: The result.
         """
         known = self.known.get(facts)
         if known is None:

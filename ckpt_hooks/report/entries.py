@@ -32,8 +32,8 @@ class Residual(NamedTuple):
         nbytes: The size of the storage in bytes, each storage once; for one of several ``views``, the size of the tensor. 0
             where hooks of the user's do not show the memory.
         shape: The sizes of the tensor; None for a nested tensor, and where unknown.
-        dtype: Its dtype; None where unknown.
-        device: Its device; None where unknown.
+        dtype: The dtype; None where unknown.
+        device: The device; None where unknown.
         why: The reason in more words, if there are any.
         name: The name of a parameter or a buffer, or the place of an argument.
         operator: The operator which made the storage, as in ``"aten.mm.default"``; None where unknown.

@@ -88,7 +88,7 @@ def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None
 
     Args:
         headline: The report in a line.
-        tables: Its tables.
+        tables: The tables.
         max_width: The number of columns of a terminal; None to cut nothing.
     """
     lines, width = [headline], None if max_width is None else max_width - 1

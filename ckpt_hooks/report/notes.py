@@ -125,8 +125,8 @@ class Notes(Observer):
 
         Args:
             operator: The operator.
-            inputs: Its arguments.
-            outputs: Its results.
+            inputs: The arguments.
+            outputs: The results.
         """
         number, origin = sequence_number() - 1, None
         if number not in self.nodes:

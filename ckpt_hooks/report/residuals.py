@@ -33,8 +33,8 @@ def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 
     Args:
         function: The function, or a module. Its result is a tensor, or holds tensors in lists, tuples, dicts or dataclasses.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        *args: The arguments.
+        **kwargs: The keyword arguments.
 
     Returns:
         The report: ``tensors``, ``total_bytes``, ``added_bytes`` (without arguments, parameters and other memory from before),
@@ -146,8 +146,8 @@ def print_saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs:
 
     Args:
         function: The function, or a module, which runs once.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        *args: The arguments.
+        **kwargs: The keyword arguments.
 
     Raises:
         TypeError: If the result holds no tensor.

@@ -150,7 +150,7 @@ def use_after(tensor: torch.Tensor, copy: torch.Tensor | None, use: Use, *, was_
 
     Args:
         tensor: The tensor.
-        copy: Its content before forward, if there is a copy.
+        copy: The content before forward, if there is a copy.
         use: What was known before.
         was_written: Whether its version has moved.
         may_wait: Whether a device may be asked: in the first forward. A module that binds a buffer anew has an unknown one in

@@ -84,8 +84,8 @@ class Allocation:
     """Memory allocated in a step.
 
     Attributes:
-        nbytes: Its size in bytes.
-        address: Its address.
+        nbytes: The size in bytes.
+        address: The address.
         origin: The origin.
         born: The index of the change which allocated the memory.
         freed: The index of the change which freed the memory; None if the memory outlives the ledger.

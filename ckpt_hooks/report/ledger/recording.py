@@ -43,8 +43,8 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
 
     Args:
         step: Runs forward and backward, and an optimizer if one is of interest. Its result is dropped.
-        *args: Its arguments.
-        **kwargs: Its keyword arguments.
+        *args: The arguments.
+        **kwargs: The keyword arguments.
 
     Returns:
         The :class:`MemoryLedger`: ``peak`` with its ``holders``, ``phases``, ``allocations``, ``changes``, ``to_json()``. Where

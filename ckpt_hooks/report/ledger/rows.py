@@ -45,8 +45,8 @@ class Row(NamedTuple):
         place: The ranges around.
         mark: The mark; None for an allocation or free.
         address: The address of the memory.
-        nbytes: Its size; negative for a free.
-        device: Its device.
+        nbytes: The size; negative for a free.
+        device: The device.
         total: The bytes of the device in use afterwards, as the allocator counts; 0 where unknown.
         run: The number of the run of the operator around; 0 outside of operators.
     """

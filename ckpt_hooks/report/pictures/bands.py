@@ -30,9 +30,9 @@ class Band(NamedTuple):
     """One band.
 
     Attributes:
-        part: Its kind.
+        part: The kind.
         block: The number of its block; None for a band of no block.
-        nbytes: Its bytes at each moment.
+        nbytes: The bytes at each moment.
     """
 
     part: BandKind
@@ -45,7 +45,7 @@ def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tupl
 
     Args:
         ledger: The ledger.
-        number: Its number among those of the blocks.
+        number: The number among those of the blocks.
         blocks: The blocks.
         most: The number of moments at most, about. Of the moments in between the highest and the last one are there.
 
