@@ -20,17 +20,7 @@ __all__ = ["LedgerData"]
 
 
 class LedgerData:
-    """The memory of one device in a step.
-
-    Attributes:
-        device: The device, as in ``"cpu"``.
-        base_nbytes: The bytes in use when the ledger began: of the tensors that Python knew, for the host; as the allocator
-            counts, for an accelerator.
-        allocations: The allocations, each an :class:`Allocation`, in the order of time.
-        changes: Allocations and frees, each a :class:`Change`, in the order of time. ``live`` of each is the sum so far.
-        devices: All devices which have allocated.
-        entries: The entries of regions, each a :class:`RegionEntry`, by number, in order.
-    """
+    """The memory of one device in a step; see :class:`MemoryLedger` for the attributes."""
 
     device: str
     base_nbytes: int

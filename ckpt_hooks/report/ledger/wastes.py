@@ -63,7 +63,10 @@ def _advice(
 ) -> Advice:
     words = (fold_names(dict.fromkeys(of)) for of in zip(*(entry.name.split(" ", 1) for entry in entries), strict=False))
     where = " ".join(words)
-    saved = max(0, ledger.peak.nbytes - _peak_with(ledger, edits))
+    edits = list(edits)
+    most = -sum(nbytes for _, _, nbytes in edits if nbytes < 0)
+    # A walk over all changes for each of many small groups would take minutes.
+    saved = max(0, ledger.peak.nbytes - _peak_with(ledger, edits)) if most > _LEAST * ledger.peak.nbytes else 0
     return Advice(waste, where, len(entries), entries[0].site, saved, recomputed, code or _CODE[waste])
 
 
