@@ -58,5 +58,5 @@ def moved_since(images: Images) -> list[str]:
 
 
 def is_only_thread() -> bool:
-    """Whether Python runs one thread, so that no other moves a stream; threads of autograd's engine do not count."""
+    """Whether Python runs a single thread. Threads of autograd's engine do not count: none of these moves a stream."""
     return sum(not isinstance(thread, threading._DummyThread) for thread in threading.enumerate()) == 1

@@ -130,7 +130,7 @@ def _fill(namespace: dict[str, Any]) -> None:
 
 
 def checkpointed_module(module: Module, region: Curried) -> Module:
-    """Returns a module whose calls run another module as a region, and which has the attributes of the other."""
+    """Returns a module with the attributes of ``module``, whose calls run ``module`` as a region."""
     kind = _class_for(type(module))
     checkpointed = object.__new__(kind)
     put = object.__setattr__  # nn.Module's own would look for parameters, in a dictionary that is not there yet

@@ -53,7 +53,7 @@ _NO_ENDINGS: tuple[Ending, ...] = ()
 
 
 class Frame(abc.ABC):
-    """One checkpointed region, of either kind: owns what was packed in it and knows how to bring it back.
+    """One checkpointed region, of either kind: owns the tensors packed in the region, and brings these back.
 
     Attributes:
         passes: Values brought back, by the key of the scope that they were brought back for.

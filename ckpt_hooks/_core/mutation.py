@@ -219,7 +219,7 @@ def argument_in_words(place: str, tensor: torch.Tensor, region: Names) -> str:
 
 
 def written_late(name: str, tensor: torch.Tensor, expected: int, region: Names) -> MutationError:
-    """Returns the error for a tensor which earlier forwards only read, raised at the end of the forward that has written to it.
+    """Returns the error for a forward's first write to a tensor which earlier forwards only read.
 
     Args:
         name: The tensor in words.

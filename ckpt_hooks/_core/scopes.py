@@ -81,7 +81,7 @@ def new_group_scope() -> Scope:
 
 
 def is_last_backward() -> bool:
-    """Whether this thread's backward frees its graph, so that the same tensors are not asked for again."""
+    """Whether this thread's backward frees its graph: no later backward asks for the tensors."""
     return graph_task_id() != -1 and not keeps_graph() and graph_exec_group() is None
 
 

@@ -183,7 +183,7 @@ class FunctionFacts(OpFacts):
         return [self._result(results, result, frame) for result in self.results]
 
     def _run(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Runs forward as autograd does; returns what it returned and what it saved."""
+        """Runs forward as autograd does; returns the results and the saved tensors."""
         function = self.operator
         ctx = _Ctx(function, self.needs_input_grad)
         if has_setup_context(function):

@@ -165,5 +165,5 @@ class RunningFunction:
         return False
 
     def _is_inside(self, store: Store) -> bool:
-        """Whether memory was made in the innermost region, so that a replay of the region alone may write to it."""
+        """Whether the innermost region made a memory: a replay of the region alone may write there."""
         return not store.external and store.birth > self._tape.start

@@ -79,7 +79,7 @@ class Store:
     cause: Cause
 
     def is_alive(self) -> bool:
-        """Whether a known tensor is still in the storage, so that no other storage has taken the address."""
+        """Whether a known tensor is still in the storage: then no other storage has the address."""
         if any(self.has(member()) for member in self.members):
             return True
         for reference in self.held or ():

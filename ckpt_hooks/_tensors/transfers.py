@@ -100,7 +100,7 @@ class _Droppable(Protocol):
 
 
 class _Ahead:
-    """A tensor that a backward has on its device ahead of use. It goes when that backward ends or fails."""
+    """A tensor fetched to its device ahead of use; gone when the fetching backward ends or fails."""
 
     __slots__ = ("_fetched",)
 

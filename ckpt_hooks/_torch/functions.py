@@ -46,7 +46,7 @@ APPLY_CODE = apply.__code__
 
 
 def has_setup_context(function: Any) -> bool:
-    """Whether a custom function has a ``setup_context`` of its own, so that its forward gets no ``ctx``."""
+    """Whether a custom function has a ``setup_context``: then its forward gets no ``ctx``."""
     return function.setup_context is not _SingleLevelFunction.setup_context
 
 

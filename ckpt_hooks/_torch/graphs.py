@@ -91,7 +91,7 @@ def is_packed(saved: Any) -> bool:
 
 
 def attributes_of(node: Any) -> dict[str, Any]:
-    """Returns the attributes that a custom function has set on its ``ctx``, which is its node; none for other nodes."""
+    """Returns the attributes on a custom function's ``ctx``; none for other nodes."""
     return getattr(node, "__dict__", {})
 
 

@@ -37,7 +37,7 @@ class Choice:
 
 
 class _Graph:
-    """What a block's operators need of each other. Operators which write to a result belong to the operator which made it."""
+    """The needs among a block's operators. An operator which writes to a result belongs to the result's maker."""
 
     def __init__(self, profile: Profile, entry: BlockCall, lasting: Collection[int]) -> None:
         owner: dict[int, int] = {}  # of an allocation, the operator which made it

@@ -97,7 +97,7 @@ class Plan(Printed):
         return found
 
     def pareto(self) -> ParetoFront:
-        """Finds what other budgets cost, from the profile of this plan, which the plan holds for that.
+        """Finds the costs of other budgets, from the profile, which the plan holds.
 
         Returns:
             The :class:`ParetoFront`: its ``plot()`` draws recomputed time against peak for all budgets, torch's choices, and

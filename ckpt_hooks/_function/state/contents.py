@@ -54,7 +54,7 @@ _Refer = Callable[[], "torch.Tensor | None"]
 
 
 class _Entry:
-    """The content of one tensor: its versions before and after forward, and its copy, None if that is not needed any more."""
+    """The content of one tensor: versions before and after forward, and a copy, None once no rerun needs the copy."""
 
     __slots__ = ("_may_wait", "after", "before", "copy", "layout", "module", "tensor", "use", "uses")
 

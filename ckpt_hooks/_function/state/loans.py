@@ -158,7 +158,7 @@ class VariableLoan:
                     noted.fill(value, lent)
 
     def _look(self) -> _Use:
-        """Finds the places with another content than in forward, and those that forward changed."""
+        """Finds the places whose content differs from forward's, and the places changed by forward."""
         names, stand_ins = self._names, self.lent.stand_ins
         self.lent = Lent(stand_ins)
         holding = [noted.holds(value, self.lent) for value, noted in names.roots]

@@ -84,7 +84,7 @@ class LedgerData:
 
 
 def _note_backward(allocation: Allocation, phases: Sequence[Phase]) -> None:
-    """Notes that a backward has used what it made, and freed before its end."""
+    """Notes a result which a backward made, used and freed."""
     if allocation.origin.maker in _IN_BACKWARD and allocation.freed is not None:
         phase = phases[bisect.bisect_right(phases, allocation.born, key=operator.attrgetter("begin")) - 1]
         if phase.name == "backward" and allocation.freed < phase.end:

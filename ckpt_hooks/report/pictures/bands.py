@@ -92,7 +92,7 @@ _PARTS = list(BandKind)
 
 
 def _place(key: tuple[BandKind, int | None]) -> tuple[int, int, int]:
-    """Returns the place from the bottom up: what is computed again lies on its block, and what backward makes on top."""
+    """Returns the place from the bottom up: recomputed bytes on their block, the bytes of backward on top."""
     part, block = key
     if block is None:
         return (2 if part is BandKind.BACKWARD else 0), 0, _PARTS.index(part)

@@ -74,7 +74,7 @@ class Blocks:
         return found or next((end for end in ends if end not in self._containers), module)
 
     def _blocks_of_entries(self, ledger: LedgerData) -> dict[int, str]:
-        """Returns the block of each entry: its module, or of a region without one, that of most bytes of its forward."""
+        """Returns the block of each entry: of its module, or else of most bytes of its forward."""
         sizes: dict[int, collections.Counter[str]] = {}
         for one in ledger.allocations:
             name = _module_of(one)
