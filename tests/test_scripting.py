@@ -226,7 +226,7 @@ def steps(form, function, *, backwards=1, width=3):
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("backwards", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_each_step_is_the_plain_one(source, program, form, backwards):
     plain = PLAIN.get(form, lambda function, x: function(x))
     expected = steps(plain, program(source()), backwards=backwards)
