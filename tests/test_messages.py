@@ -214,6 +214,11 @@ def a_plan_of_a_compiled_model():
 
 
 @provokes
+def a_plan_of_a_model_without_memory():
+    plan_memory(nn.LazyLinear(4), print, 0.5)
+
+
+@provokes
 def a_plan_whose_model_is_gone():
     planned(blocks=["1"]).apply()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch.nn import Module
+from torch.nn.parameter import is_lazy
 
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks.errors import BudgetTooSmallError
@@ -55,7 +56,10 @@ def searched(
     with as_before(model):
         plain = memory_ledger(lambda: step(model))
     if not any(phase.name == "backward" for phase in plain.phases):
-        raise ValueError("The step ran no backward. Pass a step which does: `lambda model: model(x).sum().backward()`.")
+        raise ValueError(
+            "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
+            "model(x).sum().backward()`."
+        )
     found = blocks_of(model, blocks, plain)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
     noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
@@ -101,6 +105,12 @@ def _check(model: Any, step: Any) -> None:
             "The model is compiled, and a compiler has a plan of its own: torch._functorch.config.activation_memory_budget, "
             "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
             "model before torch.compile."
+        )
+
+    if any(is_lazy(tensor) or tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError(
+            "The model has parameters or buffers without memory: on the meta device, or of lazy modules before their first "
+            "forward. Move the model to a device, or run a forward, before the call."
         )
 
 

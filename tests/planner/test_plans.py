@@ -270,7 +270,7 @@ def everything(model):
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"step": lambda model: model(torch.ones(2, 64))}, ValueError, "The step ran no backward. Pass a step which does"),
+        ({"step": lambda model: model(torch.ones(2, 64))}, ValueError, "The step ran no backward, at least not on this thread"),
         ({"blocks": ["blocks.*", "unused"]}, ValueError, "The step never calls 'unused' with gradients. Leave it out"),
         ({"blocks": ["nothing.*"]}, ValueError, "selects no module"),
         ({"memory_budget": "many"}, ValueError, "memory_budget='many' has no size. Write a number and a unit"),
@@ -310,6 +310,12 @@ def test_a_compiled_model():
     compiled._orig_mod = model
     with pytest.raises(ValueError, match=r"activation_memory_budget, which gives wrong gradients with dropout"):
         plan_memory(compiled, step, 0.5, blocks=blocks)
+
+
+@pytest.mark.parametrize("layer", [nn.LazyLinear(4), nn.Linear(4, 4, device="meta")])
+def test_a_model_without_memory(layer):
+    with pytest.raises(ValueError, match="The model has parameters or buffers without memory: on the meta device, or of lazy"):
+        plan_memory(nn.Sequential(layer), print, 0.5)
 
 
 def test_a_step_that_fails_leaves_everything():
