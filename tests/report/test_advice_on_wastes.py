@@ -279,3 +279,13 @@ def test_policies_that_do_as_they_say(policy, recorded):
     assert found.advice == ()
     assert {entry.policy is None for entry in found.walk()} == {policy is None}
     assert all(sum(entry.dropped_by.values()) <= entry.dropped_bytes for entry in found.walk())
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_region_that_drops_the_inputs_of_regions_inside(recorded):
+    torch.manual_seed(0)
+    blocks, data = nn.Sequential(nn.Sequential(Block(), Block()), nn.Sequential(Block(), Block())), torch.randn(ROWS, WIDTH)
+    with apply_checkpointing(blocks, ["*", "*.*"], recorded=recorded):
+        found = memory_ledger(lambda: blocks(data.requires_grad_() * 1.0).sum().backward())
+    assert len([entry for entry in found.entries.values() if not entry.is_again]) == 6
+    assert found.advice == ()

@@ -138,9 +138,9 @@ _SOON = 3
 
 def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
     entries = _forward_entries(ledger)
-    idle = []
+    idle, outer = [], {entry.parent for entry in entries.values()}  # which drop the inputs of regions inside
     for number, entry in entries.items():
-        if len(entry.path) > 1 or not (entry.recomputes or entry.needs):
+        if number in outer or len(entry.path) > 1 or not (entry.recomputes or entry.needs):
             continue
         needed = {need.allocation: need for need in entry.needs}
         sizes = {at: ledger.allocations[at].nbytes for at in needed}
