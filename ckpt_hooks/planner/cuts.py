@@ -17,6 +17,7 @@ from .simulating import effect_of
 
 __all__ = ["Choice", "choices_of", "lasting_in"]
 
+# Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
 _MOST = 40  # options of a block
 

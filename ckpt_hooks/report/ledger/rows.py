@@ -76,6 +76,7 @@ def rows_of(events: Iterable[Any], marks: Marks) -> tuple[list[Row], set[int]]:
 
 def _walk(events: Iterable[Any], marks: Marks, differentiable: set[int]) -> Iterator[Row]:
     latest: dict[int, int] = {}  # the number of the latest node with one, by thread
+    # Whether a result has a gradient is in no event. The profiler tells the number of the next node with each operator.
     # By thread, the latest run of an operator, and the number of the next node when it began: a node which is there when the
     # next operator begins is of this run.
     begun: dict[int, tuple[int, int]] = {}
