@@ -10,6 +10,7 @@ import functools
 import random
 import re
 import sys
+import threading
 import types
 import warnings
 from collections.abc import Callable
@@ -134,6 +135,25 @@ def a_ledger_of_no_step():
 def a_ledger_in_a_ledger():
     with memory_ledger():
         memory_ledger(lambda: None)
+
+
+@provokes
+def a_ledger_beside_that_of_another_thread():
+    begun, ended = threading.Event(), threading.Event()
+
+    def other():
+        with memory_ledger():
+            begun.set()
+            ended.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    begun.wait(10)
+    try:
+        memory_ledger(lambda: None)
+    finally:
+        ended.set()
+        thread.join()
 
 
 @provokes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,6 +44,10 @@ def named_range(name: str) -> Iterator[None]:
             torch._C._cuda_setMemoryMetadata(before)
 
 
+# Two profilers on two threads end the process in torch's own code (2.11 to 2.15).
+_ONE = threading.Lock()
+
+
 class profile_memory:  # noqa: N801  # a context manager, as torch's own
     """Profiles a block, memory included.
 
@@ -55,11 +60,23 @@ class profile_memory:  # noqa: N801  # a context manager, as torch's own
         self._profile = profile(use_cpu=True, profile_memory=True, use_kineto=True)
 
     def __enter__(self) -> profile_memory:
-        self._profile.__enter__()  # type: ignore[no-untyped-call]
+        if not _ONE.acquire(blocking=False):
+            raise RuntimeError(
+                "A ledger or a plan is being taken on another thread, and torch profiles one thread at a time. Take the two one "
+                "after the other."
+            )
+        try:
+            self._profile.__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            _ONE.release()
+            raise
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
-        self._profile.__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        try:
+            self._profile.__exit__(*exc_info)  # type: ignore[no-untyped-call]
+        finally:
+            _ONE.release()
 
     def events(self) -> list[Any]:
         """Returns the roots of the tree of events, once the block has ended."""
