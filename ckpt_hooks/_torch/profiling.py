@@ -62,8 +62,8 @@ class profile_memory:  # noqa: N801  # a context manager, as torch's own
     def __enter__(self) -> profile_memory:
         if not _ONE.acquire(blocking=False):
             raise RuntimeError(
-                "A ledger or a plan is being taken on another thread, and torch profiles one thread at a time. Take the two one "
-                "after the other."
+                "A ledger or a plan is being taken on another thread, and torch profiles one thread at a time. Take one after "
+                "the other."
             )
         try:
             self._profile.__enter__()  # type: ignore[no-untyped-call]

@@ -52,7 +52,7 @@ def memory_ledger(step: Any = None, /, *args: Any, **kwargs: Any) -> Any:
 
     Raises:
         TypeError: If the step cannot be called.
-        RuntimeError: If a profiler runs on this thread already: torch has one a thread.
+        RuntimeError: If a profiler runs on this thread already, or another thread takes a ledger: torch has one at a time.
 
     Example:
         >>> import torch
