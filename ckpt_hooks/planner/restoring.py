@@ -1,57 +1,57 @@
-"""Running a step and leaving everything as it was: tensors, gradients, optimizers, attributes, random streams."""
+"""Running a step and leaving everything as it was: tensors, gradients, what trains, attributes, random streams."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import functools
 import gc
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_hooks.device_states import get_device_states, set_device_states
 
 __all__ = ["as_before"]
 
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, collections.deque)
 
 
 @contextlib.contextmanager
 def as_before(model: Module) -> Iterator[None]:
     """Restores a model at the end of a block, an exception included.
 
-    Restored are the contents of parameters and buffers, gradients, the attributes of all modules (with the entries of lists,
-    dicts and sets there, such as hooks), the state of optimizers which have a parameter of the model, and random streams.
-    Optimizer state that was made in the block is removed.
+    Restored are the contents of parameters and buffers, gradients, and the attributes of all modules: tensors, generators,
+    arrays, and lists, dicts, sets and deques at any depth there, such as hooks. So are optimizers which have a parameter of the
+    model, their schedulers, gradient scalers, and random streams. Optimizer state that was made in the block is removed.
 
     Copies lie on the host: as much as the model's parameters, buffers, gradients and optimizer states take.
 
     Args:
         model: The model.
     """
-    tensors = [_Copy(tensor) for tensor in {id(one): one for one in (*model.parameters(), *model.buffers())}.values()]
+    notes = _Notes()
+    for tensor in (*model.parameters(), *model.buffers()):
+        notes.add(tensor)
     gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
-    attributes = [(vars(module), _shallow(vars(module))) for module in model.modules()]
-    optimizers = [_OptimizerState(optimizer) for optimizer in _optimizers_of(model)]
+    for owner in (*model.modules(), *_trainers_of(model)):
+        notes.add(vars(owner))
     streams = _Streams(model)
     try:
         yield
     finally:
         with torch.no_grad():
-            for own, noted in attributes:
-                _put_back(own, noted)
-            for copy in tensors:
-                copy.put_back()
+            notes.put_back()
             for parameter, gradient, copied in gradients:
                 parameter.grad = gradient
                 if copied is not None:
                     copied.put_back()
-            for state in optimizers:
-                state.put_back()
         streams.put_back()
 
 
@@ -59,27 +59,63 @@ class _Copy:
     """The content of a tensor, on the host."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor, self._data = tensor, tensor.detach().to("cpu", copy=True)
+        self._tensor, self._data, self._version = tensor, tensor.detach().to("cpu", copy=True), tensor._version
+
+    def put_back_if_written(self) -> None:
+        """Writes the content to the tensor if a version tells of a write: a graph from before may have saved the tensor."""
+        if self._tensor._version != self._version:
+            self.put_back()
 
     def put_back(self) -> None:
-        """Writes the content to the tensor, unless it is there."""
-        self._tensor.detach().copy_(self._data)
+        """Writes the content to the tensor."""
+        # Not to ``detach()``, which has indices of its own where the tensor is sparse.
+        self._tensor.copy_(self._data)
+        if self._data.layout is torch.sparse_coo:  # which a copy into a sparse tensor forgets
+            self._tensor._coalesced_(self._data.is_coalesced())
 
 
-def _shallow(own: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns each value of a dict, with a copy of its entries if it is a plain container."""
-    return {name: (value, value.copy() if isinstance(value, _CONTAINERS) else None) for name, value in own.items()}
+class _Notes:
+    """The contents of objects, and of objects in these, each once."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, Any] = {}  # held, so that identities stay their own
+        self._undo: list[Callable[[], object]] = []
+
+    def add(self, value: Any) -> None:
+        """Notes an object if it can change in place; nothing for others."""
+        todo, is_own = [value], isinstance(value, torch.Tensor)
+        while todo:
+            value = todo.pop()
+            if id(value) in self._seen:
+                continue
+            self._seen[id(value)] = value
+            if isinstance(value, torch.Tensor):
+                if not (value.is_meta or value.is_inference()):
+                    copy = _Copy(value)
+                    self._undo.append(copy.put_back if is_own else copy.put_back_if_written)
+            elif isinstance(value, torch.Generator):
+                self._undo.append(functools.partial(value.set_state, value.get_state()))
+            elif isinstance(value, _CONTAINERS):
+                self._undo.append(functools.partial(_refill, value, value.copy()))
+                todo += value.values() if isinstance(value, dict) else value
+            elif (numpy := sys.modules.get("numpy")) is not None:
+                if isinstance(value, numpy.ndarray):
+                    self._undo.append(functools.partial(numpy.copyto, value, value.copy()))
+                elif isinstance(value, numpy.random.Generator):
+                    bits = value.bit_generator
+                    self._undo.append(functools.partial(setattr, bits, "state", bits.state))
+
+    def put_back(self) -> None:
+        """Puts the contents back."""
+        for undo in self._undo:
+            undo()
 
 
-def _put_back(own: dict[str, Any], noted: dict[str, tuple[Any, Any]]) -> None:
-    for name in [name for name in own if name not in noted]:
-        del own[name]
-    for name, (value, entries) in noted.items():
-        if own.get(name, own) is not value:
-            own[name] = value
-        if entries is not None and not _is_same(value, entries):
-            value.clear()
-            (value.extend if isinstance(value, list) else value.update)(entries)
+def _refill(value: Any, entries: Any) -> None:
+    """Puts entries back, unless they are there."""
+    if not _is_same(value, entries):
+        value.clear()
+        (value.update if isinstance(value, (dict, set)) else value.extend)(entries)
 
 
 def _is_same(value: Any, entries: Any) -> bool:
@@ -88,43 +124,25 @@ def _is_same(value: Any, entries: Any) -> bool:
     if isinstance(value, set):
         return {*map(id, value)} == {*map(id, entries)}
     if isinstance(value, dict):
-        return all(key == other and value[key] is entries[other] for key, other in zip(value, entries, strict=True))
+        return all(key is other and value[key] is entries[other] for key, other in zip(value, entries, strict=True))
     return all(one is other for one, other in zip(value, entries, strict=True))
 
 
-def _optimizers_of(model: Module) -> list[Optimizer]:
-    """Returns the optimizers in the process which have a parameter of a model."""
+def _trainers_of(model: Module) -> list[Any]:
+    """Returns the optimizers in the process which have a parameter of a model, their schedulers, and gradient scalers."""
     own = {id(parameter) for parameter in model.parameters()}
-    found = []
-    for one in gc.get_objects():
-        if issubclass(type(one), Optimizer) and any(
-            id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"]
-        ):
-            found.append(one)
-    return found
-
-
-class _OptimizerState:
-    """The state of an optimizer: tensors by content, other values as they are."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self._groups = [dict(group) for group in optimizer.param_groups]
-        self._state = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-        self._copies = [
-            _Copy(value) for state in self._state.values() for value in state.values() if isinstance(value, torch.Tensor)
-        ]
-        self._copies += [_Copy(value) for group in self._groups for value in group.values() if isinstance(value, torch.Tensor)]
-
-    def put_back(self) -> None:
-        """Restores the state."""
-        for group, noted in zip(self._optimizer.param_groups, self._groups, strict=False):
-            group.clear()
-            group.update(noted)
-        self._optimizer.state.clear()
-        self._optimizer.state.update({parameter: dict(state) for parameter, state in self._state.items()})
-        for copy in self._copies:
-            copy.put_back()
+    objects = gc.get_objects()
+    optimizers = [
+        one
+        for one in objects
+        if issubclass(type(one), Optimizer)
+        and any(id(parameter) in own for group in getattr(one, "param_groups", ()) for parameter in group["params"])
+    ]
+    numbers = {id(one) for one in optimizers}
+    schedulers = [
+        one for one in objects if issubclass(type(one), LRScheduler) and id(getattr(one, "optimizer", None)) in numbers
+    ]
+    return [*optimizers, *schedulers, *(one for one in objects if issubclass(type(one), torch.amp.GradScaler))]
 
 
 class _Streams:

@@ -86,13 +86,16 @@ def searched(
         budget = int(least + budget * max(0.0, plain.peak.nbytes - least))
     elif total:
         budget -= base
+    is_part = isinstance(memory_budget, float)
     target = int(budget * (1 - margin))
     if least > target:
         raise _too_small(budget, int(least), base, margin, problem)
     common = {"budget": budget, "plain_peak": plain.peak.nbytes, "least_peak": int(least), "margin": margin, "cost": cost}
     search = _Search(model, step, profile, problem, natural, shapes, common)
     plan = search.corrected(target, tolerance)
-    if plan["measured_peak"] > target:
+    if plan["measured_peak"] > target and is_part:
+        plan["budget"] = math.ceil(plan["measured_peak"] / (1 - margin))  # the prediction was off: this is the least
+    elif plan["measured_peak"] > target:
         raise _too_small(budget, plan["measured_peak"], 0, margin, problem)
     return plan
 

@@ -109,16 +109,15 @@ class _Modules:
 
     def __init__(self, marks: Marks) -> None:
         self._mark = marks.add
-        self._names: dict[int, str] = {}
-        self._roots: list[torch.nn.Module] = []  # held, for the table to hold
+        # Weakly: modules made in the step go when they would, with their memory.
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def begin(self, module: torch.nn.Module, args: Any) -> None:
         """A module's forward begins."""
-        if id(module) not in self._names:
-            self._roots.append(module)
+        if module not in self._names:
             for name, inner in module.named_modules():
-                self._names.setdefault(id(inner), name)
-        self._mark(Moment.MODULE_BEGINS, (self._names[id(module)], type(module).__name__))
+                self._names.setdefault(inner, name)
+        self._mark(Moment.MODULE_BEGINS, (self._names[module], type(module).__name__))
 
     def end(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         """A module's forward has ended, by an exception or not."""
