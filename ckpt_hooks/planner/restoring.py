@@ -39,6 +39,7 @@ def as_before(model: Module) -> Iterator[None]:
     notes = _Notes()
     for tensor in (*model.parameters(), *model.buffers()):
         notes.add(tensor)
+    flags = [(one, one.requires_grad) for one in model.parameters()]
     gradients = [(one, one.grad, None if one.grad is None else _Copy(one.grad)) for one in model.parameters()]
     for owner in (*model.modules(), *_trainers_of(model)):
         notes.add(vars(owner))
@@ -52,6 +53,8 @@ def as_before(model: Module) -> Iterator[None]:
                 parameter.grad = gradient
                 if copied is not None:
                     copied.put_back()
+            for parameter, requires_grad in flags:
+                parameter.requires_grad_(requires_grad)
         streams.put_back()
 
 
@@ -67,7 +70,10 @@ class _Copy:
             self.put_back()
 
     def put_back(self) -> None:
-        """Writes the content to the tensor."""
+        """Writes the content to the tensor, unless it is there: graphs from before may have saved the tensor."""
+        is_dense = self._data.layout is torch.strided and type(self._tensor) in (torch.Tensor, torch.nn.Parameter)
+        if is_dense and self._tensor._version == self._version and torch.equal(self._tensor.detach().cpu(), self._data):
+            return
         # Not to ``detach()``, which has indices of its own where the tensor is sparse.
         self._tensor.copy_(self._data)
         if self._data.layout is torch.sparse_coo:  # which a copy into a sparse tensor forgets

@@ -519,3 +519,20 @@ def test_the_least_of_a_part_is_as_measured():
     model, step, blocks = built("gpt")
     plan = plan_memory(model, step, 0.0, blocks=blocks)
     assert plan.measured_peak <= plan.budget
+
+
+def test_a_plan_leaves_graphs_from_before_and_flags():
+    """An expanded buffer, a graph that waits for its backward, and a step which freezes a parameter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)))
+    model.register_buffer("wide", torch.zeros(1).expand(4))
+    x = torch.randn(64, 16)
+    waiting = model(x).sum()
+
+    def step(model):
+        model(x).sum().backward()
+        model[0][0].bias.requires_grad_(False)
+
+    plan_memory(model, step, 0.5, blocks=["0", "1", "2"])
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    waiting.backward()
