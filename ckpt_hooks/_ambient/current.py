@@ -77,13 +77,7 @@ class _Accelerator:
         return told
 
     def move(self, index: int | None, before: tuple[Any, ...], after: tuple[Any, ...]) -> None:
-        """Makes a device and streams current; streams other than before wait for the previous streams.
-
-        Args:
-            index: The device.
-            before: Streams to wait for, one a device.
-            after: Streams to make current, one a device.
-        """
+        """Makes a device and streams current; streams other than before wait for the previous streams."""
         for old, new in zip(before, after, strict=True):
             if old != new:
                 stream = self.stream_of(new)
@@ -182,10 +176,8 @@ class Current:
         return None
 
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns a function which checks whether this state is still current, and ``check`` passes.
-
-        Each operator of a recorded region calls the function, so only changeable state is read.
-        """
+        """Returns a function which checks whether this state is still current, and ``check`` passes."""
+        # Each operator of a recorded region calls the function: what a backend cannot change is not read.
         asked: list[tuple[Callable[..., Any], tuple[int, ...], Any]] = []
         for accelerator, index, told in self._places:
             if accelerator.index is not None:

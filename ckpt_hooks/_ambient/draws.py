@@ -236,12 +236,7 @@ class ReplayDraws(_Draws):
     """Gives each draw of a recompute the state at its start in forward."""
 
     def __init__(self, states: list[torch.Tensor] | None) -> None:
-        """Prepares to draw.
-
-        Args:
-            states: The states of a :class:`RecordDraws`. None where forward noted none, in a program of one thread: then draws
-                start at the default generators' states when the recompute begins.
-        """
+        # Without states, as in a program of one thread, draws start where the default generators stand as the recompute begins.
         super().__init__()
         self._states = states or []
         self._count = 0
@@ -306,11 +301,6 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 @unseen
 def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Draw | None] | None:
     """Watches a possible draw of an operator which is about to run.
-
-    Args:
-        operator: The operator.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
 
     Returns:
         A function to call afterwards, which returns the draw, if any. None for an operator which will not draw.

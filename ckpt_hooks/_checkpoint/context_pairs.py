@@ -20,9 +20,6 @@ def own_contexts(contexts: ContextPair) -> ContextPair:
     Torch's contexts reuse outputs by how often an operator ran before, and know nothing of restored buffers, of random streams
     or of a second backward.
 
-    Args:
-        contexts: The result of a ``context_fn``.
-
     Raises:
         TypeError: If a context is no context manager, or a selective context comes without its counterpart.
     """

@@ -42,22 +42,14 @@ _MOST = 6  # calls between a module's call and the line of an operator
 
 
 def site_of(frame: types.FrameType | None) -> str | None:
-    """Returns the innermost line outside of this package and of torch, as in ``"model.py:12"``; None without one.
-
-    Args:
-        frame: The frame of Python to start at.
-    """
+    """Returns the innermost line outside of this package and of torch, as in ``"model.py:12"``; None without one."""
     while frame is not None and is_of_library(frame):
         frame = frame.f_back
     return None if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def called_modules(frame: types.FrameType | None) -> tuple[torch.nn.Module | None, torch.nn.Module | None]:
-    """Returns the innermost and the outermost module whose call runs; None without one.
-
-    Args:
-        frame: The frame of Python to start at.
-    """
+    """Returns the innermost and the outermost module whose call runs; None without one."""
     innermost = outermost = None
     while frame is not None:
         if frame.f_code is MODULE_CALL:

@@ -70,12 +70,7 @@ class OperatorRun(NamedTuple):
 
 
 def info_of(tensor: torch.Tensor, observers: tuple[Observer, ...]) -> TensorInfo:
-    """Returns the facts of a tensor for an event.
-
-    Args:
-        tensor: The tensor.
-        observers: Are told when its storage is freed.
-    """
+    """Returns the facts of a tensor for an event; the observers will hear when its storage is freed."""
     storage, size = storage_and_size(tensor)
     if storage is not None:
         tell_when_freed(storage, observers)
@@ -119,16 +114,6 @@ class Watch:
         *,
         in_recompute: bool,
     ) -> None:
-        """Notes the place of the region.
-
-        Args:
-            frame: The frame.
-            path: The names.
-            outer: The watch of the frame around, if any.
-            observers: The observers, the outermost first.
-            module: The module run by the region, if any.
-            in_recompute: Whether a recompute of a region around makes the frame.
-        """
         self._observers = observers
         self._num_kept = 0
         self._fates: dict[int, Reason] = {}
@@ -166,12 +151,7 @@ class Watch:
         return info_of(tensor, self._observers)
 
     def ran(self, run: OperatorRun, position: Position) -> None:
-        """An operator ran.
-
-        Args:
-            run: The run.
-            position: The position.
-        """
+        """An operator ran."""
         self._tell("ran", run.event(position, self._observers))
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:

@@ -88,14 +88,6 @@ class Frame(abc.ABC):
     def __init__(
         self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
     ) -> None:
-        """Makes a frame.
-
-        Args:
-            name: The region's name.
-            parent: The frame around.
-            observers: The observers, the outermost first.
-            module: The module run by the region, if any.
-        """
         self.passes = NO_PASSES
         self._endings = _NO_ENDINGS
         self.parent = parent
@@ -134,19 +126,10 @@ class Frame(abc.ABC):
 
     @abc.abstractmethod
     def describe(self, packed: Any) -> Saved:
-        """Describes the saved tensor of one of this frame's handles.
-
-        Args:
-            packed: The handle.
-        """
+        """Describes the saved tensor of one of this frame's handles."""
 
     def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
-        """Notes tensors which a region inside hands to this frame: its inputs, or outputs kept by its policy.
-
-        Args:
-            count: The number of tensors.
-            path: The region inside.
-        """
+        """Notes tensors which a region inside hands to this frame: its inputs, or outputs kept by its policy."""
 
     def num_values(self) -> int | None:
         """Returns the number of values on the tape of a recorded forward; None elsewhere."""
@@ -194,9 +177,6 @@ def is_in_recompute(frame: Frame | None) -> bool:
 def describe_packed(packed: Any) -> Saved | None:
     """Describes a saved tensor in autograd's graph, without recomputing.
 
-    Args:
-        packed: The result of a pack hook.
-
     Returns:
         The description; None for the result of a pack hook other than a region's.
     """
@@ -210,11 +190,7 @@ def describe_packed(packed: Any) -> Saved | None:
 
 
 def frame_of(packed: Any) -> Frame | None:
-    """Returns the frame of a handle in autograd's graph; None for other objects.
-
-    Args:
-        packed: The result of a pack hook.
-    """
+    """Returns the frame of a handle in autograd's graph; None for other objects."""
     packed = getattr(packed, "packed", packed)
     frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
     return frame if isinstance(frame, Frame) else None

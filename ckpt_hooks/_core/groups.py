@@ -53,10 +53,8 @@ class GraphExecGroup:
 
 
 def group_scope(group: Any) -> Scope:
-    """Returns the scope of a group, ours or torch's, and makes it on first use.
-
-    The scope hangs on the group itself, so it ends when the group is deleted.
-    """
+    """Returns the scope of a group, ours or torch's, and makes it on first use."""
+    # An attribute of the group, so that the scope ends when the group is deleted.
     try:
         scope: Scope = group._ckpt_hooks_scope
     except AttributeError:

@@ -27,12 +27,7 @@ class HandBack:
     __slots__ = ("_path", "_values")
 
     def __init__(self, values: Sequence[torch.Tensor], path: RegionPath) -> None:
-        """Takes the values of the rerun, by the number before theirs; the sequence is emptied when the rerun ends.
-
-        Args:
-            values: The values.
-            path: The region.
-        """
+        """Takes the values of the rerun, by the number before theirs; the sequence is emptied when the rerun ends."""
         self._values, self._path = values, path
 
     def __call__(self, packed: int | torch.Tensor) -> torch.Tensor:

@@ -88,10 +88,5 @@ def address_of(storage: int | None) -> int:
 
 
 def tell_when_freed(storage: int, observers: Iterable[_Told]) -> None:
-    """Registers observers to hear when a storage is freed, each once. Observers are held weakly.
-
-    Args:
-        storage: The storage's number.
-        observers: The observers.
-    """
+    """Registers observers to hear when a storage is freed, each once. Observers are held weakly."""
     _audience.setdefault(storage, weakref.WeakSet()).update(observers)

@@ -98,11 +98,12 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
             operator: An operator which begins or ends a profiler's range.
             args: The operator's arguments.
         """
+        # Nothing but the name of the range tells that FSDP made it.
         if "exit" in operator._schema.name:
             if self._ranges:
                 self._ranges -= 1
                 self.paused -= 1
-        elif self._ranges or str(args[0]).startswith("FSDP::"):  # no more than the name tells whose range it is
+        elif self._ranges or str(args[0]).startswith("FSDP::"):
             self._ranges += 1
             self.paused += 1
 
@@ -113,25 +114,19 @@ def _active_modes() -> Iterator[Any]:
 
 
 def count_writes(operator: Any, args: Any) -> None:
-    """Counts writes which torch counts without a dispatch mode alone: of in-place operators over lists (``_foreach_mul_``).
-
-    Every mode of the package calls this after passing on an operator; the outermost mode counts.
-    """
+    """Counts writes which torch counts without a dispatch mode alone: of in-place operators over lists (``_foreach_mul_``)."""
     schema = getattr(operator, "_schema", None)
     if schema is None or not schema.is_mutable or not schema.name.startswith("aten::_foreach_"):
         return
+    # Every mode of the package calls this after it has passed an operator on. The outermost alone counts.
     if not any(map(is_quiet, _active_modes())):
         for tensor in args[0]:
             increment_version(tensor)
 
 
 def is_compiled_code_running() -> bool:
-    """Whether code of Inductor runs the present operator. Its kernels reuse buffers unseen.
-
-    Such code runs with gradients off, so with gradients on there is no look at the stack. 2.11 to 2.15: the callers are modules
-    of Inductor.
-    """
-    if torch.is_grad_enabled():
+    """Whether code of Inductor runs the present operator. Its kernels reuse buffers unseen."""
+    if torch.is_grad_enabled():  # Inductor's code runs with gradients off: no look at the stack in most calls
         return False
     frame = sys._getframe(1)
     for _ in range(12):
@@ -139,6 +134,7 @@ def is_compiled_code_running() -> bool:
         if caller is None:
             return False
         frame = caller
+        # No state of torch's tells; in 2.11 to 2.15 the caller is a module of Inductor.
         if frame.f_globals.get("__name__", "").startswith("torch._inductor"):
             return True
     return False
@@ -216,11 +212,8 @@ def unseen(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-    """Calls a function without a word to dispatch modes and function modes, whoever they belong to.
-
-    Handlers of tensor subclasses are asked as ever, which they are not where the dispatcher's keys for modes are left out. The
-    modes by which torch traces stay, and so do default devices.
-    """
+    """Calls a function with no dispatch mode or function mode active, but for torch's own for tracing and default devices."""
+    # To leave the dispatcher's keys for modes out would be quicker, and would leave out handlers of tensor subclasses as well.
     if not (num_dispatch_modes() or num_function_modes()):
         return function(*args, **kwargs)
     dispatch = [pop_dispatch_mode(None) for mode in list(_active_modes()) if not is_tracing_mode(mode)]
@@ -242,12 +235,7 @@ def past_modes(function: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R
 
 
 def modes_in_words(forward: Collection[str], now: Collection[str]) -> str:
-    """Returns sentences for an error on dispatch modes around one of two runs alone; nothing without a difference.
-
-    Args:
-        forward: Names of the modes around forward.
-        now: Names of the modes around the recompute.
-    """
+    """Returns sentences for an error on dispatch modes around one of two runs alone; nothing without a difference."""
     words = ""
     if missing := [name for name in forward if name not in now]:
         words += (

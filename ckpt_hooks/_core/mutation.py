@@ -219,14 +219,7 @@ def argument_in_words(place: str, tensor: torch.Tensor, region: Names) -> str:
 
 
 def written_late(name: str, tensor: torch.Tensor, expected: int, region: Names) -> MutationError:
-    """Returns the error for a forward's first write to a tensor which earlier forwards only read.
-
-    Args:
-        name: The tensor in words.
-        tensor: The tensor.
-        expected: The tensor's version before forward.
-        region: Names of the regions, outermost first.
-    """
+    """Returns the error for a forward's first write to a tensor which earlier forwards only read."""
     return MutationError(
         f"region {'/'.join(region)!r}: forward has written to {name}, {describe_tensor(tensor)}: it is at version "
         f"{tensor._version}; expected version {expected} instead. Earlier forwards only read it, so this one took no copy, and "

@@ -72,9 +72,6 @@ class _Counts:
     def find(self, name: str, operators: list[_Ran], *, is_loose: bool) -> None:
         """Finds the next operator of a rerun among those of forward.
 
-        Autograd makes some views anew in one run and not in another, and autocast keeps a cast of a parameter for a while. So
-        these may be missing, or additional.
-
         Args:
             name: The operator's name.
             operators: The operators of forward.
@@ -86,6 +83,7 @@ class _Counts:
             if other.name == name and other.is_loose == is_loose:
                 self.found, self._next = place, place + 1
                 return
+            # Past loose ones: autograd makes some views in one run alone, and autocast keeps a parameter's cast for a while.
             if not other.is_loose:
                 return
 
@@ -100,13 +98,6 @@ class Order:
     __slots__ = ("_around", "_counts", "_entry", "_runs", "_task", "repeats")
 
     def __init__(self, number: int, outer: Order | None, *, in_recompute: bool) -> None:
-        """Notes the entry of a region.
-
-        Args:
-            number: The number of the entry.
-            outer: The order of the region around.
-            in_recompute: Whether a recompute of a region around enters the region.
-        """
         self._entry = _Entry(number) if outer is None else outer._enter_inside(number, in_recompute=in_recompute)
         self.repeats = None if self._entry.id == number else self._entry.id
         # Those of forward, then those of each recompute that runs: one may run in the middle of forward, or of another.
@@ -118,10 +109,8 @@ class Order:
         self._runs: list[tuple[int, tuple[int, int] | None, int | None]] = []
 
     def share_tape(self, outer: Order) -> None:
-        """Notes that a recorded region is on the tape of the region around.
-
-        The replay of one runs operators of the other. The policy of the region around is not asked about this region.
-        """
+        """Notes that a recorded region is on the tape of the region around: the replay of one runs operators of the other."""
+        # The policy around is not asked about operators of this region, so it need not hear of these.
         self._runs, self._around = outer._runs, outer._around
 
     def begin_recompute(self) -> None:

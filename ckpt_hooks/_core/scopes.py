@@ -92,9 +92,6 @@ def graph_task_scope(key: int) -> Scope:
     """Returns a scope which ends with this thread's graph task.
 
     A task gets another scope where other tasks recompute in between, or on other threads. All end with the task.
-
-    Args:
-        key: The id of the graph task.
     """
     global _latest
     scope = None if _latest is None else _latest()

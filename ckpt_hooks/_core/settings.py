@@ -55,8 +55,9 @@ def override(**changes: Any) -> Iterator[None]:
 def observe(observer: Observer) -> Iterator[None]:
     """Makes an observer watch every region whose forward begins in this block, on this thread; backward included.
 
-    Blocks nest; outer observers go on watching. Without observers the price is one look-up a region and one attribute test a
-    restored tensor; packing uses hooks without observers.
+    Blocks nest; outer observers go on watching.
     """
+    # Without observers the price is one look-up a region and one attribute test a restored tensor. Packing pays nothing: a
+    # watched region has pack hooks of its own.
     with override(observers=(*_current.get().observers, observer)):
         yield

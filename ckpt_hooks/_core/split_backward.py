@@ -47,12 +47,7 @@ class Uses:
         return all(witness._version == version for witness, version in self._handed_out.get(storage, ()))
 
     def hand_out(self, index: int, tensor: torch.Tensor) -> bool:
-        """Notes that a handle is unpacked; returns whether the value stays for a second time.
-
-        Args:
-            index: The index of the handle.
-            tensor: The value.
-        """
+        """Notes that a handle is unpacked; returns whether the value stays for a second time."""
         storage = storage_of(tensor)
         if storage is None:
             self._versions[index] = tensor._version

@@ -46,13 +46,7 @@ class WatchesUnseen(QuietDispatchMode):
         return run_watched(around, function, args, kwargs)
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-        """Runs a call which may write to any tensor among some arguments.
-
-        Args:
-            writer: The writer, in words.
-            args: The arguments.
-            call: Runs the call.
-        """
+        """Runs a call which may write to any tensor among some arguments."""
         return call()
 
     def __enter__(self) -> Any:

@@ -172,18 +172,6 @@ class Arguments:
     _strides: dict[int, tuple[int, ...]]
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
-        """Captures arguments and saves their tensors, by way of the active saved-tensor hooks of this thread.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            inside: The outer frame, if any, and the path of the region. Inside a frame a repeated tensor is saved twice: the
-                rerun of that frame saves the arguments again, in step with its forward, and may meet two tensors where forward
-                met the same tensor twice.
-
-        Raises:
-            TypeError: If there is an iterator among the arguments: it can be read once, and a rerun reads again.
-        """
         if not kwargs and _TENSOR_TYPES.issuperset(map(type, args)):  # the common case, tensors and nothing else
             self._captured = None
             self.objects = _NO_OBJECTS
@@ -201,6 +189,8 @@ class Arguments:
             self._saved = self.live = None
             self._tensors = tensors
         else:
+            # Inside a frame a repeated tensor is saved twice: the frame's rerun saves the arguments again, in step with its
+            # forward, and may meet two tensors where forward met one.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside(len(tensors), inside[1])
             self._saved, self._tensors = save_all(tensors, each_occurrence=inside is not None)

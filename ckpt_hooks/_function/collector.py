@@ -90,14 +90,6 @@ class Collector:
     )
 
     def __init__(self, frame: HandleFrame, function: Any, *, early_stop: bool, selective: bool = False) -> None:
-        """Prepares to fill handles.
-
-        Args:
-            frame: The frame of the handles.
-            function: The function of the rerun, for an error to name tensors.
-            early_stop: Whether to end the rerun when every wanted value is there.
-            selective: Whether a selective policy's mode will be active in the rerun.
-        """
         self._detach = detach_past_modes if selective and only_quiet_modes() else torch.Tensor.detach
         self.frame = frame
         self.function = function
@@ -141,12 +133,10 @@ class Collector:
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
     ) -> Callable[[torch.Tensor], int | torch.Tensor]:
-        """Returns the pack hook of the rerun.
+        """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
 
-        The hook keeps the tensor without its history as the value, and hands its number to autograd, so that user code may run
-        backward on the graph of the rerun (:class:`ckpt_hooks._core.hooks.HandBack`). Parameters are taken by an alias even if
-        they need no gradient: a framework frees a parameter by giving it another storage, which would leave the value empty.
-        (To take the history off all values at once at the end of the rerun was tried: no faster, for the holders needed.)
+        Autograd gets the value's number, by which user code may run backward on the graph of the rerun
+        (:class:`ckpt_hooks._core.hooks.HandBack`).
 
         Args:
             wanted: The handles to fill; None for all living handles.
@@ -182,6 +172,7 @@ class Collector:
                 self._compare_draws((position, where[1]))
             step = next_asked()
             if step:
+                # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
                 if tensor.requires_grad:
                     tensor = detach(tensor)
                 else:
@@ -192,6 +183,7 @@ class Collector:
                     if exchanged and storage_of(tensor) in exchanged:
                         tensor = _copy(tensor)
                     elif type(tensor) is not plain:
+                        # An alias of a parameter: FSDP frees a parameter by another storage, and the value would be empty.
                         tensor = detach(tensor)
                 append(tensor)
                 if step == stop:
@@ -214,11 +206,9 @@ class Collector:
         return fill
 
     def noting_versions(self, hook: Callable[[torch.Tensor], R]) -> Callable[[torch.Tensor], R]:
-        """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher.
-
-        Needed by a rerun under a dispatch mode after a forward without one. Under a mode torch does out of place some things
-        done in place otherwise (``torch.nn.functional.linear`` adds its bias so).
-        """
+        """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher."""
+        # Forward's is higher where a dispatch mode is around the rerun alone: under a mode ``torch.nn.functional.linear`` adds
+        # its bias out of place, without a mode in place.
         versions = self.versions = []
 
         def note(tensor: torch.Tensor) -> R:

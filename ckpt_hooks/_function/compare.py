@@ -34,12 +34,7 @@ _MOST = 5  # tensors listed in an error
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
     """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others.
 
-    A value modified in place by the function after it was saved, as in ``y = x.sin(); x.mul_(2)``, is left out as well, unless
-    wanted alone: a rerun for one value ends before the modification.
-
-    Args:
-        collector: The tensors saved in the rerun.
-        check: The comparison with forward.
+    ``MISSING`` stands for a value modified by the function after it was saved too, as in ``y = x.sin(); x.mul_(2)``.
 
     Raises:
         DeterminismError: If the rerun saved other tensors than forward.
@@ -68,7 +63,8 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
         _compare_grad(collector)
     if check.fingerprint is not None and not is_without_values():
         _compare_values(collector, check.fingerprint)
-    return values + [MISSING] * num_doubtful  # each doubtful value is asked for alone
+    # A doubtful value is asked for alone: a rerun for one value ends before the modification.
+    return values + [MISSING] * num_doubtful
 
 
 def _compare_marks(collector: Collector) -> None:
@@ -211,10 +207,8 @@ def _error(
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:
-    """Returns the metadata of a tensor in forward, with the version of the rerun if lower.
-
-    The version of the rerun is higher after a write from outside since forward.
-    """
+    """Returns the metadata of a tensor in forward, with the version of the rerun if lower."""
+    # A higher version of the rerun is no less than an error: something outside has written to the tensor since forward.
     if not isinstance(facts, tuple):
         return facts if facts is None else min(facts, version)
     return facts if facts[-1] is None or facts[-1] <= version else (*facts[:-1], version)

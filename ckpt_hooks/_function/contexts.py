@@ -77,10 +77,8 @@ def check_context_fn(context_fn: Any) -> None:
 
 
 def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any]:
-    """Returns a context manager to enter in place of a used one.
-
-    A context manager of ``contextlib.contextmanager`` works once; like every ``ContextDecorator`` it can make another.
-    """
+    """Returns a context manager to enter in place of a used one."""
+    # A context manager of ``contextlib.contextmanager`` works once. Like every ``ContextDecorator`` it can make another.
     recreate: Callable[[], AbstractContextManager[Any]] | None = getattr(context, "_recreate_cm", None)
     return context if recreate is None else recreate()
 
@@ -91,17 +89,13 @@ def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
 
 
 def under_modes(contexts: ContextPair | None) -> ContextPair | None:
-    """Returns the contexts of a region inside dispatch modes.
-
-    A rerun has to take the paths of operators under a mode; a selective policy's modes see to this already. A tensor made from
-    nothing under a fake mode is a fake tensor, so a fake mode is entered again: it has nothing to count twice.
-
-    Args:
-        contexts: The region's own contexts, if any.
-    """
+    """Returns the contexts of a region inside dispatch modes, with the region's own contexts in them."""
+    # Operators take other paths under a mode, so a rerun needs one. The modes of a selective policy are enough.
     if contexts is None or selection_of(contexts[0]) is None:
         under_mode = nullcontext(), QuietDispatchMode()
         contexts = under_mode if contexts is None else both(under_mode, contexts)
+    # The user's modes are not entered again, for they may count. A fake mode is: it counts nothing, and without it a tensor
+    # made from nothing would be a real one.
     fake = active_fake_mode()
     return contexts if fake is None else both((nullcontext(), fake), contexts)
 

@@ -20,11 +20,7 @@ __all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of_tensor", "
 
 
 def draws_error(region: tuple[str, ...]) -> DeterminismError:
-    """Returns the error for a rerun which drew other random numbers than forward did.
-
-    Args:
-        region: Names of the regions, outermost first.
-    """
+    """Returns the error for a rerun which drew other random numbers than forward did."""
     return DeterminismError(
         f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward had drawn by then, so a "
         "dropout mask, say, is another one. Usual causes: a random table which forward made and keeps (functools.lru_cache, a "

@@ -72,16 +72,6 @@ class FunctionFrame(HandleFrame):
         contexts: ContextPair | None = None,
         settings: Settings | None = None,
     ) -> None:
-        """Captures a call and saves its tensors.
-
-        Args:
-            function: The region's function.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-            options: The options of recomputes.
-            contexts: Entered around forward, and around each rerun.
-            settings: The settings in force, if the caller has them already.
-        """
         # The contents of a partial are arguments as well: taken out, they are saved as arguments, and not kept alive twice.
         while type(function) is functools.partial:
             args, kwargs = function.args + args, {**function.keywords, **kwargs}

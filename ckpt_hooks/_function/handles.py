@@ -197,9 +197,6 @@ class HandleFrame(Frame):
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
         """Brings back a value missing in a pass: taken before, or packed after the recompute.
 
-        A node asked for its tensors twice asks for all of them again, in order. So all values taken after this one are brought
-        back too: one recompute serves the whole node, and no value lies around unless about to be asked for.
-
         Raises:
             OverlapError: In a group, whose backwards must not share a tensor.
         """
@@ -209,6 +206,8 @@ class HandleFrame(Frame):
             if index in taken:
                 if graph_exec_group() is not None:
                     raise overlap_error(self.path, index)
+                # A node asked twice for its tensors asks for all, in order. The values taken after this one come back too: one
+                # recompute serves the node, and each value is asked for soon.
                 since = taken.index(index)
                 wanted += taken[since + 1 :]
                 del taken[since:]

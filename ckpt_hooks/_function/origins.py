@@ -22,11 +22,9 @@ __all__ = ["Origins", "has_history"]
 
 
 def has_history(tensor: torch.Tensor) -> bool:
-    """Whether a tensor that requires grad is the output of an operator, and has stand-ins.
-
-    To ask a view of a modified tensor may change its place in the graph: such a view is held as it is. So is a tensor with a
-    tangent, which no alias has.
-    """
+    """Whether a tensor that requires grad is the output of an operator, and has stand-ins."""
+    # ``is_leaf`` of a view of a modified tensor may give the view a new place in the graph. Such a view is held as it is, and
+    # so is a tensor with a tangent, which an alias would lack.
     if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
     return not (tensor.is_leaf or has_tangent(tensor))

@@ -34,12 +34,6 @@ class RoutingWatch(QuietDispatchMode):
     """Notes the operators of a rerun which choose among floating-point numbers."""
 
     def __init__(self, num_saved: Callable[[], int], kept: Collection[Any]) -> None:
-        """Makes a mode.
-
-        Args:
-            num_saved: Returns the number of tensors saved so far by the rerun.
-            kept: Operators whose results the policy kept.
-        """
         super().__init__()
         self._num_saved, self._kept = num_saved, kept
         self._found: list[tuple[int, str, str | None]] = []

@@ -97,13 +97,7 @@ class WatchedHandle(tuple[HandleFrame, int]):
 def _pack_watched(
     watch: Watch, pack: Callable[[torch.Tensor], Handle | Kept], positions: Sequence[int]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
-    """Returns a pack hook which tells observers.
-
-    Args:
-        watch: Tells the observers.
-        pack: The pack hook.
-        positions: An entry for each packed tensor.
-    """
+    """Returns a pack hook which tells observers."""
 
     def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)

@@ -85,15 +85,6 @@ class Rerun:
         contexts: ContextPair | None,
         selection: Selects | None,
     ) -> None:
-        """Prepares a rerun.
-
-        Args:
-            frame: The frame of the region.
-            call: The call to repeat.
-            wanted: Indices of the handles to fill; None for all living handles.
-            contexts: Entered around the call.
-            selection: Has the kept outputs, if any.
-        """
         self._frame, self._call, self._wanted = frame, call, wanted
         self._contexts, self._selection = contexts, selection
         # A rerun in the middle of forward must not do what forward has not done yet.

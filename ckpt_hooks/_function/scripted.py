@@ -132,13 +132,7 @@ class ScriptedCalls:
     __slots__ = ("_is_selective", "_path", "_plans")
 
     def __init__(self, path: RegionPath, *, is_selective: bool) -> None:
-        """Notes no call yet.
-
-        Args:
-            path: The region.
-            is_selective: Whether a policy decides about operators. A plan's operators are others than those of the plan before,
-                so no policy is asked about these, and everything is kept.
-        """
+        # A plan's operators are others than those of the plan before: under a policy none is asked about, and all is kept.
         self._path, self._is_selective = path, is_selective
         self._plans: list[Any] = []
 
@@ -155,15 +149,7 @@ class ScriptedCalls:
                 resume_modes(paused)
 
     def run(self, hooks: Any, call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a call in forward.
-
-        Args:
-            hooks: The hooks of the frame.
-            call: Calls a function of TorchScript.
-            function: The function.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
-        """
+        """Runs a call in forward."""
         saved: list[_Saved] = []
         facts: _Facts = []
         key, number = _key_of(function, args, kwargs), _count.number
@@ -193,13 +179,6 @@ class ScriptedCalls:
 
     def rerun(self, collector: Collector, call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any:
         """Runs a call in a rerun.
-
-        Args:
-            collector: The collector of the rerun.
-            call: Calls a function of TorchScript.
-            function: The function.
-            args: The positional arguments.
-            kwargs: The keyword arguments.
 
         Raises:
             DeterminismError: If TorchScript carries out another plan than in forward.

@@ -25,11 +25,7 @@ _SOURCES = {"python": "Python's `random`", "numpy": "NumPy's global state"}
 
 
 def compared(options: RegionOptions) -> tuple[RegionOptions, Compared]:
-    """Returns the options of a region about to run, and a comparison of its values and surroundings.
-
-    Args:
-        options: The region's own options.
-    """
+    """Returns the options of a region about to run, and a comparison of its values and surroundings."""
     check = options.check
     modes, on_request = users_modes(), check.fingerprint is not None
     if is_without_values():

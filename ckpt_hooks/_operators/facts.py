@@ -260,12 +260,10 @@ def facts_of(operator: Any) -> OpFacts:
 
 
 def same_operator(one: Any, other: Any) -> bool:
-    """Whether two operators are the same, except that one may be the overload with a generator.
-
-    Where threads besides the main one run regions, draws get a generator, by another overload.
-    """
+    """Whether two operators are the same, except that one may be the overload with a generator."""
     if one is other:
         return True
+    # Where threads besides the main one run regions, draws get a generator, by another overload.
     packet = getattr(one, "overloadpacket", None)
     return (
         packet is not None

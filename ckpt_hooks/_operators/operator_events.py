@@ -40,12 +40,6 @@ class OperatorWatch(QuietDispatchMode):
     """
 
     def __init__(self, replayed: Frame | None = None, *, is_after_others: bool = False) -> None:
-        """Makes a mode.
-
-        Args:
-            replayed: The frame being replayed; None in a forward or a rerun.
-            is_after_others: Whether a mode inside may take an operator's kept output, and :class:`OperatorCount` comes before.
-        """
         super().__init__()
         self._replayed, self._is_after_others = replayed, is_after_others
         self._expected: list[tuple[OpFacts, int]] = []

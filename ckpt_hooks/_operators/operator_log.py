@@ -96,11 +96,7 @@ class OperatorLog(QuietDispatchMode):
     """
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
-        """Makes a log.
-
-        Args:
-            count: Called as each operator begins, for :attr:`Entry.mark`; must not keep a frame alive.
-        """
+        # ``count`` is called as each operator begins, for ``Entry.mark``; it must not keep a frame alive.
         super().__init__()
         self.entries: list[Entry] = []
         self.error: type[BaseException] | None = None

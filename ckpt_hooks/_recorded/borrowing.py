@@ -25,13 +25,6 @@ class Borrowing:
     def __init__(
         self, steps: Mapping[int, Op | Value], tensors: Mapping[int, torch.Tensor], owners: Mapping[int, Owner]
     ) -> None:
-        """Finds the first and the last reader of each owner's memory.
-
-        Args:
-            steps: The steps, by number.
-            tensors: The present tensors, by number of the value.
-            owners: The owners of memory, by address of the storage.
-        """
         self._steps = sorted(steps.items())
         self._loans: dict[Owner, Loan | None] = {}
         first: dict[Owner, int] = {}

@@ -55,11 +55,7 @@ class ComparedValues:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook which takes the fingerprints of tensors with handles.
-
-        Args:
-            pack: The pack hook of the frame.
-        """
+        """Returns a pack hook which takes the fingerprints of tensors with handles."""
         fingerprints, numbers, without_grad = self._fingerprints, self._numbers, self._without_grad
 
         def pack_compared(tensor: torch.Tensor) -> Any:
@@ -80,13 +76,12 @@ class ComparedValues:
     def compare(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Compares a replayed tensor with the saved tensor.
 
-        Kept tensors are not compared, and neither are tensors written to without a count of the version, which plain autograd
-        takes as they are.
-
         Raises:
             DeterminismError: If the values differ.
         """
         index, value = handle.index, handle.value
+        # Not compared are kept tensors, and those written to without a count of the version: plain autograd takes these as
+        # they are.
         if value.saved is not None or value.number != self._numbers[index] or is_without_values():
             return
         expected = self._taken[index]

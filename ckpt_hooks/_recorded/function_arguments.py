@@ -34,10 +34,6 @@ def taken_apart(
 ) -> tuple[list[Any], dict[str, Any], list[torch.Tensor], tuple[bool, ...], str | None]:
     """Takes the arguments of a call apart.
 
-    Args:
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-
     Returns:
         Positional and keyword arguments with stand-ins for tensors and containers; the tensors; whether each argument requires
         grad; the reason why the arguments cannot be held for a rerun, or None.
@@ -82,10 +78,8 @@ def is_compared(tensor: torch.Tensor, store: Store) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an argument is safe to hold for a rerun: a value without parts, or a function or class which is there anyway.
-
-    An object with parts may lead to the graph, by ways which the garbage collector cannot see.
-    """
+    """Whether an argument is safe to hold for a rerun: a value without parts, or a function or class which is there anyway."""
+    # An object with parts may lead to the graph, by ways which the garbage collector cannot see: a leak for ever.
     if isinstance(value, torch.Generator):
         return False
     if isinstance(value, types.FunctionType):

@@ -60,12 +60,7 @@ _CALLERS = (APPLY_CODE, _pack_saved.__code__)
 
 
 def _packing(call: FunctionCall, pack: Callable[[_Tensor], Any]) -> tuple[Callable[[_Tensor], Any], Callable[[], None]]:
-    """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor.
-
-    Args:
-        call: The call.
-        pack: The active pack hook.
-    """
+    """Returns a pack hook for a call, and a function to empty it: autograd keeps the hook with each saved tensor."""
     own: FunctionCall | None = call
 
     def pack_own(tensor: _Tensor) -> Any:
@@ -89,14 +84,6 @@ class FunctionCall(RunningFunction):
     _streams: rng.Snapshot | None = None
 
     def __init__(self, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
-        """Looks at the arguments, before the call.
-
-        Args:
-            tape: The tape of the region.
-            function: The function's class.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-        """
         facts = FunctionFacts(function)
         RunningFunction.__init__(self, tape, facts)
         self._made: list[Value] = []
@@ -172,11 +159,7 @@ class FunctionCall(RunningFunction):
                 self._written[id(store)] = store
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Runs the call, and puts its results on the tape.
-
-        Args:
-            call: Runs the function.
-        """
+        """Runs the call, and puts its results on the tape."""
         hooks, release = top_saved_tensors_hooks(False), None
         try:
             if hooks is not None:
@@ -199,12 +182,7 @@ class FunctionCall(RunningFunction):
         return out
 
     def pack(self, tensor: _Tensor, pack: Callable[[_Tensor], Any]) -> Any:
-        """Packs a tensor which the function saved.
-
-        Args:
-            tensor: The tensor.
-            pack: The pack hook around.
-        """
+        """Packs a tensor which the function saved."""
         if not self._is_settled:
             self._settle()
         self._note(tensor, True, self._num_saved)

@@ -205,13 +205,7 @@ class FunctionFacts(OpFacts):
         return tensor.detach() if tensor.requires_grad else tensor
 
     def error(self, frame: Frame, expected: str, found: str) -> DeterminismError:
-        """Returns the error for a rerun with other results than forward.
-
-        Args:
-            frame: The frame being replayed.
-            expected: What forward did, in words.
-            found: What the rerun did, in words.
-        """
+        """Returns the error for a rerun with other results than forward."""
         region = format_path(frame.path)
         return DeterminismError(
             f"region {'/'.join(region)!r}: the forward of the custom function `{self.name}` runs again for backward, where it "

@@ -47,12 +47,7 @@ class TensorsHeld:
         return len(self._held)
 
     def note(self, value: Value, reference: weakref.ref[Value]) -> None:
-        """Notes a value, whose tensor is sealed at the end.
-
-        Args:
-            value: The value.
-            reference: A weak reference to the value.
-        """
+        """Notes a value, whose tensor is sealed at the end."""
         self._held.append(reference)
         if self.is_in_frame:
             self._for_frame.append(value)

@@ -57,11 +57,7 @@ class Lines:
 
     @skipped
     def packing(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Returns a pack hook which notes the saving operator: the next to run, or the latest where its result is saved.
-
-        Args:
-            pack: The pack hook of the frame.
-        """
+        """Returns a pack hook which notes the saving operator: the next to run, or the latest where its result is saved."""
         entries, places, latest = self._entries, self._places, self._latest
         explain = self._explain
 
@@ -78,12 +74,7 @@ class Lines:
         return note
 
     def explain_saved(self, error: CheckpointError, handle: Any) -> None:
-        """Adds an operator and its line to the error for the tensor of a handle.
-
-        Args:
-            error: The error.
-            handle: The handle.
-        """
+        """Adds an operator and its line to the error for the tensor of a handle."""
         saved = handle.value.saved
         if saved is not None and saved.by_policy:
             self._explain(self._place_of(handle.value.number), "It is the result of", error)
@@ -91,13 +82,7 @@ class Lines:
             self._explain(self._places.get(id(handle), -1), "Autograd saved it for", error)
 
     def explain_replay(self, error: CheckpointError, value: Value, steps: Iterable[Op | Value]) -> None:
-        """Adds an operator and its line to the error for a tensor which a replay reads.
-
-        Args:
-            error: The error.
-            value: The value of the tensor.
-            steps: The steps of the replay.
-        """
+        """Adds an operator and its line to the error for a tensor which a replay reads."""
         readers = [
             step.number
             for step in steps
@@ -107,12 +92,7 @@ class Lines:
             self._explain(self._place_of(min(readers)), "It is read by", error)
 
     def explain_operator(self, error: CheckpointError, number: int) -> None:
-        """Adds the line of an operator to an error.
-
-        Args:
-            error: The error.
-            number: The operator's number on the tape.
-        """
+        """Adds the line of an operator to an error."""
         self._explain(self._place_of(number), "In forward it was", error)
 
     def _place_of(self, number: int) -> int:

@@ -62,10 +62,7 @@ def check_shapes(frame: Frame, op: Op, out: Any) -> None:
 
 
 def _choices_above(op: Op) -> list[str]:
-    """Returns the names of the nearest operators which chose among floating-point numbers; comparisons if there are none.
-
-    Kept results are passed over: a replay does not run their operators.
-    """
+    """Returns the names of the nearest operators which chose among floating-point numbers; comparisons if there are none."""
     chosen: dict[int, Op] = {}
     compared: dict[int, Op] = {}
     seen: set[int] = set()

@@ -55,7 +55,6 @@ class Recorder(SelectiveCheckpointContext):
     """
 
     def __init__(self, tape: Tape) -> None:
-        """Starts to record on a tape."""
         super().__init__()
         self._call: FunctionCall | None = None
         self._tape, self._tables = tape, tape.tables

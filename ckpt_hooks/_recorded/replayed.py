@@ -70,13 +70,6 @@ class SplitReplay(Replay):
     """
 
     def __init__(self, frame: Replayable, roots: Sequence[Value], handles: Sequence[Handle]) -> None:
-        """Makes a plan.
-
-        Args:
-            frame: The frame.
-            roots: The values which one backward will ask for.
-            handles: The handles which backward will unpack; their values are asked for once more.
-        """
         Replay.__init__(self, frame, [*roots, *(handle.value for handle in handles)], SPLIT)
         self.handles = {handle.index: (weakref.ref(handle), handle.value.number) for handle in handles}
         self.uses = Uses()
@@ -104,12 +97,7 @@ class SplitReplay(Replay):
         return tensor is None or self.uses.is_untouched(index, tensor)
 
     def hand_out(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes a use of a handle.
-
-        Args:
-            index: The index of the handle.
-            tensor: The tensor handed out.
-        """
+        """Notes a use of a handle."""
         is_second = index in self.uses.used
         if not self.uses.hand_out(index, tensor):
             self._release(index, 0 if is_second else 1)
@@ -261,12 +249,7 @@ class ReplayedFrame(Replayable):
             todo += frame._living_children()
 
     def own(self, handle: Handle, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory.
-
-        Args:
-            handle: The handle.
-            tensor: The tensor brought back.
-        """
+        """Returns a tensor for the backward of a custom function: a copy, if a replay or a policy still needs the memory."""
         saved = handle.value.saved
         if not is_plain(tensor):  # whose memory no kernel gets
             return tensor

@@ -43,12 +43,6 @@ class RunningFunction:
     reason: str | None = None
 
     def __init__(self, tape: Tape, facts: FunctionFacts) -> None:
-        """Begins a call.
-
-        Args:
-            tape: The tape of the region.
-            facts: The call, in the place of an operator's facts.
-        """
         self._tape, self._facts, self._task = tape, facts, graph_task_id()
         self._op = Op()
         self._draws: list[Any] = []

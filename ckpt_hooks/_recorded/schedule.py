@@ -59,15 +59,14 @@ def _more(op: Op) -> list[Value]:
 def plan_for(roots: Iterable[Value], start: int, *, nested: bool) -> tuple[Plan, Work]:
     """Returns the plan for some values, and all the work to bring them back.
 
-    Each backward pays for this walk, so the step for each read value is written out. (One walk for this and :func:`work_for`,
-    by way of lists of each step's reads, was a third slower.)
-
     Args:
         roots: The values, each as often as wanted.
         start: The beginning of the frame; earlier values belong to the frame around.
         nested: Whether there is a frame around. If so, it brings back tensors packed by hooks, so that the hooks are asked
             once.
     """
+    # Each backward pays for this walk, so the step for each read value is written out. One walk for this and ``work_for``, by
+    # way of lists of each step's reads, was a third slower.
     plan, work = Plan(), Work()
     steps, readers = work.steps, plan.readers
     stack: list[Value] = []

@@ -44,7 +44,6 @@ class ReplayContext:
     """
 
     def __init__(self, frame: Frame) -> None:
-        """Prepares to replay a frame."""
         self._frame = frame
         self._current = frame.current
         self._tensors: Mapping[int, torch.Tensor] = {}

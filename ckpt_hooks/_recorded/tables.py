@@ -44,11 +44,9 @@ class Tables:
         self.stores: dict[int, Store] = {}
 
     def register(self, tensor: torch.Tensor, value: Value) -> None:
-        """Gives a tensor a value, until the tensor dies.
-
-        Then the weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
-        """
+        """Gives a tensor a value, until the tensor dies."""
         key, table = id(tensor), self.uninitialized if value.store.uninitialized else self.known
+        # The weak reference calls ``pop`` with the key and with itself, which is the default for a missing key.
         value.tensor = _weakref(tensor, partial(table.pop, key))
         value.store.members.append(value.tensor)
         (self.known if value.store.uninitialized else self.uninitialized).pop(key, None)

@@ -76,14 +76,6 @@ class Tape:
     current: Current | None
 
     def __init__(self, thread: RegionThread, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
-        """Starts a tape.
-
-        Args:
-            thread: The thread.
-            hooks: The active saved-tensor hooks around the outermost region, if any.
-            respect_hooks: Whether outputs kept by a policy go through these hooks.
-            is_in_frame: Whether a function frame is around.
-        """
         self.tables = Tables()
         self.held = TensorsHeld(is_in_frame=is_in_frame)
         self.hooks = hooks

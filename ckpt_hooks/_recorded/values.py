@@ -184,12 +184,7 @@ _ONE_HOLDER = _holders(weakref.ref(_probe))
 
 
 def is_held_twice(reference: weakref.ref[Value], holders: int = 1) -> bool:
-    """Whether a value has other holders (operators that read it, handles) than some, of which the caller is none.
-
-    Args:
-        reference: The value, weakly.
-        holders: The number of known holders.
-    """
+    """Whether a value has other holders (operators that read it, handles) than some, of which the caller is none."""
     return _holders(reference) > _ONE_HOLDER - 1 + holders
 
 

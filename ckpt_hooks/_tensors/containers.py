@@ -156,11 +156,6 @@ class Capture:
     __slots__ = ("_containers", "_seen", "objects", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
-        """Begins a walk.
-
-        Args:
-            tensors: The list to add tensors to.
-        """
         self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
         self.objects: list[Any] = []
         self._seen: dict[int, Any] = {}

@@ -92,10 +92,8 @@ def data_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Returns a copy of a strided tensor with the same strides, or the given strides: others may mean another kernel.
-
-    The copy is made past dispatch modes. A mode which reuses outputs would take the copy for an operator of the region.
-    """
+    """Returns a copy of a strided tensor with the same strides, or the given strides: others may mean another kernel."""
+    # Past dispatch modes: a mode which reuses outputs would take the copy for an operator of the region.
     copy: torch.Tensor = past_all_modes(tensor, _copy_of, tensor, strides)
     return copy
 
@@ -165,15 +163,9 @@ def copy_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
 
 
 def alias_with_history(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """Returns an alias which requires grad and is no leaf or view: a stand-in for the result of an operator.
-
-    Frames keep leaves apart, so in a rerun a leaf in place of a tensor with a history would mean one saved tensor less. The
-    alias takes two operators, and a fifth of the time of an autograd function.
-
-    Args:
-        tensor: A tensor without history.
-        version: The version to set.
-    """
+    """Returns an alias which requires grad and is no leaf or view: a stand-in for the result of an operator."""
+    # Frames keep leaves apart: a leaf in the place of a result would mean one saved tensor less in the rerun. Two operators
+    # make the alias, in a fifth of the time of a ``torch.autograd.Function``.
     alias: torch.Tensor = past_all_modes(tensor, _alias, tensor)
     if version > 0:
         set_versions((alias,), (version,))

@@ -87,12 +87,11 @@ _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
     """Returns the fingerprints of the inner tensors of another class or layout; None for a tensor without values.
 
-    Inner tensors are the local shard of a DTensor, say, or indices and values of a sparse tensor. The result of a collective is
-    waited for first; the program still has to wait for it by itself.
+    Inner tensors are the local shard of a DTensor, say, or indices and values of a sparse tensor.
     """
     if isinstance(tensor, FAKE) or tensor.is_meta:
         return None
-    if hasattr(tensor, "trigger_wait"):
+    if hasattr(tensor, "trigger_wait"):  # the result of a collective, for which the program still has to wait by itself
         return [fingerprint(wait_for_collective(tensor.elem))]  # type: ignore[attr-defined]
     parts = _parts_of(tensor.detach())
     return [fingerprint(part) if isinstance(part, torch.Tensor) else part for part in parts]
@@ -119,20 +118,20 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 def hash_of(tensor: torch.Tensor) -> Any:
     """Returns a hash of a tensor's bits, on its device, without regard to their places; None for a tensor without values.
 
-    Bits are taken as integers and added up along the last dimension in the same width, since a wider sum would copy them. Many
-    equal numbers lose bits in this sum, so the last number is added once more with a factor. Then ``s * (2 * s + 1)`` of each
-    sum ``s``, different for any two sums, is added up: a number moved from row to row is seen.
-
-    So the hash is the same for any layout. It reads several times as much in a second as ``torch.hash_tensor``, an exclusive or
-    of values, which takes an even number of ones for an even number of zeros.
+    The hash is the same for any layout of the tensor.
     """
+    # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
+    # number of ones for an even number of zeros.
     if not _has_bits(tensor):
         return _of_parts(hash_of, tensor)
     if tensor.numel() == 0:
         return None
     integers = _integers(tensor)
+    # Added up in the width of the integers, since a wider sum would copy them. Many equal numbers lose bits in this sum, so
+    # the last number of each row is added once more with a factor.
     last = integers.select(-1, -1) if integers.dim() else integers
     rows = torch.add(integers.sum(-1, dtype=integers.dtype).long(), last, alpha=_ODD)
+    # ``s * (2 * s + 1)`` differs for any two sums ``s``: a number moved from row to row is seen.
     return torch.addcmul(rows, rows, rows, value=2).sum()
 
 

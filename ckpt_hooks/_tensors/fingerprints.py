@@ -18,10 +18,8 @@ __all__ = ["Fingerprints", "may_be_unfilled"]
 
 
 def _is_random_state(tensor: torch.Tensor) -> bool:
-    """Whether a tensor saved by attention may be a generator's state, which attention fills only under dropout.
-
-    The state is two integers of 64 bits, or one number for the seed and one for the offset. Lengths of sequences have 32 bits.
-    """
+    """Whether a tensor saved by attention may be a generator's state, which attention fills only under dropout."""
+    # Two integers of 64 bits, or one number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
     return tensor.dtype in _LONG or tensor.dim() == 0
 
 
@@ -91,12 +89,6 @@ class Fingerprints:
     __slots__ = ("_fingerprint", "_is_unfilled", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
 
     def __init__(self, fingerprint: Callable[[torch.Tensor], Any], left_out: Collection[int | None]) -> None:
-        """Prepares to take fingerprints.
-
-        Args:
-            fingerprint: Returns the fingerprint of a tensor; runs past all modes.
-            left_out: Storages of tensors without fingerprint.
-        """
         self._fingerprint = fingerprint
         self._left_out = left_out
         self._waiting: list[tuple[int, torch.Tensor, int]] = []

@@ -173,12 +173,7 @@ class Batch:
         return sent
 
     def join(self, sent: Offloaded, transfers: Transfers) -> None:
-        """Adds a tensor, of another batch maybe, which is wanted with this batch.
-
-        Args:
-            sent: The tensor.
-            transfers: The copies of its device.
-        """
+        """Adds a tensor, of another batch maybe, which is wanted with this batch."""
         if not self.tensors:
             self.before, transfers.latest = transfers.latest, weakref.ref(self)
         self.tensors.append(weakref.ref(sent))

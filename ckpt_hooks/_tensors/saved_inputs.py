@@ -14,10 +14,7 @@ __all__ = ["save_all"]
 def save_all(
     tensors: Sequence[torch.Tensor], *, each_occurrence: bool
 ) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
-    """Saves tensors through the active hooks; returns the saved tensors, and the kept tensors.
-
-    Leaves which require grad are kept besides: the graph keeps them too, and a rerun gets the very object.
-    """
+    """Saves tensors through the active hooks; returns the saved tensors, and the kept tensors."""
     saved: list[SavedTensor | int | None] = []
     kept: list[torch.Tensor | None] = []
     positions: dict[int, int] = {}
@@ -28,6 +25,7 @@ def save_all(
             saved.append(first)
             kept.append(None)
         else:
+            # A leaf is kept besides: the graph keeps it anyway, and a rerun gets the very object.
             keep = value is None or (tensor.is_leaf and tensor.requires_grad)
             saved.append(None if keep else value)
             kept.append(tensor if keep else None)

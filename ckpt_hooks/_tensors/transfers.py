@@ -120,11 +120,6 @@ class Transfers:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Makes the streams.
-
-        Args:
-            device: The accelerator, with its index.
-        """
         self._module: Any = getattr(torch, device.type)
         self._device = device
         self._out: Any = self._module.Stream(device)
@@ -227,10 +222,8 @@ def _quietly(tensor: torch.Tensor, function: Any, *args: Any) -> Any:
 
 
 def _with_bits_of(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Makes ``other`` the conjugate, or the negative, of its memory, if ``tensor`` is.
-
-    A copy between the two then copies memory. Otherwise torch would conjugate the host's tensor at once, before the copy lands.
-    """
+    """Makes ``other`` the conjugate, or the negative, of its memory, if ``tensor`` is."""
+    # A copy between the two copies memory then. Otherwise torch conjugates the host's tensor at once, before the copy lands.
     if tensor.is_conj():
         set_conj(other, True)
     if tensor.is_neg():

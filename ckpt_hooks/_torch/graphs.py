@@ -44,9 +44,6 @@ def saved_in(node: Any) -> Iterable[Any]:
     """Returns the saved tensors of a node; none for a node whose backward has freed them.
 
     Nodes written in C++ outside of torch's own formulas show none, and neither does the function inside ``CopySlices``.
-
-    Args:
-        node: A node of autograd's graph.
     """
     kind = type(node)
     fields = _fields.get(kind)
@@ -72,11 +69,7 @@ def _saved(node: Any, fields: Iterable[str]) -> list[Any]:
 
 
 def packed_of(saved: Any) -> Any:
-    """Returns the tensor itself, or the result of the pack hook; None for a tensor that is undefined, or freed.
-
-    Args:
-        saved: A saved tensor.
-    """
+    """Returns the tensor itself, or the result of the pack hook; None for a tensor that is undefined, or freed."""
     if type(saved) is NodeSavedTensor:
         (saved,) = saved_in(saved.output.grad_fn)
     try:

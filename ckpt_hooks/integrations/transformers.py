@@ -136,12 +136,6 @@ class EnabledCheckpointing(Printed):
     disable: str | None = None
 
     def __init__(self, owner: Module, flagged: dict[str, Module]) -> None:
-        """Notes the attributes which the switch changes.
-
-        Args:
-            owner: The model.
-            flagged: The modules with a flag for checkpointing, by their names.
-        """
         self._model, self._owner = type(owner).__name__, weakref.ref(owner)
         self._before = [(name, weakref.ref(module), _attributes(module, (FLAG, FUNCTION))) for name, module in flagged.items()]
         self._switches: list[TakenSwitch] = []

@@ -70,14 +70,6 @@ class TakenSwitch:
     __slots__ = ("_before", "_n", "_name", "_owner", "handle", "taken")
 
     def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
-        """Notes what to switch on.
-
-        Args:
-            owner: The model.
-            name: The name in the outermost model.
-            n: Which layers are regions: each n-th one.
-            taken: The functions of the outermost model.
-        """
         self._owner, self._name, self._n, self.taken = weakref.ref(owner), name, n, taken
         self._before: Any = None
         self.handle: Callable[[], Any] = lambda: None

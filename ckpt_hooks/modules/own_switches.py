@@ -70,13 +70,6 @@ class OwnSwitch:
     __slots__ = ("_modules", "_told", "region")
 
     def __init__(self, region: str, modules: Iterable[tuple[str, Module]], told: list[str]) -> None:
-        """Notes the modules with the flag.
-
-        Args:
-            region: The name of the module which is a region.
-            modules: Modules with the flag, by their names, which are the region, inside of it or around it.
-            told: The regions which were warned of; of all regions of a model one.
-        """
         self.region, self._told = region, told
         flags = ((name, module, flag) for name, module in modules for flag in _FLAGS if hasattr(module, flag))
         self._modules = [(name, weakref.ref(module), flag) for name, module, flag in flags]

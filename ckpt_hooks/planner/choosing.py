@@ -171,11 +171,7 @@ def _is_in(spans: Sequence[tuple[int, int]], row: int) -> bool:
 
 
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOption]], bounds: Sequence[int]) -> list[int]:
-    """Returns the ends of allocations that any choice has: a block needs an input whatever the option.
-
-    Two blocks that hold one storage, as the maker and the reader of an activation, would count the storage twice.
-    Where the maker may hold the storage longer, the window in which the reader lets go counts the storage to the end.
-    """
+    """Returns the ends of allocations that any choice has: a block needs an input whatever the option."""
     found = [*natural]
     longest: dict[int, int] = {}
     for of in options.values():
@@ -189,6 +185,8 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
             last.append(ends)
         for number in set(last[0]).intersection(*last):
             found[number] = max(found[number], min(ends[number] for ends in last))
+    # Two blocks that hold one storage, as the maker and the reader of an activation, would count the storage twice. Where the
+    # maker may hold the storage longer, the window in which the reader lets go counts the storage to the end.
     for number, end in longest.items():
         if natural[number] < found[number] < end:
             found[number] = bounds[bisect.bisect_left(bounds, found[number])]

@@ -61,11 +61,6 @@ class Decisions:
     __slots__ = ("_asks", "_num_asked", "is_kept", "known", "names", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
-        """Starts a region.
-
-        Args:
-            policy: The policy of the region.
-        """
         self.policy = policy
         self.is_kept = policy.count_runs()
         self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else partial(_by_count, self.is_kept)

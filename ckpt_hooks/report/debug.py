@@ -70,11 +70,6 @@ class OperatorLogs:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        """Makes empty logs.
-
-        Args:
-            function: The region's function.
-        """
         self._latest: list[OperatorLog] = []
         self.forward = OperatorLog()
         self.recompute = _RecomputeLog(self._latest)

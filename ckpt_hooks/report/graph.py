@@ -35,12 +35,6 @@ class GraphReader:
     """Reads one graph."""
 
     def __init__(self, known: Known, notes: Notes | None = None) -> None:
-        """Prepares for a graph.
-
-        Args:
-            known: The tensors that exist in any case.
-            notes: The notes of the graph's forward, if there are any.
-        """
         self._known, self._notes = known, notes
         self._knows_nothing = notes is None and not known.names
         # The claims on each storage, by its number, or a number below zero for memory without a storage to be seen.

@@ -50,11 +50,6 @@ class Aligning(QuietDispatchMode):
     error = None
 
     def __init__(self, selection: Selection) -> None:
-        """Prepares for one recompute.
-
-        Args:
-            selection: The operators and kept outputs of forward.
-        """
         super().__init__()
         self._selection = selection
         self._sequence = OperatorSequence()

@@ -199,16 +199,13 @@ class KeptOutputs:
                 del self.entries[place]
 
     def part_from(self, args: Any) -> None:
-        """Keeps copies from now on of outputs which share memory with the arguments of an unseen writer.
-
-        An output which hooks or the host have is dropped: the hooks may have kept the tensor itself, and the host's copy may
-        not be complete.
-        """
+        """Keeps copies from now on of outputs which share memory with the arguments of an unseen writer."""
         for tensor in tensors_in(args):
             place = self.places.get(storage_of(tensor), -1)
             entry = self.entries.get(place)
             if entry is None or entry.is_copied:
                 continue
+            # Others are dropped: hooks may have kept the tensor itself, and a copy on its way to the host may be half there.
             if all(type(held) is HeldTensor for held in instances_in(entry.value, HeldTensor)):
                 output = self._output_of(entry, last=False)
                 if output is not MISSING:
@@ -298,10 +295,8 @@ def _at_version(tensor: torch.Tensor, held: HeldTensor) -> torch.Tensor:
 
 
 def _has_node(args: Any, kwargs: Any) -> bool:
-    """Whether gradients flow through an operator.
-
-    An operator without may build a table, which the rerun of an outer region finds built: its output must not be counted there.
-    """
+    """Whether gradients flow through an operator."""
+    # One without gradients may build a table once, which the rerun of an outer region finds built, and does not count.
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in((args, kwargs)))
 
 

@@ -174,11 +174,7 @@ class Selection:
         self.outputs.let_go()
 
     def recompute(self, rerun: Callable[[], T]) -> T:
-        """Reruns the region; once more with all its operators, if the rerun has run other operators than forward.
-
-        Args:
-            rerun: Runs the region's function once.
-        """
+        """Reruns the region; once more with all its operators, if the rerun has run other operators than forward."""
         if not self.aligned:
             self.marks_of_rerun, self.differs = _NOT_RUN, False
             try:

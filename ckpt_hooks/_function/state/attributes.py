@@ -268,7 +268,6 @@ class AttributeNotes:
     __slots__ = ("_are_flat", "_flat", "_rows", "_size", "_values", "notes", "tensors")
 
     def __init__(self, notes: Sequence[ModuleNote]) -> None:
-        """Takes notes of modules."""
         self.notes = notes
         self.tensors = [note.tensors for note in notes if note.tensors]
         self._size = sum(note.size for note in notes)
@@ -278,10 +277,8 @@ class AttributeNotes:
         self._flat = [note for note in notes if note.flat] if self._are_flat else []
 
     def simply_hold(self) -> Any:
-        """Returns the tensors if all attributes can be compared by identity and are as noted; else None.
-
-        This takes a third of a microsecond for each module.
-        """
+        """Returns the tensors if all attributes can be compared by identity and are as noted; else None."""
+        # A third of a microsecond for each module. The general comparison takes several times as long.
         if not self._are_flat:
             return None
         found: list[Any] = []
@@ -325,12 +322,6 @@ class AttributesUndo:
     __slots__ = ("_before", "_notes", "_same", "_tensors", "_with_buffers", "lent", "may_initialise")
 
     def __init__(self, lent: Lent, *, with_buffers: bool) -> None:
-        """Prepares for a rerun.
-
-        Args:
-            lent: Gets the contents that are lent.
-            with_buffers: Whether buffers are among the attributes.
-        """
         self.lent, self._with_buffers = lent, with_buffers
         self._before: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._same: list[tuple[ModuleNote, dict[str, Any]]] = []

@@ -235,11 +235,7 @@ class Buffers:
                     yield parameter.nbytes, is_written, (self, (number, name), (module._parameters, name))
 
     def begin(self, notes: AttributeNotes) -> tuple[SmallCopy | None, Sequence[tuple[TensorNote, int]]]:
-        """Begins a forward: returns the copy of the small tensors on the host, and the notes of others with a number a module.
-
-        Args:
-            notes: The present attributes of the modules.
-        """
+        """Begins a forward: returns the copy of small tensors on the host, and the notes of others with a number a module."""
         if RemovableHandle.next_id != self._latest_hook:
             if self.has_other_hooks():
                 self.forget()

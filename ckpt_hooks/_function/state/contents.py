@@ -166,13 +166,6 @@ class Contents:
     def __init__(
         self, plans: Sequence[ModulePlan], tensors: Sequence[tuple[torch.Tensor, _Refer]], generators: list[torch.Generator]
     ) -> None:
-        """Copies what forward may write to.
-
-        Args:
-            plans: The plans of modules: their buffers, tensors among attributes, and tensors in containers and objects.
-            tensors: Other tensors, and references to them. Tensors that require grad are left out.
-            generators: Gets the random generators held by the modules.
-        """
         self._settled, self.parameters = False, _NO_PARAMETERS
         self._small: list[SmallCopy] = []
         self._copied: list[_Entry] = []

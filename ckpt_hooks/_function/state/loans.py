@@ -194,14 +194,12 @@ class VariableLoan:
 def lend(names: Names, stand_ins: StandIns = _NO_STAND_INS) -> VariableLoan | _Use:
     """Lends a rerun its places with the contents found by forward, until :func:`take_back` is called with the result.
 
-    A rerun with unchanged variables, which binds none, and no containers or objects takes no lock: it registers its use, then
-    looks for loans. A loan is counted first, and then looks for uses. So of a use and a loan at the same time, at least one
-    sees the other.
-
     Args:
         names: The places.
         stand_ins: Arguments of the rerun which differ from the tensors of forward.
     """
+    # No lock for a rerun with unchanged variables alone, most reruns: it registers its use, then looks for loans. A loan is
+    # counted, then looks for uses. Of two at the same time at least one sees the other.
     if not names.roots:
         use = get_ident(), names, _NO_PLACES
         _uses[id(use)] = use

@@ -207,11 +207,7 @@ def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tu
 
 
 def _all_modules(root: Module) -> list[Module]:
-    """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher.
-
-    Objects of torch's own classes are not looked into: the state of FSDP has all modules of a model. Left out are modules
-    around ``root`` (a trainer has the whole model), and lists with ``root`` among others (a list of all layers).
-    """
+    """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher."""
     found = dict.fromkeys(Module.modules(root))
     todo, seen = list(found), set[int]()
     has_root = functools.cache(lambda module: root in Module.modules(module))
@@ -221,6 +217,8 @@ def _all_modules(root: Module) -> list[Module]:
             if id(value) in seen:
                 continue
             seen.add(id(value))
+            # Left out are modules around ``root`` (a trainer has the whole model) and lists with ``root`` among others (of all
+            # layers). Objects of torch's classes are not looked into: the state of FSDP has all modules of a model.
             inner, within = _modules_directly_in(value), _modules_within(value)
             if type(value) in _CALLABLES or root not in within:
                 inner += [one for one in within if one not in found and not has_root(one)]

@@ -333,11 +333,9 @@ class Lent:
                         yield value, row, now, before
 
     def is_explained(self, changes: Changes | None) -> bool:
-        """Whether a rerun may stop: it has left nothing but what forward changed as well.
-
-        What forward set and set back stands there in between, and so does what another thread has put there. Only the end of
-        the rerun tells the two apart.
-        """
+        """Whether a rerun may stop: it has left nothing but what forward changed as well."""
+        # A place may hold what forward set and set back later, or what another thread has put there. The end of the rerun
+        # alone tells which.
         self.is_settled = all(content is row[2] for _, row, _, content in self._differences(changes))
         return self.is_settled
 

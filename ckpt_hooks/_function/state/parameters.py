@@ -155,7 +155,6 @@ class Noted:
     __slots__ = ("_held", "_left_out", "_modules", "_places", "_steps", "_versions", "_weak")
 
     def __init__(self, references: References) -> None:
-        """Notes the present versions."""
         self._steps = num_fused_steps()
         self._modules, others, latest = references
         self._held: Sequence[torch.Tensor] = _parameters_of(self._modules)
@@ -296,13 +295,6 @@ class WatchReads(QuietDispatchMode):
         collector: Doubting,
         error: Callable[[torch.Tensor, int], MutationError],
     ) -> None:
-        """Prepares to watch.
-
-        Args:
-            changed: The parameters, and their versions in forward.
-            collector: Gets the values of the rerun, and is told when later values are wrong.
-            error: Returns the error for a parameter and its version in forward.
-        """
         super().__init__()
         self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
         self._collector, self._error = collector, error

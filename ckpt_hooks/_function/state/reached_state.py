@@ -92,13 +92,6 @@ class Rewound:
     __slots__ = ("_attributes", "_complain", "_contents", "_epoch", "_parameters", "_state", "lent")
 
     def __init__(self, state: ReachedState, complain: Complain, stand_ins: StandIns) -> None:
-        """Prepares for a rerun.
-
-        Args:
-            state: The state found by forward.
-            complain: Returns an error for a changed tensor that cannot be put back, and its version in forward.
-            stand_ins: Arguments of the rerun which differ from the tensors of forward.
-        """
         self._state, self._complain = state, complain
         self.lent = Lent(stand_ins)
         self._attributes = AttributesUndo(self.lent, with_buffers=state._with_buffers)

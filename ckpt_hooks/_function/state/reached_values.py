@@ -64,11 +64,7 @@ class Walk:
     )
 
     def __init__(self, *, of_module: bool = False) -> None:
-        """Begins a walk.
-
-        Args:
-            of_module: Whether this is a walk in attributes of a module, of whose small tensors with a history a copy is taken.
-        """
+        # In attributes of a module, small tensors with a history are copied: forward may add to them in place.
         self.modules: list[Module] = []
         self.tensors: list[torch.Tensor] = []
         self.generators: list[torch.Generator] = []
@@ -258,15 +254,12 @@ def _content_or_absent(cell: types.CellType) -> Any:
 
 
 def entry_of(function: Any) -> Entry | None:
-    """Returns the variables of a function which reaches nothing, numbers and code apart; None if it has no variables.
-
-    Functions of torch and of this package are left out: their variables (of a compiler, say) are their own business.
-    """
+    """Returns the variables of a function which reaches nothing, numbers and code apart; None if it has no variables."""
     if type(function) is not _FUNCTION:
         return None
     names, binds, is_library = facts_of_code(function)
     cells, namespace = function.__closure__ or _NO_CELLS, function.__globals__
-    if is_library or not (cells or names):
+    if is_library or not (cells or names):  # variables of torch (of a compiler, say) and of this package are their own affair
         return None
     return cells, namespace, names, read(cells, namespace, names), binds
 
@@ -295,11 +288,7 @@ _known: dict[int, tuple[weakref.ref[types.CodeType], _Facts]] = {}
 
 
 def facts_of_code(function: types.FunctionType) -> _Facts:
-    """Returns facts about the code of a function.
-
-    Names of attributes are left out, though code objects list these along with names of variables. Names of Python's built-in
-    functions are left out unless the file has a variable of that name.
-    """
+    """Returns facts about the code of a function."""
     code = function.__code__
     key = id(code)
     known = _known.get(key)
@@ -307,6 +296,7 @@ def facts_of_code(function: types.FunctionType) -> _Facts:
         variables, outer = function.__globals__, code.co_freevars
         package = str(variables.get("__name__")).partition(".")[0]
         steps = [(step.opname, str(step.argval)) for step in _steps_in(code)]
+        # By its instructions: ``co_names`` lists the names of attributes too. A built-in's name counts where the file binds it.
         names = dict.fromkeys(name for kind, name in steps if kind in _NAMING and (name in variables or name not in _BUILTINS))
         binds = any(kind in _BINDING and (name in outer or "GLOBAL" in kind) for kind, name in steps)
         facts = tuple(names), binds, package in ("torch", "ckpt_hooks")

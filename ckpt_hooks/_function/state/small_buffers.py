@@ -78,7 +78,6 @@ class SmallBuffers:
     )
 
     def __init__(self, notes: Sequence[TensorNote]) -> None:
-        """Takes the notes of small tensors on the host."""
         self.notes = notes
         self._references = [note.reference for note in notes]
         tensors = self.tensors()

@@ -93,12 +93,6 @@ class TensorNote:
     alias: torch.Tensor | None
 
     def __init__(self, tensor: torch.Tensor, *, copied: bool = False) -> None:
-        """Notes a tensor.
-
-        Args:
-            tensor: The tensor.
-            copied: Whether a small tensor with a history is copied, since forward may add to it in place.
-        """
         self.kind, self._id = type(tensor), id(tensor)
         self.reference = weakref.ref(tensor)
         self.has_history = has_history(tensor)

@@ -169,13 +169,6 @@ class RowReader:
     """
 
     def __init__(self, older: Mapping[int, int], device: str, differentiable: Set[int]) -> None:
-        """Prepares a replay.
-
-        Args:
-            older: The sizes of older storages, by address.
-            device: The device whose memory counts.
-            differentiable: The runs of operators which made a node of autograd.
-        """
         self._differentiable = differentiable
         self.allocations: list[Allocation] = []
         self.changes: list[Change] = []

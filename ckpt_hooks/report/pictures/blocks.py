@@ -27,12 +27,6 @@ class Blocks:
     """
 
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
-        """Finds the blocks.
-
-        Args:
-            ledgers: The ledgers.
-            most: The number of labels at most, about.
-        """
         self._regions = {entry.module for ledger in ledgers for entry in ledger.entries.values() if entry.module}
         names = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
         numbered = {end for name in [*names, *self._regions] if (end := _up_to_number(name)) is not None}
