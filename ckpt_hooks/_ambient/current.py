@@ -44,7 +44,7 @@ def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 class _Accelerator:
-    """One kind of accelerator, with functions to read and set its current device and streams.
+    """One kind of accelerator: functions that read and set the current device and streams.
 
     Attributes:
         index: Returns the current device; None where there is one device.

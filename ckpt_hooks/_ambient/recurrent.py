@@ -28,7 +28,7 @@ def recurrent_layers(modules: Iterable[Module]) -> Sequence[weakref.ref[RNNBase]
 
 
 def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:
-    """Makes the next recurrent layer seed its masks, on each device where one of these layers has active dropout."""
+    """Makes the next recurrent layer seed masks again, on each device where such a layer has active dropout."""
     devices = dict.fromkeys(
         parameter.device
         for reference in layers

@@ -83,7 +83,7 @@ class Stream:
         return is_same_state(self.read(), state)
 
     def look_for_offset(self, generator: torch.Generator) -> None:
-        """Finds out whether a generator's state is its seed and its offset."""
+        """Finds out whether a generator's state consists of seed and offset."""
 
         def look() -> tuple[int, int]:
             return generator.initial_seed(), generator.get_offset()

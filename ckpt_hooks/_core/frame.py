@@ -129,7 +129,7 @@ class Frame(abc.ABC):
         """Describes the saved tensor of one of this frame's handles."""
 
     def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
-        """Notes tensors which a region inside hands to this frame: its inputs, or outputs kept by its policy."""
+        """Notes tensors which a region inside hands to this frame: inputs, or outputs kept by a policy."""
 
     def num_values(self) -> int | None:
         """Returns the number of values on the tape of a recorded forward; None elsewhere."""

@@ -1,4 +1,4 @@
-"""The order of operators and regions inside of a region: counts them, and finds in a recompute those of forward."""
+"""The order of operators and regions inside of a region: counts both, and finds the ones of forward in a recompute."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Entry:
 
 
 class _Counts:
-    """The counts of one run of a region: of its forward, or of a recompute.
+    """The counts of one run of a region, of forward or of a recompute.
 
     Attributes:
         num_operators: The number of operators.

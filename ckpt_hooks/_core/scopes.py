@@ -57,7 +57,7 @@ SPLIT = -1 << 62
 
 
 class Scope:
-    """One backward, or one group of backwards; dies with its end.
+    """One backward, or one group of backwards; dies when the last one ends.
 
     Attributes:
         key: The key of passes in frames: the id of a graph task (0 and up), or a number below -1 for a group.

@@ -14,7 +14,7 @@ __all__ = ["is_recomputing", "stack"]
 
 
 class FrameStack(threading.local):
-    """One thread's frames, linked from the innermost to its parents.
+    """One thread's open frames: the innermost one, which links to the frame around, and so on.
 
     Attributes:
         innermost: The frame whose forward or recompute is running, or None.

@@ -35,7 +35,7 @@ def _on_engine_thread() -> bool:
 
 
 def other_threads_run() -> bool:
-    """Whether there are threads of Python besides this one that do not wait for a backward of autograd."""
+    """Whether other threads of Python run, besides threads that wait for a backward of autograd."""
     if len(threading._active) == 1:  # type: ignore[attr-defined]
         return False
     own, frames = threading.get_ident(), sys._current_frames()

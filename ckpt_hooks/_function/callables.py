@@ -1,4 +1,4 @@
-"""A region's function: a callable which runs when called, and takes its keyword arguments; its name, and its module."""
+"""A region's function: checks that a call runs the function and that it takes the keywords; finds name and module."""
 
 from __future__ import annotations
 

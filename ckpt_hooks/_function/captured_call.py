@@ -82,7 +82,7 @@ class CapturedCall:
         self.compared = None if self.options.check.fingerprint is None else found
 
     def capture(self) -> bool:
-        """Notes what the function is about to see; returns False if a lazy module has not made its parameters yet."""
+        """Notes the state before the call; returns False if a lazy module has not made parameters yet."""
         function, options = self.function, self.options
         generators, recurrent = _NO_GENERATORS, _NO_LAYERS
         objects = self.arguments.objects

@@ -240,7 +240,7 @@ class Collector:
         return doubt
 
     def _stop(self) -> None:
-        """Stops the rerun, or lets it run to its end where a container has changes that may be another thread's."""
+        """Stops the rerun, or lets the rerun go on where a container has changes that may be another thread's."""
         if not self.stopped:
             self.stopped = True
             self._goes_on = not all(lent.is_explained(changes) for lent, changes in self.lent)

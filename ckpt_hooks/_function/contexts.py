@@ -1,4 +1,4 @@
-"""The two context managers around a region: one for its forward, the other for its recomputes.
+"""The two context managers of ``context_fn``: one around the forward of a region, the other around each recompute.
 
 The second is entered by each recompute, from any thread, perhaps inside another recompute (a function whose rerun runs backward
 over the same region). So each entry has a state of its own.

@@ -44,7 +44,7 @@ __all__ = ["FunctionFrame"]
 
 
 class FunctionFrame(HandleFrame):
-    """A region whose forward is one call of a function; a context manager around that call.
+    """A region whose forward is one call of a function; a context manager around the call.
 
     The call itself is the caller's, with the same function and arguments that the frame was given: hooks that run before and
     after a module's forward can enter and leave the frame.

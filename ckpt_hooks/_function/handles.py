@@ -43,7 +43,7 @@ _UNHELD = next(map(getrefcount, [FIRST + 1]))
 
 
 class Pass:
-    """The values of one frame in one scope.
+    """The values which a recompute brought back for one frame in one scope.
 
     Attributes:
         values: An entry for each handle, in the order of saving: the tensor, or :data:`MISSING`. A dictionary where the pass

@@ -18,7 +18,7 @@ __all__ = ["Borrowing"]
 
 
 class Borrowing:
-    """Parts of one run, each with the memory read by it. The end of the ``with`` block gives back what an error leaves."""
+    """Parts of one run, each with the memory that the part reads. Leaving the ``with`` block gives back the rest."""
 
     __slots__ = ("_first", "_last", "_loans", "_steps")
 

@@ -1,4 +1,4 @@
-"""The recording of one call of a custom autograd function: its arguments, its results, and what it wrote to.
+"""The recording of one call of a custom autograd function: arguments, results, and the memory written to.
 
 Kernels launched by pointer write unseen, so each call follows one rule, whatever the function is made of. It is taken to write
 to its arguments which require grad, are no leaves, and were made in the innermost region: a replay then runs it before anybody

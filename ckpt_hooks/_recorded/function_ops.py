@@ -1,4 +1,4 @@
-"""Custom autograd functions as operators of a tape: what one was called with, and the rerun of its forward.
+"""Custom autograd functions as operators of a tape: the arguments of a call, and the rerun of forward.
 
 A function's kernels may write by pointer, so its operators do not tell its effects. Its results are what it returned, what it
 saved, and what it wrote of its arguments; a replay which needs one of these runs ``forward`` as a whole. Attributes of ``ctx``

@@ -52,7 +52,7 @@ class Table(NamedTuple):
 
 
 class Printed:
-    """An object that prints as a report. Its ``repr`` is one line, and notebooks show its tables.
+    """An object that prints as a report: ``repr`` is one line, and notebooks show tables.
 
     Printed to a terminal, a table is as wide as the terminal at most.
     """

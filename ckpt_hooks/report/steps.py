@@ -259,7 +259,7 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
 
 
 def tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
-    """Yields a table of regions with those inside, and one of what they hold.
+    """Yields a table of regions, inner ones below outer ones, and a table of the memory that regions hold.
 
     Args:
         regions: The regions.

@@ -1,4 +1,4 @@
-"""The rule of buffers: which tensors a forward copies before it may write to them, and how long each copy is kept.
+"""The rule of buffers: which tensors a forward copies before a write may come, and how long each copy is kept.
 
 Small tensors (:data:`SMALL`) are always copied. Regions which found the same content share the copy.
 
@@ -166,7 +166,7 @@ def use_after(tensor: torch.Tensor, copy: torch.Tensor | None, use: Use, *, was_
 
 
 class Buffers:
-    """What is known of the tensors of one module and its submodules.
+    """How forwards have used the tensors of one module, submodules included.
 
     Attributes:
         num_forwards: How many whole forwards were seen since the first.

@@ -121,7 +121,7 @@ class _Set(Part):
 
 
 class _Keyed(Part):
-    """What has values under keys, names or slots: it has a ``get``, and two steps to change it."""
+    """An object with values under keys, names or slots: read by ``get``, changed in two steps."""
 
     def unset(self, value: Any, key: Any) -> None:
         """Takes a key out."""
@@ -150,7 +150,7 @@ class _Keyed(Part):
         """Makes a key the last one."""
 
     def refill(self, value: Any, base: int, content: Any) -> None:
-        """Replaces the content at once, so that an iteration around goes on where it was: keys have the positions of before."""
+        """Replaces the content at once, each key at the former position, so that an iteration around goes on."""
         everything = {**dict(islice(dict.items(value), base)), **content}
         dict.clear(value)
         dict.update(value, everything)

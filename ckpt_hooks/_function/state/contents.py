@@ -90,7 +90,7 @@ class _Entry:
             self.uses[tensor] = self.use
 
     def is_stale(self, tensor: torch.Tensor, copy: torch.Tensor) -> bool:
-        """Whether the content is not what it was before forward."""
+        """Whether the content differs from the content before forward."""
         return tensor._version != self.before or has_changed(tensor, copy, self.use)
 
 
@@ -257,7 +257,7 @@ class Contents:
         return frozenset((*small, *(storage_of(tensor) for tensor in tensors if tensor is not None)))
 
     def _entries(self) -> list[_Entry]:
-        """Returns the entries with copies; while forward runs, parameters that may have been written to are among them."""
+        """Returns the entries with copies; while forward runs, also parameters that may have been written to."""
         if not self._names:
             return self._copied
         names = [name for name in self._names if name.is_known() or (not self._settled and name.is_in_place())]

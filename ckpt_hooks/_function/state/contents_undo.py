@@ -1,4 +1,4 @@
-"""Contents of tensors before a rerun, to be put back when it ends: those exchanged for it, and those that it may write to."""
+"""Contents of tensors before a rerun, put back when the rerun ends: of exchanged tensors, and of written ones."""
 
 from __future__ import annotations
 

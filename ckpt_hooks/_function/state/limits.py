@@ -1,4 +1,4 @@
-"""Limits of what a region looks at, copies and holds, each with its reason. Those that can be silent are in the README."""
+"""How much a region looks at, copies and holds, each limit with a reason. Limits that may be silent are in the README."""
 
 from __future__ import annotations
 

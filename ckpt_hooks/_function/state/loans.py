@@ -45,7 +45,7 @@ class Names:
         self.changes: Changes | None = None
 
     def settle(self) -> None:
-        """Ends forward: notes what it has changed."""
+        """Ends forward: notes the places that forward changed."""
         if self.roots:
             self.changes = changes_of(self.roots)
 

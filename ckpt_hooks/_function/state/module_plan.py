@@ -1,4 +1,4 @@
-"""Where the state of a module is: its attributes, the attributes of its submodules, and objects there that hold tensors.
+"""Where the state of a module is: attributes of the module and of submodules, and objects there that hold tensors.
 
 A plan is made once for a module, and used while the submodules stay the same. Plans are kept in a table by the ``id`` of their
 modules, whose classes may define equality as they like. A plan refers to modules weakly, and goes with its own module.
@@ -119,7 +119,7 @@ class ModulePlan:
         self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
 
     def holds(self) -> bool:
-        """Whether the module has the submodules that it had, as far as something was registered anywhere since."""
+        """Whether the module has the same submodules as before; looks only if something was registered anywhere since."""
         if self.epoch == _Epoch.number:
             return True
         self.epoch = _Epoch.number
@@ -178,7 +178,7 @@ class ModulePlan:
         self.buffers.num_forwards += not failed
 
     def contents(self, generators: list[torch.Generator]) -> Contents:
-        """Begins a forward: returns the tensors that it may write to.
+        """Begins a forward: returns the tensors that forward may write to.
 
         Args:
             generators: Gets the random generators in objects of the module.

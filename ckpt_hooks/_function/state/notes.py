@@ -40,7 +40,7 @@ ABSENT: Any = object()
 
 
 class ContentNote:
-    """A noted container or object: its identity, and notes of its content.
+    """A noted container or object: the identity, and notes of the content.
 
     Attributes:
         has_history: Whether a tensor with a history is inside.
@@ -102,7 +102,7 @@ class ContentNote:
         return (one._identity for one in noted_in((self,)) if type(one) is ContentNote)
 
     def compare(self, value: Any, changes: Changes) -> None:
-        """Notes the changes of the object, and of those inside, since it was noted."""
+        """Notes the changes of the object, and of objects inside, since the note was taken."""
         for part, base, noted, inner in self.parts:
             now: Any = part.read(value, base)
             if now is None:
@@ -143,7 +143,7 @@ class ContentNote:
                     row[2], row[3] = [*row[2], *others], [*row[3], *others]
 
     def present(self, lent: Lent) -> Any:
-        """Returns the object to bind in a rerun, with its noted content; a new one if the noted one is gone.
+        """Returns the object to bind in a rerun, with the noted content; a new object if the noted object is gone.
 
         Raises:
             GoneError: If a noted entry of an immutable container is gone, or a long container.
@@ -192,7 +192,7 @@ def _is_as(noted: Any, value: Any, changes: Changes) -> bool:
 
 
 def _compare_moved(notes: Iterable[Any], values: Iterable[Any], changes: Changes) -> None:
-    """Notes the changes of entries that are at other places now; an entry that is at none may have changed anyhow."""
+    """Notes the changes of entries that are at other places now; an entry at no place may have changed in any way."""
     for noted in notes:
         if type(noted) is ContentNote:
             found = next(filter(noted.is_of, values), None)
@@ -220,7 +220,7 @@ def changes_of(roots: Sequence[Root]) -> Changes:
 
 
 class Again:
-    """Notes a container or object that is noted elsewhere: the second place of it, within itself perhaps."""
+    """Notes the second place of a container or object that is noted elsewhere; a list may be in itself."""
 
     __slots__ = ("note",)
 
@@ -280,7 +280,7 @@ class Lent:
                 self.met[id(value)] = value
 
     def contents(self, noted: Content, now: Content) -> Content:
-        """Returns the content to lend for a noted one; of values that are gone the present ones stay."""
+        """Returns the content to lend for a noted content; present values stay where the noted values are gone."""
         if type(noted) is not dict:
             try:
                 return [present(one, self) for one in noted]
@@ -308,7 +308,7 @@ class Lent:
         return found
 
     def keep(self, value: Any, part: Part, base: int, now: Content, content: Content) -> list[Any]:
-        """Notes the content of a part before it is replaced by another; returns the row for it."""
+        """Notes the content of a part before another content replaces it; returns the row of the part."""
         rows = self.before.setdefault(id(value), (value, []))[1]
         row = next((row for row in rows if row[0] is part), None)
         if row is None:

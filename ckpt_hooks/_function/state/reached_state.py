@@ -1,4 +1,4 @@
-"""State reached by one region besides its arguments, as its forward found it: attributes and contents, together.
+"""State which one region reaches besides arguments, as forward found the state: attributes and contents, together.
 
 Attributes of modules are in :mod:`.attributes`, contents of tensors in :mod:`.contents`, parameters, which must not change,
 in :mod:`.parameters`. Attributes go back first, since contents are written to the bound tensors.

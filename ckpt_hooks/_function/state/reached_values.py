@@ -1,4 +1,4 @@
-"""The walk: what a function reaches besides its tensor arguments, and notes of it.
+"""The walk from a function to the values reached besides tensor arguments: variables, modules, objects.
 
 A rerun has to find the state of this as forward found it. Nothing tells in advance which objects a function will touch, so the
 walk looks at the places where user code keeps such objects: the module which is the function or has the method, closure cells,

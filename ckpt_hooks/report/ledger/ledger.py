@@ -22,7 +22,7 @@ __all__ = ["MemoryLedger"]
 
 
 class MemoryLedger(LedgerData, Printed):
-    """The memory of one device in a step: every allocation, and what made it.
+    """The memory of one device in a step: every allocation, with the operator and module that made the allocation.
 
     ``print`` shows peak, phases, and the largest holders at the peak. In a block, the ledger can be read when the block has
     ended.
