@@ -212,6 +212,7 @@ class Replay:
                     self._after(op)
                     continue
                 assert type(op) is Op
+                # Operators in a row share one object, so most compare an identity and change nothing.
                 if op.surroundings is not surroundings:
                     surroundings = op.surroundings
                     context.under(surroundings, tensors)
@@ -220,6 +221,7 @@ class Replay:
                     self._run_any(op, context)
                     continue
                 args = op.args.copy()
+                # The last reader takes the tensor out of the table: its memory is free when the operator returns.
                 for position in op.present:
                     number = args[position].number
                     readers[number] = left = readers[number] - 1
@@ -262,6 +264,7 @@ class Replay:
         args = [rebuild(argument, tensors) for argument in op.args]
         kwargs = {name: rebuild(argument, tensors) for name, argument in op.kwargs.items()} if op.kwargs else {}
         values = [value for argument in (*op.args, *op.kwargs.values()) for value in values_on_tape(argument)]
+        # ``squeeze_`` and the like change the tensor object itself, which earlier readers of the value have as it was.
         if facts.is_inplace_view:
             args[0] = args[0].detach()
         elif facts.written and self._plan.in_order:

@@ -118,6 +118,7 @@ class Tape:
                 if tensor is other.tensor():  # an argument
                     return None
                 value.store = store
+                # A view counts writes with its base, the result of ``detach()`` too; that of ``.data`` does not.
                 shares_counter = facts.is_view and (not facts.is_detach or is_below_counting())
                 value.counter = other.counter if shares_counter else object()
                 if store.uninitialized:
@@ -126,6 +127,7 @@ class Tape:
                 store.members.append(reference)
                 break
         else:
+            # Memory which the tape has by another name, though the schema does not tell: no replay would know the content.
             if not facts.is_trusted and self.tables.is_taken(address):
                 self.note_external(tensor, f"returned by {facts.operator}")
                 return None
