@@ -189,7 +189,7 @@ def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
     from ckpt_hooks._function.state import module_plan
 
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    children_of, found, others = module_plan._children_of, [], []
+    make_parents, found, others = module_plan.Parents, [], []
 
     def meanwhile(modules):
         if not others:
@@ -197,9 +197,9 @@ def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
             others.append(threading.Thread(target=lambda: found.append(module_plan.plan_of(module))))
             others[0].start()
             others[0].join(0.05)  # it waits for this one
-        return children_of(modules)
+        return make_parents(modules)
 
-    monkeypatch.setattr(module_plan, "_children_of", meanwhile)
+    monkeypatch.setattr(module_plan, "Parents", meanwhile)
     plan = module_plan.plan_of(module)
     others[0].join()
     assert found == [None, plan]

@@ -117,7 +117,7 @@ def checkpoint(
     generators, of which regions share a copy. Recomputed tensors live until autograd takes them, or until the backward ends.
 
     A recompute finds as forward found them, and leaves as it found them: random generators, arguments and the containers among
-    them, closed-over variables, attributes and buffers of modules, objects that the function reaches, and the surroundings:
+    them, closed-over variables, attributes, buffers and submodules of modules, objects in reach, and the surroundings:
     autocast of every device type, default dtype and device, deterministic algorithms, precisions, attention kernels, the number
     of threads, context variables, function modes. The user's dispatch modes (counters, loggers) are left out.
 
@@ -190,9 +190,9 @@ def checkpoint(
           are kept alive as long as something else does so; a list which is gone by then is there again as another list.
         - A parameter which the function itself writes to before it reads it (a clamp) is fine. ``nn.Embedding(max_norm=...)``
           rounds once more. Averages kept in parameters without gradients are rewound up to 16 MiB a region.
-        - Tensors first kept by an object in a module after its first forwards are not rewound, nor are unregistered submodules
-          (``Sequential.insert``), nor buffers of other classes than torch's own, sparse and quantised buffers included. A write
-          in forward to such a buffer is a :class:`ckpt_hooks.MutationError`.
+        - Tensors first kept by an object in a module after its first forwards are not rewound, nor are buffers of other classes
+          than torch's own, sparse and quantised buffers included. A write in forward to such a buffer is a
+          :class:`ckpt_hooks.MutationError`.
         - Tensors with a graph are not rewound where the function writes to them in place: closed-over tensors, and attributes
           of modules above 64 KiB, which are a :class:`ckpt_hooks.MutationError`.
         - Several threads which train one module with buffers need ``preserve_buffers=False``.

@@ -18,7 +18,6 @@ from .arguments import Arguments
 from .contexts import ContextPair, Selects, selection_of
 from .options import RegionOptions
 from .state.loans import Names, names_of
-from .state.module_plan import idle_plan
 from .state.reached_state import ReachedState, state_of, state_of_idle
 from .state.reached_values import NOTHING, entry_of, walk_from
 from .value_checks import Compared, compared
@@ -87,10 +86,11 @@ class CapturedCall:
         generators, recurrent = _NO_GENERATORS, _NO_LAYERS
         objects = self.arguments.objects
         # Usually the function is a module looked at before, or a function of tensors.
-        plan = None if objects or type(function) is FunctionType else idle_plan(function)
-        if plan is not None:
-            self.state = state_of_idle(plan, preserve_buffers=options.preserve_buffers)
-            recurrent = plan.recurrent
+        state = None
+        if not objects and type(function) is not FunctionType:
+            state = self.state = state_of_idle(function, preserve_buffers=options.preserve_buffers)
+        if state is not None:
+            recurrent = state.plans[0].recurrent
         elif (walk := walk_from(function, objects)) is NOTHING:
             entry = entry_of(function)
             if entry is not None:

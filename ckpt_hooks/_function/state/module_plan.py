@@ -10,7 +10,7 @@ import functools
 import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from .attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
 from .buffers import Buffers
 from .reached_values import Walk, has_state
 from .small_buffers import SmallCopy
+from .submodules import Parents, Submodules
 from .tensor_note import TensorNote
 
 __all__ = ["ModulePlan", "epoch", "has_new_parts", "idle_plan", "plan_of"]
@@ -75,10 +76,10 @@ class ModulePlan:
     """
 
     __slots__ = (
-        "_children",
         "_generators",
         "_latest_hook",
         "_modules",
+        "_parents",
         "_scripted",
         "buffers",
         "epoch",
@@ -96,7 +97,7 @@ class ModulePlan:
         everything = _all_modules(root)
         modules = [module for module in everything if isinstance(module._modules, dict)]
         self._modules = [weakref.ref(module) for module in modules]
-        self._children = list(map(_reference_to, _children_of(modules)))
+        self._parents = Parents(modules)
         # What TorchScript made has its tensors elsewhere; they are taken as they are.
         self._scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
         self.epoch = _Epoch.number
@@ -119,20 +120,19 @@ class ModulePlan:
         self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
 
     def holds(self) -> bool:
-        """Whether the module has the same submodules as before; looks only if something was registered anywhere since."""
-        if self.epoch == _Epoch.number:
-            return True
+        """Whether the module has the same submodules as before."""
+        if self.epoch == _Epoch.number:  # no module was registered anywhere since
+            return self.submodules() is not None
         self.epoch = _Epoch.number
         modules = self._alive()
-        children = _children_of(modules)
-        if (
-            len(modules) != len(self._modules)
-            or len(children) != len(self._children)
-            or any(reference() is not child for reference, child in zip(self._children, children, strict=True))
-        ):
+        if len(modules) != len(self._modules) or not self._parents.are_those_of(modules):
             return False
         self.parameters = _parameters_of(modules)
         return self._renew_notes(is_new=True)
+
+    def submodules(self) -> Submodules | None:
+        """Returns the present submodules of the module; None if they are others than before."""
+        return self._parents.submodules()
 
     def is_idle(self) -> bool:
         """Whether a forward can change nothing but noted attributes, and tensors there."""
@@ -191,15 +191,6 @@ class ModulePlan:
 
 #: The copy of small tensors on the host, the notes of others with a number a module, and tensors elsewhere.
 Contents = tuple["SmallCopy | None", Sequence[tuple[TensorNote, int]], Sequence[torch.Tensor]]
-
-
-def _reference_to(module: Module) -> Callable[[], Module | None]:
-    """Returns a weak reference to a module; for a proxy of a module, registered like a module, a strong reference."""
-    return (lambda: module) if type(module) in weakref.ProxyTypes else weakref.ref(module)
-
-
-def _children_of(modules: list[Module]) -> list[Module]:
-    return [child for module in modules for child in module._modules.values() if child is not None]
 
 
 def _parameters_of(modules: list[Module]) -> tuple[list[weakref.ref[Module]], tuple[()], list[Any]]:

@@ -7,6 +7,7 @@ in :mod:`.parameters`. Attributes go back first, since contents are written to t
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -16,10 +17,11 @@ from .attributes import AttributeNotes, AttributesUndo
 from .buffers import Complain
 from .contents import Contents
 from .contents_undo import ContentsUndo
-from .module_plan import ModulePlan, epoch, has_new_parts, plan_of
+from .module_plan import ModulePlan, epoch, has_new_parts, idle_plan, plan_of
 from .notes import Changes, Lent
 from .parameters import Noted, Rebound, references_of
 from .reached_values import Walk
+from .submodules import Before, Submodules
 from .tensor_note import StandIns
 
 __all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
@@ -35,7 +37,17 @@ class ReachedState:
         plans: The plans of the modules.
     """
 
-    __slots__ = ("_attributes", "_contents", "_epoch", "_with_buffers", "changes", "generators", "parameters", "plans")
+    __slots__ = (
+        "_attributes",
+        "_contents",
+        "_epoch",
+        "_submodules",
+        "_with_buffers",
+        "changes",
+        "generators",
+        "parameters",
+        "plans",
+    )
 
     generators: Sequence[torch.Generator]
     parameters: Noted
@@ -44,6 +56,7 @@ class ReachedState:
     _attributes: AttributeNotes
     _contents: Contents | None
     _epoch: int
+    _submodules: Sequence[Submodules]
     _with_buffers: bool
 
     def storages(self) -> frozenset[int | None]:
@@ -89,13 +102,14 @@ class Rewound:
         lent: The contents of containers and objects that are lent.
     """
 
-    __slots__ = ("_attributes", "_complain", "_contents", "_epoch", "_parameters", "_state", "lent")
+    __slots__ = ("_attributes", "_complain", "_contents", "_epoch", "_parameters", "_state", "_submodules", "lent")
 
     def __init__(self, state: ReachedState, complain: Complain, stand_ins: StandIns) -> None:
         self._state, self._complain = state, complain
         self.lent = Lent(stand_ins)
         self._attributes = AttributesUndo(self.lent, with_buffers=state._with_buffers)
         self._parameters: Rebound | None = None
+        self._submodules: list[tuple[Submodules, Before]] = []
         self._epoch: int | None = None
         self._contents: ContentsUndo | None = None
 
@@ -103,6 +117,8 @@ class Rewound:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
+        for submodules in state._submodules:
+            self._submodules.append((submodules, submodules.bind()))
         self._parameters = state.parameters.bind()
         self._epoch = epoch()
         if state._contents is None and not attributes.may_initialise:
@@ -148,6 +164,9 @@ class Rewound:
             # A function that binds a parameter moves the epoch.
             if self._parameters is not None or self._epoch not in (None, epoch()):
                 self._state.parameters.unbind(self._parameters)
+            for submodules, before in self._submodules:
+                if before or self._epoch != epoch():
+                    submodules.unbind(before)
             self._attributes.restore()
             self.lent.restore(self._state.changes)
 
@@ -156,12 +175,16 @@ _NO_STORAGES: frozenset[int | None] = frozenset()
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 
 
-def state_of_idle(plan: ModulePlan, *, preserve_buffers: bool) -> ReachedState:
-    """Returns the state of an idle module (:func:`.module_plan.idle_plan`)."""
+def state_of_idle(module: Any, *, preserve_buffers: bool) -> ReachedState | None:
+    """Returns the state of an idle module (:func:`.module_plan.idle_plan`); None if this is another function."""
+    plan = idle_plan(module)
+    submodules = None if plan is None else plan.submodules()
+    if plan is None or submodules is None:
+        return None
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
-    state._attributes, state.changes = plan.notes, None
+    state._attributes, state._submodules, state.changes = plan.notes, (submodules,), None
     state._contents = Contents((plan,), (), []) if preserve_buffers and plan.notes.tensors else None
     state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)
@@ -187,6 +210,7 @@ def state_of(walk: Walk, *, preserve_buffers: bool) -> ReachedState | None:
     state = ReachedState()
     state.plans = plans
     state._epoch, state.changes = epoch(), None
+    state._submodules = [submodules for plan in plans if (submodules := plan.submodules()) is not None]
     state._attributes = (
         plans[0].notes if len(plans) == 1 else AttributeNotes([note for plan in plans for note in plan.notes.notes])
     )
