@@ -174,6 +174,43 @@ def test_a_forward_that_binds_submodules(kind, early_stop):
     assert_alike(run(lambda module, x: checkpoint(module, x, early_stop=early_stop)), run(lambda module, x: module(x)))
 
 
+def test_a_module_with_other_flags_as_well_keeps_what_was_inserted():
+    block, x = Block(), torch.randn(3, 4, requires_grad=True)
+    y = checkpoint(nn.Sequential(block, nn.Tanh(), block), x)
+    block.training = False
+    block.layers.insert(0, nn.Sigmoid())
+    after = list(block.layers)
+    y.sum().backward()
+    assert list(block.layers) == after
+
+
+def test_a_function_that_deletes_a_submodule_leaves_those_of_the_user():
+    layers, x = nn.Sequential(nn.Tanh(), nn.Linear(4, 4)), torch.randn(3, 4, requires_grad=True)
+
+    def shorten(x):
+        y = layers(x)
+        del layers[-1]  # gives the container another dictionary of submodules
+        return y.sin()
+
+    y = checkpoint(shorten, x)
+    layers[-1] = other = nn.Linear(4, 4)
+    y.sum().backward()
+    assert list(layers) == [other]
+
+
+def test_a_module_in_two_modules_that_a_function_reads():
+    inner, x = Rebinding("for good"), torch.randn(3, 4, requires_grad=True)
+    outer = nn.Sequential(inner, nn.Tanh())
+
+    def function(x):
+        return checkpoint(inner, outer[1](x).sin()).cos() * len(outer)
+
+    y = checkpoint(function, x)
+    after = inner.act
+    y.sum().backward()
+    assert inner.act is after
+
+
 def test_what_the_user_bound_is_bound_after_an_error_in_backward():
     block = Block()
 

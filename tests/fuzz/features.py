@@ -25,6 +25,7 @@ CORE = frozenset(
         "module_attributes",  # attributes that forward, or the caller, binds anew: numbers, strings, flags, None, tensors
         "module_containers",  # lists, dicts, sets and tuples that modules have, and that forward, or the caller, changes
         "counters",  # numbers that modules count in, and what depends on them: warm-ups, first calls
+        "submodules",  # bound anew, added, taken out and put in another order, by forward or by the caller
         "hidden_state",  # states of recurrent modules, averages and caches, from one call to the next
         "training_flags",  # train() and eval(), of parts of modules too, at any time; modules that look at their flags
         "loop_closures",  # functions of regions that close over variables, and globals, which are others later on

@@ -617,8 +617,59 @@ x = (x + self.$a[0].sum()).sin()
     ),
 ]
 
+_SUBMODULES = [
+    _part(
+        "self.$a = torch.nn.Tanh()",
+        "x = self.$a(x).sin()",
+        *("$m.$a = torch.nn.Sigmoid()", "$m.$a = torch.nn.Identity()", "$m._modules['$a'] = torch.nn.SiLU()"),
+    ),
+    _part(
+        "self.$a = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear($n, $n))",
+        "x = self.$a(x)",
+        *("$m.$a[0] = torch.nn.SiLU()", "$m.$a[-1] = torch.nn.Linear($n, $n).to($dtype)", "$m.$a[0] = $m.$a[-1]"),
+        *("$m.$a.append(torch.nn.Softsign())", "$m.$a.insert(1, torch.nn.BatchNorm1d(1).eval())", "del $m.$a[-1]"),
+        rank=1,
+    ),
+    _part(
+        "self.$a = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.ELU(), torch.nn.Softplus()])",
+        """
+for each in self.$a:
+    x = each(x) * x
+""",
+        *("$m.$a[0], $m.$a[-1] = $m.$a[-1], $m.$a[0]", "del $m.$a[0]", "$m.$a.insert(0, torch.nn.Sigmoid())"),
+        *("$m.$a = torch.nn.ModuleList([torch.nn.GELU()])", "$m.$a.extend([torch.nn.Tanh()])"),
+    ),
+    _part(
+        "self.$a = torch.nn.ModuleDict({'one': torch.nn.Tanh(), 'other': torch.nn.Dropout(0.3)})",
+        """
+for each in self.$a.values():
+    x = each(x).cos()
+""",
+        *("$m.$a['one'] = torch.nn.SiLU()", "$m.$a.pop('other', None)", "$m.$a['more'] = torch.nn.Tanh()", "$m.$a.clear()"),
+    ),
+    _part(
+        "self.$a = torch.nn.Tanh()",
+        """
+x = self.$a(x).sin()
+self.$a = torch.nn.SiLU() if type(self.$a) is torch.nn.Tanh else torch.nn.Tanh()
+""",
+        "$m.$a = torch.nn.GELU()",
+    ),
+    _part(
+        "self.$a = torch.nn.Tanh()",
+        """
+former, self.$a = self.$a, torch.nn.Softplus()
+x = self.$a(x)
+self.$a = former
+x = self.$a(x) * x
+""",
+        "$m.$a = torch.nn.GELU()",
+    ),
+]
+
 #: Parts of modules by feature.
 PARTS = {
+    "submodules": _SUBMODULES,
     "module_attributes": _ATTRIBUTES,
     "module_containers": _CONTAINERS,
     "counters": _COUNTERS,

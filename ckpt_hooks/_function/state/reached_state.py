@@ -116,9 +116,11 @@ class Rewound:
     def put_back(self) -> frozenset[int | None]:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
-        attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
         for submodules in state._submodules:
-            self._submodules.append((submodules, submodules.bind()))
+            self._submodules.append((submodules, before := submodules.bind()))
+            if before:  # a function that finds no submodule may make one
+                attributes.may_initialise = True
+        attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
         self._parameters = state.parameters.bind()
         self._epoch = epoch()
         if state._contents is None and not attributes.may_initialise:
@@ -164,10 +166,10 @@ class Rewound:
             # A function that binds a parameter moves the epoch.
             if self._parameters is not None or self._epoch not in (None, epoch()):
                 self._state.parameters.unbind(self._parameters)
-            for submodules, before in self._submodules:
+            self._attributes.restore()
+            for submodules, before in reversed(self._submodules):  # a module may be in several plans
                 if before or self._epoch != epoch():
                     submodules.unbind(before)
-            self._attributes.restore()
             self.lent.restore(self._state.changes)
 
 

@@ -18,8 +18,8 @@ from .container_contents import same
 
 __all__ = ["Before", "Parents", "Submodules"]
 
-#: The submodules of modules, and a copy from before a rerun.
-Before = list[tuple[dict[str, Any], dict[str, Any]]]
+#: A module, the dictionary of its submodules before a rerun, and a copy.
+Before = list[tuple[Module, dict[str, Any], dict[str, Any]]]
 
 _modules: Callable[[Module], dict[str, Module | None]] = attrgetter("_modules")
 _values: Callable[[dict[str, Module | None]], Iterable[Module | None]] = dict.values
@@ -50,14 +50,15 @@ class Submodules:
             for module, names in zip(self._modules, self._names, strict=True):
                 noted, own = dict(zip(names, children)), module._modules  # noqa: B905 (the next module takes on from there)
                 if not same(own, noted):
-                    before.append((own, own.copy()))
+                    before.append((module, own, own.copy()))
                     _refill(own, noted)
         return before
 
     def unbind(self, before: Before) -> None:
         """Binds what was bound before the rerun, also where the function was stopped before it bound its own again."""
         if before:
-            for own, content in before:
+            for module, own, content in before:
+                module.__dict__["_modules"] = own  # which ``del layers[-1]`` in the function replaces
                 _refill(own, content)
         else:
             self.bind()
