@@ -15,7 +15,7 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
         "and those are not exact without the global interpreter lock. Use the default build of Python."
     )
 
-from ._ambient.tracking import track_rng
+from ._ambient.named_random_sources import track_rng
 from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
 from ._checkpoint.sequential import checkpoint_sequential
 from ._core.groups import GraphExecGroup

@@ -8,7 +8,7 @@ import torch.utils.checkpoint
 
 from ._function.selective.modes import Recompute, Record
 from ._function.selective.selection import Selection
-from ._operators.kinds import SAC_IGNORED_OPS
+from ._operators.reusable_outputs import SAC_IGNORED_OPS
 from ._torch.checkpoint import is_compiled
 from .policies.base import policy_from
 from .policies.decisions import asks_for_torch

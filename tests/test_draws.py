@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._ambient.draws import RecordDraws, ReplayDraws, num_draw_modes
+from ckpt_hooks._ambient.threaded_draws import RecordDraws, ReplayDraws, num_draw_modes
 from ckpt_hooks._core import threads
 from ckpt_hooks._core.threads import RECENT
 from tests.measure import CountOps, Log

@@ -11,8 +11,8 @@ import torch
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.identities import storage_and_size
 from ckpt_hooks._core.settings import observe
+from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from ckpt_hooks.report import Reason
 from tests.behaviours.runs import same

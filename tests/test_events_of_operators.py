@@ -9,9 +9,9 @@ from torch import nn
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, is_recomputing
 from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.identities import storage_and_size
 from ckpt_hooks._core.order import Order
 from ckpt_hooks._core.settings import observe
+from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.operator_events import OperatorCount, OperatorWatch, observe_all
 from ckpt_hooks.policies import save_every, save_ops
 from tests.measure import leaf

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ckpt_hooks._operators.facts import KNOWN, facts_of
-from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._operators.reusable_outputs import Kind
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import describe_packed
 from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.identities import storage_and_size
 from ckpt_hooks._core.settings import observe
+from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from tests.measure import CountOps, leaf
 

@@ -209,7 +209,7 @@ def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_rerun_has_modules_and_generators_to_itself(count, generator):
     """A rerun on another thread would have to wait."""
-    from ckpt_hooks._ambient.tracking import shared_streams_lock
+    from ckpt_hooks._ambient.named_random_sources import shared_streams_lock
     from ckpt_hooks._function.state.module_plan import plan_of
 
     layers, x = [torch.nn.BatchNorm1d(3) for _ in range(count)], torch.randn(4, 3, requires_grad=True)

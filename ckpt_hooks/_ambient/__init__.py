@@ -20,12 +20,12 @@ from ckpt_hooks._torch.devices import is_any_autocast_enabled
 from ckpt_hooks._torch.modes import GLOBAL_DEVICE, global_device_mode, num_function_modes
 
 from . import autocast, flags, function_modes, rng, streams
-from .draws import ReplayDraws
 from .engine_image import HEAD, TAIL, Image, take_image
 from .flags import read_fast
+from .named_random_sources import TRACKED
 from .rng import read_cpu, write_cpu
 from .streams import TORCH_NAMES
-from .tracking import TRACKED
+from .threaded_draws import ReplayDraws
 
 __all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
+from .named_random_sources import TRACKED
 from .streams import Stream, device_streams, find_devices, is_same_state, stream_of_generator
-from .tracking import TRACKED
 
 __all__ = [
     "Snapshot",

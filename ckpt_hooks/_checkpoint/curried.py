@@ -23,7 +23,7 @@ from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.traced_policies import key_for
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
-from .context_pairs import own_contexts
+from .context_fn_check import own_contexts
 from .running import run
 
 __all__ = ["Curried", "curried"]

@@ -19,7 +19,7 @@ from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.report.debug import OperatorLogs
 
-from .context_pairs import own_contexts
+from .context_fn_check import own_contexts
 
 __all__ = ["frame_of_call", "run"]
 

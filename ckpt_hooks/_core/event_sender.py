@@ -13,10 +13,10 @@ import torch
 from .call_sites import module_in_call, site_of
 from .events import Observer, Operator, Region, TensorInfo, Watchable
 from .holdings import Reason, size_of
-from .identities import address_of, number_of, storage_and_size, tell_when_freed
 from .order import Order, Position
 from .paths import RegionPath, format_path
-from .saved import Kept, Saved, TrackedKept, cause_of_kept
+from .saved_descriptions import Kept, Saved, TrackedKept, cause_of_kept
+from .tensor_numbers import address_of, number_of, storage_and_size, tell_when_freed
 
 __all__ = ["OperatorRun", "Watch"]
 

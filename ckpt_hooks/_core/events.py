@@ -12,7 +12,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 
 from .holdings import Holding, Reason
-from .saved import Saved
+from .saved_descriptions import Saved
 
 __all__ = ["Observer", "Operator", "Region", "TensorInfo", "Watchable"]
 

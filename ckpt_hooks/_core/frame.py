@@ -21,7 +21,7 @@ from .events import Observer
 from .holdings import Holding, size_of
 from .mutation import changed_saved
 from .paths import RegionPath, format_path, region_in_words
-from .saved import Kept, Saved, cause_of_kept
+from .saved_descriptions import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 

@@ -15,8 +15,8 @@ from ckpt_hooks._torch.graphs import SAVED_TENSORS, packed_of
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .descriptions import dtype_and_shape, kind_in_words
-from .identities import storage_and_size
 from .inner_tensors import dense_parts, parts_of
+from .tensor_numbers import storage_and_size
 
 __all__ = ["BY_POLICY", "Cause", "Holding", "Reason", "holdings_in", "owners_in", "size_of"]
 

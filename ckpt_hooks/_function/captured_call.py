@@ -10,17 +10,17 @@ from typing import Any
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.draws import RecordDraws
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
+from ckpt_hooks._ambient.threaded_draws import RecordDraws
 from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
 from .contexts import ContextPair, Selects, selection_of
 from .options import RegionOptions
 from .state.loans import Names, names_of
-from .state.reached_state import ReachedState, state_of, state_of_idle
 from .state.reached_values import NOTHING, entry_of, walk_from
-from .value_checks import Compared, compared
+from .state.rewound_state import ReachedState, state_of, state_of_idle
+from .value_comparison import Compared, compared
 
 __all__ = ["CapturedCall"]
 

@@ -19,7 +19,7 @@ from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
 from .explain import name_of_tensor, node_of
-from .inner_region_marks import first_other_mark
+from .inner_region_positions import first_other_mark
 
 __all__ = ["TIP", "result_of"]
 

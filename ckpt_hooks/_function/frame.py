@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.draws import RecordDraws
+from ckpt_hooks._ambient.threaded_draws import RecordDraws
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
@@ -31,10 +31,10 @@ from .arguments import Arguments
 from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
 from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
+from .data_dependent_branches import RoutingWatch
 from .explain import name_of_tensor, uninitialized
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
-from .other_routes import RoutingWatch
 from .packing import open_frame
 from .rerun import Rerun
 from .scripted import ScriptedCalls, watch_scripted

@@ -22,7 +22,7 @@ from ckpt_hooks._core.frame import Frame, Mark, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import Saved, nbytes_of
+from ckpt_hooks._core.saved_descriptions import Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
 from ckpt_hooks._core.split_backward import Uses
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id

@@ -14,8 +14,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
+from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.rng import default_generators_lock
-from ckpt_hooks._ambient.tracking import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
@@ -42,8 +42,8 @@ from .state.loans import VariableLoan, lend, take_back
 from .state.module_plan import ModulePlan
 from .state.notes import Lent
 from .state.parameters import WatchReads
-from .state.reached_state import Rewound
 from .state.reached_values import Walk
+from .state.rewound_state import Rewound
 
 __all__ = ["Rerun"]
 

@@ -19,7 +19,7 @@ from ckpt_hooks._ambient.switches import heeds
 from ckpt_hooks._torch.operators import OVERLOAD
 
 from . import schema_gaps
-from .kinds import Kind, operator_kind
+from .reusable_outputs import Kind, operator_kind
 from .routing_operators import is_routing
 
 __all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.draws import (
+from ckpt_hooks._ambient.streams import is_capturing, is_same_state
+from ckpt_hooks._ambient.threaded_draws import (
     NO_DRAW,
     call_with,
     default_generator,
@@ -16,7 +17,6 @@ from ckpt_hooks._ambient.draws import (
     given_generator,
     handlers,
 )
-from ckpt_hooks._ambient.streams import is_capturing, is_same_state
 
 __all__ = ["OwnStreams", "draw_again", "draw_anew", "draw_noting"]
 

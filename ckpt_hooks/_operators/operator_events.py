@@ -27,7 +27,7 @@ from ckpt_hooks._torch.graphs import is_in_two_backwards
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .facts import OpFacts, facts_of, same_operator
-from .kinds import Kind
+from .reusable_outputs import Kind
 
 __all__ = ["OperatorCount", "OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
 

@@ -19,7 +19,7 @@ from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._torch.autograd import graph_task_id
 
 from .facts import KNOWN, facts_of
-from .kinds import Kind
+from .reusable_outputs import Kind
 
 __all__ = ["Entry", "OperatorLog"]
 

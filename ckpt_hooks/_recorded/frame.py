@@ -13,7 +13,7 @@ from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
-from ckpt_hooks._core.saved import Kept, TrackedKept
+from ckpt_hooks._core.saved_descriptions import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.operator_events import watch_forward
@@ -29,7 +29,7 @@ from ckpt_hooks.policies.base import Policy
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
 from .comparing import ComparedValues
-from .operator_lines import Lines
+from .debug_source_lines import Lines
 from .recorder import Recorder
 from .replayed import FunctionHandle, Handle, ReplayedFrame, fate_of
 from .tape import Tape

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient import autocast, function_modes, rng
+from ckpt_hooks._ambient.named_random_sources import TRACKED
 from ckpt_hooks._ambient.streams import find_devices, is_capturing
-from ckpt_hooks._ambient.tracking import TRACKED
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import Written

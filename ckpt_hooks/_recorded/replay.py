@@ -31,7 +31,7 @@ from ckpt_hooks._torch.tensors import storage_address
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
 
 from .borrowing import Borrowing
-from .operator_lines import Lines
+from .debug_source_lines import Lines
 from .other_shapes import check_shapes
 from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings

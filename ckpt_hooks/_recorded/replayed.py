@@ -14,7 +14,7 @@ from ckpt_hooks._core.frame import Frame, overlap_error
 from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved import Saved, TrackedKept
+from ckpt_hooks._core.saved_descriptions import Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
 from ckpt_hooks._core.split_backward import Uses
 from ckpt_hooks._tensors.copies import copies_of, is_plain

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.draws import drops_nothing
+from ckpt_hooks._ambient.threaded_draws import drops_nothing
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import OpFacts

@@ -23,7 +23,7 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import overwritten
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, Written
-from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, Hooks, Lost
 from ckpt_hooks._tensors.nested_values import instances_in, tensors_in

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .advice import Advice, Waste
-    from .entries import Reason, Residual, SavedResiduals
     from .ledger.allocations import Allocation, Change, Hold, Maker, Origin
     from .ledger.holders import Holder, LedgerPeak
     from .ledger.ledger import MemoryLedger
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from .pictures.panels import compare
     from .pictures.picture import Picture
     from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
+    from .saved_entries import Reason, Residual, SavedResiduals
     from .steps import Drift, RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
 
@@ -55,7 +55,7 @@ __all__ = [
 # Modules and the names in them, imported when asked for: a first checkpoint needs none.
 _MODULES = {
     "advice": "Advice Waste",
-    "entries": "Reason Residual SavedResiduals",
+    "saved_entries": "Reason Residual SavedResiduals",
     "ledger.allocations": "Allocation Change Hold Maker Origin",
     "ledger.holders": "Holder LedgerPeak",
     "ledger.ledger": "MemoryLedger",

@@ -13,10 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.settings import observe
 
-from .entries import SavedResiduals, headline_of, tables_of
 from .formatting import as_text
 from .graph import GraphReader
 from .notes import Known, Notes, OperatorNotes
+from .saved_entries import SavedResiduals, headline_of, tables_of
 
 __all__ = ["format_saved_residuals", "print_saved_residuals", "saved_residuals", "saved_tensors_report"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from .advice import Advice, table_of_advice
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
-from .unmatched import unmatched_policies
+from .unmatched_policies import unmatched_policies
 
 __all__ = ["Drift", "RegionTrace", "StepTrace", "drift_of", "largest_of", "table_of_drift", "totals_of"]
 

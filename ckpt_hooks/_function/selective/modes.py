@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.draws import num_draw_modes, watch_draw
+from ckpt_hooks._ambient.threaded_draws import num_draw_modes, watch_draw
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
@@ -24,7 +24,7 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
-from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._torch.autograd import graph_task_id, sequence_number, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.tensors import is_kept_anyway

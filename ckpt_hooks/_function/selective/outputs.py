@@ -25,14 +25,14 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.draws import Draw, skip_draw
+from ckpt_hooks._ambient.threaded_draws import Draw, skip_draw
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.kinds import Kind
+from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.copies import copies_of, restore_layout
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold_tensor, recomputes
 from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
