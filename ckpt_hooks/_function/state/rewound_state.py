@@ -117,9 +117,7 @@ class Rewound:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
         for submodules in state._submodules:
-            self._submodules.append((submodules, before := submodules.bind()))
-            if before:  # a function that finds no submodule may make one
-                attributes.may_initialise = True
+            self._submodules.append((submodules, submodules.bind()))
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
         self._parameters = state.parameters.bind()
         self._epoch = epoch()
