@@ -21,16 +21,8 @@ from .programs import Definition, Line, Node
 __all__ = ["STATE", "Stateful"]
 
 #: Features of the statements here.
-STATE = (
-    "module_attributes",
-    "module_containers",
-    "counters",
-    "hidden_state",
-    "loop_closures",
-    "places",
-    "submodules",
-    "training_flags",
-)
+STATE = ("module_attributes", "module_containers", "counters", "hidden_state", "loop_closures", "places")
+STATE = (*STATE, "submodules", "training_flags")
 _MODULES = tuple(feature for feature in STATE if feature in tables.PARTS)
 
 
