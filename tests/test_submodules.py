@@ -179,8 +179,9 @@ def test_a_module_with_other_flags_as_well_keeps_what_was_inserted():
     y = checkpoint(nn.Sequential(block, nn.Tanh(), block), x)
     block.training = False
     block.layers.insert(0, nn.Sigmoid())
+    after = list(block.layers)
     y.sum().backward()
-    assert len(block.layers) == 4
+    assert list(block.layers) == after
 
 
 def test_a_function_that_deletes_a_submodule_leaves_those_of_the_user():
@@ -192,9 +193,9 @@ def test_a_function_that_deletes_a_submodule_leaves_those_of_the_user():
         return y.sin()
 
     y = checkpoint(shorten, x)
-    layers[-1] = nn.Sigmoid()
+    layers[-1] = other = nn.Sigmoid()
     y.sum().backward()
-    assert str(list(layers)) == "[Sigmoid()]"
+    assert list(layers) == [other]
 
 
 def test_a_module_in_two_modules_that_a_function_reads():

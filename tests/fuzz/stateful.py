@@ -20,10 +20,9 @@ from .programs import Definition, Line, Node
 
 __all__ = ["STATE", "Stateful"]
 
+_MODULES = ("module_attributes", "module_containers", "counters", "hidden_state", "submodules", "training_flags")
 #: Features of the statements here.
-STATE = ("module_attributes", "module_containers", "counters", "hidden_state", "loop_closures", "places")
-STATE = (*STATE, "submodules", "training_flags")
-_MODULES = tuple(feature for feature in STATE if feature in tables.PARTS)
+STATE = (*_MODULES, "loop_closures", "places")
 
 
 def _containers(value: Any) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """State which one region reaches besides arguments, as forward found the state: attributes and contents, together.
 
-Attributes of modules are in :mod:`.attributes`, contents of tensors in :mod:`.contents`, parameters, which must not change,
-in :mod:`.parameters`. Attributes go back first, since contents are written to the bound tensors.
+Submodules are in :mod:`.submodules`, attributes of modules in :mod:`.attributes`, contents of tensors in :mod:`.contents`,
+parameters, which must not change, in :mod:`.parameters`. Contents go back last, since they are written to the bound tensors.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Rewound:
     def put_back(self) -> frozenset[int | None]:
         """Puts back the state found by forward; returns the storages with another content in the rerun."""
         state, attributes = self._state, self._attributes
-        for submodules in state._submodules:
+        for submodules in state._submodules:  # first, and undone last: attributes take out submodules without a note
             self._submodules.append((submodules, submodules.bind()))
         attributes.put_back(state._attributes, has_new_parts=has_new_parts(state._epoch))
         self._parameters = state.parameters.bind()

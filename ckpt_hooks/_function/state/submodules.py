@@ -55,7 +55,7 @@ class Submodules:
         return before
 
     def unbind(self, before: Before) -> None:
-        """Binds what was bound before the rerun, also where the function was stopped before it bound its own again."""
+        """Binds the submodules from before the rerun, also where the function was stopped amid changes of its own."""
         if before:
             for module, own, content in before:
                 module.__dict__["_modules"] = own  # which ``del layers[-1]`` in the function replaces
