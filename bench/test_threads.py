@@ -28,7 +28,7 @@ step = build(name).step("ours")
 pool = ThreadPoolExecutor(1)
 
 def measure():
-    for _ in range(300 if seconds else 0):  # until other threads count no more
+    for _ in range(300 if seconds else 0):  # warm
         step()
     best = float("inf")
     end = perf_counter() + seconds

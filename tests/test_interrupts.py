@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.rng import default_generators_lock
-from ckpt_hooks._ambient.threaded_draws import num_draw_modes
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.state import loans
@@ -66,7 +65,6 @@ def left():
         "modes that are not asked": torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.Python),
         "frame": stack.innermost is not None,
         "entry": bool(region._entered.open),
-        "draws": num_draw_modes() > 0,
         "gradients off": not torch.is_grad_enabled(),
         "watchers": bool(AT_WORK),
     }
@@ -74,7 +72,7 @@ def left():
 
 def present():
     """Returns what regions change on this thread."""
-    modes = num_dispatch_modes(), num_function_modes(), num_draw_modes()
+    modes = num_dispatch_modes(), num_function_modes()
     return id(stack.innermost), top_saved_tensors_hooks(False), *modes, torch.is_grad_enabled()
 
 

@@ -135,9 +135,8 @@ def test_threads_have_stacks_of_their_own():
             barrier.wait(10)
             return y.exp()
 
-        x = leaf(3)
-        with torch.random.fork_rng():
-            y = checkpoint(function, x, early_stop=False)
+        x = torch.linspace(-1, 1, 3).requires_grad_()  # without a draw
+        y = checkpoint(function, x, early_stop=False)
         (g,) = grad(y.sum(), x)
         assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
 

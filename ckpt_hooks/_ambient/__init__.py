@@ -25,9 +25,8 @@ from .flags import read_fast
 from .named_random_sources import TRACKED
 from .rng import read_cpu, write_cpu
 from .streams import TORCH_NAMES
-from .threaded_draws import ReplayDraws
 
-__all__ = ["Ambient", "Undo", "capture", "enter", "leave", "replay_draws"]
+__all__ = ["Ambient", "Undo", "capture", "enter", "leave"]
 
 _NO_MODES: function_modes.Snapshot = ()
 
@@ -217,16 +216,3 @@ def leave(undo: Undo) -> None:
 
 
 _LEAVE: list[Callable[[Any], None]] = [function_modes.leave, autocast.leave, flags.leave, rng.leave]
-
-
-def replay_draws(ambient: Ambient, states: list[torch.Tensor] | None) -> ReplayDraws:
-    """Returns the dispatch mode for a recompute which touches no default generator.
-
-    Args:
-        ambient: The captured state, where draws start if forward noted no states.
-        states: The states noted by forward, one a draw.
-    """
-    replay = ReplayDraws(states)
-    for generator, state in rng.default_states(ambient.streams):
-        replay.start(generator, state)
-    return replay

@@ -75,8 +75,8 @@ def track_rng(source: Any) -> TrackedSource:
     sources do: a recompute which draws other numbers than forward gives wrong gradients without an error. The source is tracked
     in the whole process. Each region keeps the state of the source at the begin of forward.
 
-    Threads which draw from torch's default generator and run no region (some loaders), or run their first region while another
-    thread's forward is under way, make that forward's recompute draw as if it had run alone. Give such threads a generator.
+    A thread which draws from torch's default generator (some loaders) beside a region which draws from it makes an error of the
+    region's recompute. Give such threads a generator.
 
     Args:
         source: ``"python"`` for the module ``random``, ``"numpy"`` for NumPy's global state, or an object: a

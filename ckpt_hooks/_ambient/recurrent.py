@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.nn import Module, RNNBase
 
-from .threaded_draws import default_generator
+from .streams import default_generator
 
 __all__ = ["recurrent_layers", "seed_masks_anew"]
 

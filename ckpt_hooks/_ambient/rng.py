@@ -28,7 +28,6 @@ __all__ = [
     "Undo",
     "capture",
     "default_generators_lock",
-    "default_states",
     "enter",
     "enter_devices",
     "leave",
@@ -36,7 +35,7 @@ __all__ = [
     "read_devices",
 ]
 
-#: Held by the recompute which borrows the default generators; concurrent recomputes do without.
+#: Held by the recompute which sets the default generators back. Another one waits if its forward drew.
 default_generators_lock = threading.RLock()
 
 #: Streams, each with a state.
@@ -180,10 +179,3 @@ def leave(before: Undo) -> None:
     if cpu is not None:
         write_cpu(cpu)
     leave_streams(others)
-
-
-def default_states(captured: Snapshot) -> list[tuple[torch.Generator, torch.Tensor]]:
-    """Returns the default generators with their states in a snapshot, except for devices without accessible generator."""
-    cpu, devices, _ = captured
-    found = [] if cpu is None else [(torch.default_generator, cpu)]
-    return found + [(stream.generator, state) for stream, state in devices if stream.generator is not None]

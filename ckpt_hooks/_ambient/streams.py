@@ -228,3 +228,12 @@ def _restart_of(module: Any, index: int | None = None) -> Callable[[], object] |
             module.manual_seed(module.initial_seed())
 
     return restart
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns torch's generator of a device."""
+    if device.type == "cpu":
+        return torch.default_generator
+    module: Any = getattr(torch, device.type)
+    generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
+    return generator

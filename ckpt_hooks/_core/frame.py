@@ -23,7 +23,6 @@ from .mutation import changed_saved
 from .paths import RegionPath, format_path, region_in_words
 from .saved_descriptions import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
-from .threads import this_thread
 
 __all__ = ["Frame", "Mark", "describe_packed", "frame_of", "is_in_recompute", "mutated_leaf", "overlap_error"]
 
@@ -64,7 +63,6 @@ class Frame(abc.ABC):
         watch: Tells observers of the frame's events; None without observers.
         current: Current devices and streams of forward; None without an accelerator in use.
         release: Makes the pack hook let go of the frame; set during forward.
-        thread: The thread of the outermost region around.
     """
 
     __slots__ = (
@@ -78,7 +76,6 @@ class Frame(abc.ABC):
         "path",
         "recomputing",
         "release",
-        "thread",
         "watch",
     )
 
@@ -91,12 +88,7 @@ class Frame(abc.ABC):
         self.passes = NO_PASSES
         self._endings = _NO_ENDINGS
         self.parent = parent
-        if parent is None:
-            self.thread = this_thread()
-            self.path: RegionPath = (name, None)
-        else:
-            self.thread = parent.thread
-            self.path = (name, parent.path)
+        self.path: RegionPath = (name, None if parent is None else parent.path)
         self.complete = False
         self.recomputing = False
         self.watch: Watch | None = None

@@ -11,7 +11,6 @@ import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.recurrent import seed_masks_anew
-from ckpt_hooks._ambient.threaded_draws import RecordDraws
 from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
@@ -37,7 +36,6 @@ class CapturedCall:
         compared: Dispatch modes around forward, where values are compared; None where they are not.
         context: The context variables; None if there are none; unset until :meth:`capture`.
         contexts: Entered around forward, and around each rerun.
-        draws: What forward drew from the default generators, where other threads draw from them too.
         explain: Turns an error of a rerun into an error with more words.
         function: The function.
         names: Variables, containers and objects which the function reaches; None if there are none.
@@ -52,7 +50,6 @@ class CapturedCall:
         "compared",
         "context",
         "contexts",
-        "draws",
         "explain",
         "function",
         "names",
@@ -70,7 +67,6 @@ class CapturedCall:
         self.function, self.arguments, self.options, self.contexts = function, arguments, options, contexts
         self.selection: Selects | None = None if contexts is None else selection_of(contexts[0])
         self.compared: Compared | None = None
-        self.draws: RecordDraws | None = None
         self.explain: Callable[[DeterminismError], DeterminismError] | None = None
         self.names: Names | None = None
         self.state: ReachedState | None = None
@@ -118,8 +114,6 @@ class CapturedCall:
             A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
         """
         self.arguments.close()
-        if self.draws is not None:
-            self.draws.__exit__(None, None, None)
         if self.names is not None:
             self.names.settle()
         return None if self.state is None else self.state.close(failed=failed)

@@ -30,6 +30,7 @@ from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._core.threads import are_other_threads_alive
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of
@@ -58,6 +59,7 @@ class Collector:
         early_stop: Whether the rerun ends when every value is there.
         frame: The frame of the values.
         function: The function of the rerun.
+        has_doubtful_draws: Whether the random streams moved otherwise than in forward, maybe by another thread.
         last: The number of the last tensor wanted.
         lent: Contents lent to the rerun, and the changes by forward.
         marks: Marks of the regions inside, in this rerun.
@@ -77,6 +79,7 @@ class Collector:
         "early_stop",
         "frame",
         "function",
+        "has_doubtful_draws",
         "last",
         "lent",
         "marks",
@@ -97,7 +100,7 @@ class Collector:
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
         self.wanted: Collection[int] | None = None
-        self.watches_draws = False
+        self.watches_draws = self.has_doubtful_draws = False
         self.without_grad: list[int] = []
         self.last = -1
         self.lent: list[tuple[Lent, Changes | None]] = []
@@ -112,8 +115,14 @@ class Collector:
         if positions.get(index) == position:
             return
         expected = positions[max(one for one in positions if one <= index)]
-        if expected != position:
+        if expected != position and not self._may_be_others_draws():
             self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
+
+    def _may_be_others_draws(self) -> bool:
+        """Whether another thread may have drawn, so that it has to be found out whether this function draws at all."""
+        if are_other_threads_alive():
+            self.has_doubtful_draws = True
+        return self.has_doubtful_draws
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
         """Ends a rerun which has another value than forward, or is about to read one: all later values are wrong.
@@ -187,7 +196,7 @@ class Collector:
                         tensor = detach(tensor)
                 append(tensor)
                 if step == stop:
-                    if begin is not None and begin != here[0]:
+                    if begin is not None and begin != here[0] and not self._may_be_others_draws():
                         raise draws_error(format_path(self.frame.path))
                     if unfinished != sequence_number():
                         self._stop()

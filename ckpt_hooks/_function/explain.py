@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -19,17 +20,33 @@ from .state.reached_values import walk_from
 __all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of_tensor", "node_of", "uninitialized"]
 
 
-def draws_error(region: tuple[str, ...]) -> DeterminismError:
+def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
     """Returns the error for a rerun which drew other random numbers than forward did."""
     return DeterminismError(
         f"region {'/'.join(region)!r}: the recompute has drawn other random numbers than forward had drawn by then, so a "
         "dropout mask, say, is another one. Usual causes: a random table which forward made and keeps (functools.lru_cache, a "
-        "global dict); another thread that draws. Make the table before the region.",
+        "global dict); another thread that draws from the same generator. Make the table before the region, and give each "
+        f"thread a generator of its own.{more}",
         region=region,
         index=-1,
         expected="the random numbers of forward",
         found="others",
     )
+
+
+_has_warned = False
+
+
+def warn_of_drawing_thread() -> None:
+    """Warns, once, of a thread that draws beside a region which draws nothing."""
+    global _has_warned
+    if not _has_warned:
+        _has_warned = True
+        warnings.warn(
+            "another thread draws from torch's default generator while regions recompute: give that thread a generator of its "
+            "own (torch.Generator). A region that draws nothing runs once more each time, to find out that it does not.",
+            stacklevel=2,
+        )
 
 
 def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:

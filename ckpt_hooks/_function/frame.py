@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.threaded_draws import RecordDraws
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
@@ -21,7 +20,7 @@ from ckpt_hooks._core.mutation import written_late
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import num_dispatch_modes
@@ -32,7 +31,7 @@ from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
 from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
 from .data_dependent_branches import RoutingWatch
-from .explain import name_of_tensor, uninitialized
+from .explain import draws_error, name_of_tensor, uninitialized, warn_of_drawing_thread
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
 from .packing import open_frame
@@ -115,7 +114,7 @@ class FunctionFrame(HandleFrame):
                 self._keeps_all = True  # this once
                 return self
             self.current = capture_current()
-            options, concurrent = call.options, is_concurrent(self.thread)
+            options = call.options
             left_out = () if options.check.fingerprint is None or call.state is None else call.state.storages()
             if options.preserve_rng_state:
                 self.positions = {}
@@ -123,9 +122,6 @@ class FunctionFrame(HandleFrame):
                 hooks = top_saved_tensors_hooks(False)
                 call.selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
             self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
-            if concurrent and options.preserve_rng_state:
-                call.draws = RecordDraws()
-                call.draws.__enter__()
         except BaseException as error:
             self._tell_exited(error)
             raise
@@ -194,13 +190,9 @@ class FunctionFrame(HandleFrame):
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         """Reruns the function; see :meth:`HandleFrame.recompute`."""
         call = self.call
-        rerun: Callable[[], list[torch.Tensor]]
-        if call.selection is None:
-            rerun = Rerun(self, call, wanted, call.contexts, None).run
-        else:  # which may need another rerun after the first
-            rerun = functools.partial(
-                call.selection.recompute, lambda: Rerun(self, call, wanted, call.contexts, call.selection).run()
-            )
+        rerun = functools.partial(self._rerun, wanted)
+        if call.selection is not None:  # which may need another rerun after the first
+            rerun = functools.partial(call.selection.recompute, rerun)
         if self.watch is not None:
             rerun = functools.partial(self.observed, rerun)
         try:
@@ -209,6 +201,30 @@ class FunctionFrame(HandleFrame):
             if error.region == format_path(self.path) and error.index >= 0 and self.complete and not is_without_values():
                 self._look_for_routing(error, wanted)
             raise
+
+    def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
+        call = self.call
+        rerun = Rerun(self, call, wanted, call.contexts, call.selection, waits=call.selection is not None)
+        values = rerun.run()
+        if rerun.watch is not None and rerun.watch.found is not None:  # beside the recompute of another thread
+            rerun = Rerun(self, call, wanted, call.contexts, call.selection, waits=True)
+            values = rerun.run()
+        if rerun.collector.has_doubtful_draws:
+            self._check_for_draws(wanted)
+        return values
+
+    def _check_for_draws(self, wanted: Collection[int] | None) -> None:
+        """Raises unless one more rerun draws nothing: then another thread has moved the random streams."""
+        region, call, watch = format_path(self.path), self.call, DrawWatch()
+        group = torch.distributed
+        if (
+            group.is_available() and group.is_initialized() and group.get_world_size() > 1
+        ):  # all ranks run a collective, or none
+            raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
+        Rerun(self, call, wanted, call.contexts, call.selection, watch=watch, waits=True).run()
+        if watch.found is not None:
+            raise draws_error(region, f" The region runs {watch.found}.")
+        warn_of_drawing_thread()
 
     def _look_for_routing(self, error: DeterminismError, wanted: Collection[int] | None) -> None:
         """Reruns the function once more, and adds to an error the operators by which it may have taken other routes."""
@@ -243,7 +259,7 @@ class FunctionFrame(HandleFrame):
         parts = (
             (Reason.INPUT, call.arguments),
             (Reason.STATE, (call.state, None if call.names is None else call.names.contents())),
-            (Reason.RANDOM_STATE, (call.ambient, call.draws)),
+            (Reason.RANDOM_STATE, call.ambient),
             (Reason.POLICY, call.selection),
             (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )

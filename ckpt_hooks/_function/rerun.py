@@ -24,7 +24,7 @@ from ckpt_hooks._core.mutation import changed_before_rerun
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._operators.draws import DrawFound, DrawWatch
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
 from ckpt_hooks.errors import DeterminismError, MutationError
@@ -58,6 +58,7 @@ class Rerun:
 
     Attributes:
         collector: The tensors saved by the rerun.
+        watch: Ends the rerun at its first random draw, if given.
     """
 
     __slots__ = (
@@ -73,8 +74,10 @@ class Rerun:
         "_restored",
         "_selection",
         "_transforms",
+        "_waits",
         "_wanted",
         "collector",
+        "watch",
     )
 
     def __init__(
@@ -84,7 +87,11 @@ class Rerun:
         wanted: Collection[int] | None,
         contexts: ContextPair | None,
         selection: Selects | None,
+        *,
+        watch: DrawWatch | None = None,
+        waits: bool = False,
     ) -> None:
+        self.watch, self._waits = watch, waits
         self._frame, self._call, self._wanted = frame, call, wanted
         self._contexts, self._selection = contexts, selection
         # A rerun in the middle of forward must not do what forward has not done yet.
@@ -109,7 +116,7 @@ class Rerun:
             try:
                 self._enter()
                 self._call_in_ambient()
-            except StopRecompute:
+            except (DrawFound, StopRecompute):
                 pass
             except Exception as error:
                 if self._is_at_fault(error):
@@ -117,6 +124,8 @@ class Rerun:
             finally:
                 frame.recomputing = outer is not None
                 self._exit()
+            if self.watch is not None and self.watch.found is not None:
+                return []
             values = self._compare()
             if compared is not None:
                 compared.check(images, self._region())
@@ -138,9 +147,6 @@ class Rerun:
     def _enter(self) -> None:
         """Makes the thread as if no frame were active but this one, the parent of the frames inside (Rule 3)."""
         frame, arguments, selection, collector = self._frame, self._call.arguments, self._selection, self.collector
-        # One recompute at a time may borrow the default generators, and only if no other thread draws from them.
-        self._borrows = self._call.draws is None and not is_concurrent(frame.thread) and default_generators_lock.acquire(False)
-        collector.watches_draws = self._borrows
         if num_dispatch_modes():
             self._paused = pause_modes()
         stack.innermost = frame
@@ -214,7 +220,12 @@ class Rerun:
         """Calls the function under the random streams, autocast and switches of forward."""
         ambient, state = self._call.ambient, self._call.state
         plans = _NO_PLANS if state is None else state.plans
-        if not self._borrows or ambient.has_streams or len(plans) > 1:
+        # One recompute at a time sets the default generators back. Another one goes without, and ends at its first draw.
+        self._borrows = default_generators_lock.acquire(self._waits)
+        if not self._borrows and self.watch is None:
+            self.watch = DrawWatch()
+        self.collector.watches_draws = self.watch is None
+        if self.watch is not None or ambient.has_streams or len(plans) > 1:
             self._call_with_more(plans)
             return
         with plans[0].lock if plans else _NOTHING:
@@ -225,8 +236,8 @@ class Rerun:
                 undo(_ambient.leave, before)
 
     def _call_with_more(self, plans: Sequence[ModulePlan]) -> None:
-        """Calls the function with explicit streams, with the draws of one thread among others, or with several modules."""
-        ambient, draws = self._call.ambient, self._call.draws
+        """Calls the function with explicit streams, beside another recompute with the generators, or with several modules."""
+        ambient = self._call.ambient
         with ExitStack() as undone:
             # Locks come last of all waits: restoring arguments takes the locks of other frames.
             if ambient.has_streams:
@@ -236,8 +247,8 @@ class Rerun:
             undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold_sources(stream for stream, _ in ambient.streams[2]))
-            if not self._borrows:
-                undone.enter_context(_ambient.replay_draws(ambient, None if draws is None else draws.states))
+            if self.watch is not None:
+                undone.enter_context(self.watch)
             self._call_in_state()
 
     def _call_in_state(self) -> None:

@@ -22,7 +22,7 @@ from . import schema_gaps
 from .reusable_outputs import Kind, operator_kind
 from .routing_operators import is_routing
 
-__all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "same_operator"]
+__all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
 
 #: Kinds whose outputs can stand in for running the operator again; for writing kinds only outputs which are new.
 _ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
@@ -260,12 +260,9 @@ def facts_of(operator: Any) -> OpFacts:
 
 
 def same_operator(one: Any, other: Any) -> bool:
-    """Whether two operators are the same, except that one may be the overload with a generator."""
-    if one is other:
-        return True
-    # Where threads besides the main one run regions, draws get a generator, by another overload.
+    """Whether two operators are the same, but for the overload with a generator, by which replays draw."""
     packet = getattr(one, "overloadpacket", None)
-    return (
+    return one is other or (
         packet is not None
         and packet is getattr(other, "overloadpacket", None)
         and facts_of(other).kind in (Kind.RANDOM, Kind.FACTORY)

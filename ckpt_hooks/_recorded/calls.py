@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.threaded_draws import drops_nothing
-from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._operators.draws import draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.noted_draws import draw_noting
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
@@ -31,7 +29,7 @@ def run(tape: Tape, op: Op, func: Any, facts: OpFacts, args: Any, kwargs: Any) -
     if tape.draws_anew:
         op.draw = ANEW
         return facts.call(*args, **kwargs)
-    out, op.draw = draw_noting(func, args, kwargs, shared=is_concurrent(tape.thread))
+    out, op.draw = draw_noting(func, args, kwargs)
     return out
 
 

@@ -128,7 +128,7 @@ class RecordedFrame(ReplayedFrame):
         if outer is None or tape is None:
             watch_fused_steps()
             users = users_modes() if num_dispatch_modes() and not is_without_values() else ()
-            tape = self.tape = Tape(self.thread, hooks, respect_hooks=respect_hooks, is_in_frame=self.parent is not None)
+            tape = self.tape = Tape(hooks, respect_hooks=respect_hooks, is_in_frame=self.parent is not None)
             tape.users_modes = users
             self._recorder = Recorder(tape)
             self._recorder.__enter__()

@@ -24,7 +24,6 @@ from ckpt_hooks._ambient import autocast, function_modes, rng
 from ckpt_hooks._ambient.named_random_sources import TRACKED
 from ckpt_hooks._ambient.streams import find_devices, is_capturing
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import Written
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
@@ -253,7 +252,7 @@ class FunctionCall(RunningFunction):
         tape.tables.number = op.number = tape.tables.number + 1
         if self._draws and any(state is not None for state in self._draws):
             op.draw = tuple(self._draws)
-        if self._streams is not None and not is_concurrent(tape.thread) and has_moved(self._streams, rng.capture()):
+        if self._streams is not None and has_moved(self._streams, rng.capture()):
             facts.streams = (None, *self._streams[1:])
         if written:
             facts.written = tuple(

@@ -14,14 +14,13 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient import autocast, function_modes, rng
-from ckpt_hooks._ambient.threaded_draws import device_of, drops_nothing
 from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.stack import stack
+from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts, Written, facts_of
-from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.containers import build
 from ckpt_hooks._torch.functions import FunctionCtx, has_setup_context

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.threaded_draws import drops_nothing
 from ckpt_hooks._core.modes import count_writes
-from ckpt_hooks._core.threads import is_concurrent
+from ckpt_hooks._operators.draws import draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.noted_draws import draw_noting
 from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import storage_address, storage_of
@@ -109,7 +107,7 @@ class RunningFunction:
             out = facts.call(*args, **kwargs)
             self._op.draw = ANEW
         else:
-            out, state = draw_noting(func, args, kwargs, shared=is_concurrent(tape.thread))
+            out, state = draw_noting(func, args, kwargs)
             self._draws.append(state)
         if facts.written:
             count_writes(func, args)

@@ -19,7 +19,6 @@ from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.mutation import exchanged_storage
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._core.threads import RegionThread
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.fused_steps import num_fused_steps
@@ -65,7 +64,6 @@ class Tape:
         respect_hooks: Whether outputs kept by a policy go through the hooks.
         tables: The tables of tensors and storages.
         task: The backward in which the outermost region runs; -1 for none.
-        thread: The thread of the region.
         unseen: On devices: whether custom functions wrote unseen to what no replay can write to again, and their names.
         watched: The watches of frames which have ended.
         users_modes: Names of the user's dispatch modes around the outermost region.
@@ -75,13 +73,12 @@ class Tape:
     surroundings: Surroundings
     current: Current | None
 
-    def __init__(self, thread: RegionThread, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
+    def __init__(self, hooks: Hooks | None, *, respect_hooks: bool, is_in_frame: bool) -> None:
         self.tables = Tables()
         self.held = TensorsHeld(is_in_frame=is_in_frame)
         self.hooks = hooks
         self.respect_hooks = respect_hooks
         self.is_in_frame = is_in_frame
-        self.thread = thread
         self.task = graph_task_id()
         self.path: RegionPath = ("", None)
         self.lock = threading.RLock()

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import gc
 import random
-import sys
 import threading
 import types
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import torch.utils.checkpoint
 
 import ckpt_hooks
 from ckpt_hooks._ambient import streams
-from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, plain, runs, same
+from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs, same
 from tests.devices import OnDevice
 from tests.measure import Log, Table, leaf
 from tests.test_threads import in_threads
@@ -441,12 +440,6 @@ def result_of(forward, seed):
     return x.grad
 
 
-def meet(run, barrier):
-    """Runs a region on this thread, and waits for the other: before its first region, a thread is not known to draw."""
-    run(torch.sin, leaf(1))
-    barrier.wait(60)
-
-
 @runs(torch_fails=SILENT)
 def test_two_recomputes_at_once(run):
     """Each draws twice from the default generator, the second one in between the draws of the first; masks do not mix."""
@@ -486,78 +479,3 @@ def test_two_recomputes_at_once(run):
     in_threads(outputs[0].backward, second_backward)
     assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("seeded", ["before", "meanwhile"])
-@runs(torch_fails=SILENT)
-def test_forward_of_one_thread_in_the_recompute_of_another(run, seeded):
-    """A thread runs a region while another one's recompute has drawn once and has to draw again."""
-    alone = [result_of(lambda x: dropout(dropout(x)), seed) for seed in (1, 2)]
-    one_is_forward, two_has_seeded, one_has_drawn, two_is_forward, one_is_done = (threading.Event() for _ in range(5))
-    lock, barrier = threading.Lock(), threading.Barrier(2)
-    inputs = [torch.ones(64, requires_grad=True) for _ in range(2)]
-
-    def function(x):
-        h = dropout(x)
-        if one_is_forward.is_set():
-            one_has_drawn.set()
-            two_is_forward.wait(0.2 if run.ours else 60)  # in vain where forward waits for the recompute
-        return dropout(h)
-
-    def one():
-        meet(run, barrier)
-        with lock:
-            torch.manual_seed(1)
-            loss = run(function, inputs[0]).sum()
-        one_is_forward.set()
-        if seeded == "before":
-            assert two_has_seeded.wait(10)
-        loss.backward()
-        one_is_done.set()
-
-    def two():
-        meet(run, barrier)
-        assert (one_is_forward if seeded == "before" else one_has_drawn).wait(10)
-        with lock:
-            torch.manual_seed(2)
-            two_has_seeded.set()
-            assert one_has_drawn.wait(10)
-            loss = run(lambda x: dropout(dropout(x)), inputs[1]).sum()
-            two_is_forward.set()
-        # Two recomputes of torch at once may, by chance, restore each the state that the other one needs.
-        assert one_is_done.wait(10)
-        loss.backward()
-
-    in_threads(one, two)
-    assert [same(x.grad, g) for x, g in zip(inputs, alone, strict=True)] == [True, True]
-
-
-@pytest.mark.usefixtures("no_gc")
-@runs(torch_fails=SILENT)
-def test_training_in_two_threads(run):
-    """Two models with dropout, each bitwise as alone: forward under a lock, backward at the same time."""
-
-    def train(seed, run, lock, steps=200):
-        if run is not plain:
-            meet(run, barrier)
-        weight = torch.linspace(-1, 1, 8).requires_grad_()
-        for step in range(steps):
-            with lock:
-                torch.manual_seed(1000 * seed + step)
-                loss = run(lambda w: dropout(dropout(w)), weight).sum()
-            (gradient,) = torch.autograd.grad(loss, weight)
-            with torch.no_grad():
-                weight -= 0.01 * gradient
-        return weight
-
-    expected = [train(seed, plain, contextlib.nullcontext()) for seed in (1, 2)]
-    found: dict[int, torch.Tensor] = {}
-    lock, barrier = threading.Lock(), threading.Barrier(2)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        in_threads(*(lambda seed=seed: found.update({seed: train(seed, run, lock)}) for seed in (1, 2)))
-    finally:
-        sys.setswitchinterval(interval)
-    assert [same(found[seed], expected[seed - 1]) for seed in (1, 2)] == [True, True]

@@ -19,11 +19,10 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.threaded_draws import num_draw_modes
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_without_values, past_modes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.collector import StopRecompute
-from ckpt_hooks._operators.facts import facts_of, same_operator
+from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.copies import same_bits
 from ckpt_hooks._tensors.nested_values import tensors_in
@@ -59,7 +58,6 @@ class Aligning(QuietDispatchMode):
         self._places = _places_of(selection.sequence, self._found)
         self._saved = selection.values
         self._task = graph_task_id()
-        self._draw_modes = num_draw_modes()
         self._last, self._has_stopped = selection.last, selection.has_stopped
 
     def __enter__(self) -> Any:
@@ -101,10 +99,10 @@ class Aligning(QuietDispatchMode):
         sequence.nodes.append(sequence_number())
         operators = selection.sequence.operators
         places = self._places.get((sequence.marks[found], sequence.nodes_at(found)), ())
-        places = [place for place in places if same_operator(operators[place], func)]
+        places = [place for place in places if operators[place] is func]
         if kind in _HANDED_OUT:
             if len(places) == 1 and places[0] in selection.outputs.entries:
-                output = selection.outputs.take(places[0], func, args, kwargs, last=self._last, draw_modes=self._draw_modes)
+                output = selection.outputs.take(places[0], func, args, kwargs, last=self._last)
                 if output is not MISSING:
                     return output
             if kind is Kind.EFFECT and any(operators[place] is func for place in selection.outputs.entries):

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from ckpt_hooks._operators.facts import facts_of, same_operator
+from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks.errors import DeterminismError
 
 from .sequence import Counts, OperatorSequence
@@ -47,7 +47,7 @@ def compare_all(
     counts, counts_found = forward.counts(nodes_found)[:end], rerun.counts()[:end_found]
 
     def match(place: int, found: int) -> bool:
-        return (place, found) not in unequal and same_operator(forward.operators[place], rerun.operators[found])
+        return (place, found) not in unequal and forward.operators[place] is rerun.operators[found]
 
     place = found = 0  # behind the latest pair
     for pair in _pairs(counts, counts_found, match):

@@ -15,7 +15,6 @@ from typing import Any
 
 from typing_extensions import Self
 
-from ckpt_hooks._ambient.threaded_draws import num_draw_modes, watch_draw
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
@@ -23,6 +22,7 @@ from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._function.collector import StopRecompute
+from ckpt_hooks._operators.draws import watch_draw
 from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._torch.autograd import graph_task_id, sequence_number, top_saved_tensors_hooks
@@ -216,7 +216,6 @@ class _Reuse(QuietDispatchMode):
         self.marks: list[int] = []
         self._saved = selection.values
         self._task = graph_task_id()
-        self._draw_modes = num_draw_modes()
         self._last, self._has_stopped = selection.last, selection.has_stopped
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -248,9 +247,7 @@ class _Reuse(QuietDispatchMode):
                     finally:
                         del error  # its traceback has this call, which would keep it alive in turn
             if place in self._entries:
-                output = self._selection.outputs.take(
-                    place, func, args, kwargs or {}, last=self._last, draw_modes=self._draw_modes
-                )
+                output = self._selection.outputs.take(place, func, args, kwargs or {}, last=self._last)
                 if output is not MISSING:
                     return output
         output = call(*args, **kwargs) if kwargs else call(*args)

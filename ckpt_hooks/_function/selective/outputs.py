@@ -25,12 +25,12 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient.threaded_draws import Draw, skip_draw
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._operators.draws import skip_draw
 from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.copies import copies_of, restore_layout
@@ -68,7 +68,7 @@ class Entry:
     is_copied: bool
     stays: bool
     value: Any
-    draw: Draw | None
+    draw: torch.Tensor | None
     aliases: Sequence[tuple[torch.Tensor, int]]
 
 
@@ -118,7 +118,7 @@ class KeptOutputs:
         self._is_recomputed = hooks is not None and recomputes(hooks[1])
 
     def keep(
-        self, place: int, output: Any, args: Any, kwargs: Any, draw: Draw | None, facts: OpFacts, *, offload: bool
+        self, place: int, output: Any, args: Any, kwargs: Any, draw: torch.Tensor | None, facts: OpFacts, *, offload: bool
     ) -> None:
         """Keeps the output of an operator, unless in an argument's memory, or in a buffer which compiled code uses again.
 
@@ -168,7 +168,7 @@ class KeptOutputs:
         self.entries[place] = entry
         self.num_kept += 1
 
-    def _keep_for_good(self, place: int, output: Any, draw: Draw | None, *, offload: bool) -> None:
+    def _keep_for_good(self, place: int, output: Any, draw: torch.Tensor | None, *, offload: bool) -> None:
         """Keeps the output of an operator with an effect, which must not run again."""
         entry = self.entries[place] = Entry()
         entry.value = self._kept(past_modes(copies_of, output), offload=offload)
@@ -237,7 +237,7 @@ class KeptOutputs:
         """Drops the tensors brought back and not asked for."""
         self._brought.clear()
 
-    def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool, draw_modes: int) -> Any:
+    def take(self, place: int, operator: Any, args: Any, kwargs: Any, *, last: bool) -> Any:
         """Returns the kept output of an operator; :data:`MISSING` if gone.
 
         Args:
@@ -246,14 +246,13 @@ class KeptOutputs:
             args: The arguments in the recompute.
             kwargs: The keyword arguments.
             last: Whether to drop the output from here.
-            draw_modes: The number of modes watching draws when the recompute began.
         """
         entry = self.entries[place]
         output = self._output_of(entry, last=last)
         if output is MISSING:
             return MISSING
         if entry.draw is not None:
-            skip_draw(operator, args, kwargs, entry.draw, modes=draw_modes)
+            skip_draw(operator, args, kwargs, entry.draw)
         if last and not entry.stays:
             del self.entries[place]
             return output

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.paths import RegionPath, format_path
-from ckpt_hooks._operators.facts import same_operator
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks.errors import DeterminismError
 
@@ -101,7 +100,7 @@ class OperatorSequence:
         if place >= len(self.operators):
             if not self.complete:  # a recompute in the middle of forward
                 return None
-        elif same_operator(self.operators[place], operator):
+        elif self.operators[place] is operator:
             return None
         return self.error(place, self.name_at(place), str(operator))
 
