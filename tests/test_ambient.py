@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint
-from ckpt_hooks._ambient import autocast, function_modes, rng, streams, untracked
+from ckpt_hooks._ambient import streams, untracked
+from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from tests.measure import Calls, CountOps, Log, as_library, leaf
 
 
@@ -106,10 +107,10 @@ def test_draws_that_forward_takes_back_are_drawn_again(impl):
 
 def test_regions_that_draw_nothing_share_one_state():
     """However many there are, one copy of the generator's state is kept for all of them; a draw makes another."""
-    first, second = rng.capture()[0], rng.capture()[0]
+    first, second = streams.capture()[0], streams.capture()[0]
     assert second is first
     torch.rand(1)
-    third = rng.capture()[0]
+    third = streams.capture()[0]
     assert third is not first
     assert torch.equal(third, torch.get_rng_state())
 
@@ -117,27 +118,27 @@ def test_regions_that_draw_nothing_share_one_state():
 @pytest.mark.parametrize("draw", [1, 2, 623, 624, 625, 1248])
 def test_any_number_of_draws_is_noticed(draw):
     """The state is compared in full: the generator's position repeats every 624 draws, its content does not."""
-    before = rng.capture()[0]
+    before = streams.capture()[0]
     torch.empty(draw, dtype=torch.int32).random_()
-    assert rng.capture()[0] is not before
+    assert streams.capture()[0] is not before
 
 
 def test_a_normal_number_left_over_from_before_is_noticed():
     """``torch.randn`` of one number draws two and keeps one: taking that one moves nothing but a flag."""
     torch.randn(1)
-    before = rng.capture()[0]
+    before = streams.capture()[0]
     torch.randn(1)
-    assert rng.capture()[0] is not before
+    assert streams.capture()[0] is not before
 
 
 @pytest.mark.parametrize("mode", [CountOps, FakeTensorMode])
 def test_states_are_compared_without_a_word_to_dispatch_modes(mode):
     """A mode that counts sees no operator, and fake tensors have no say in what is equal."""
-    before = rng.capture()[0]
+    before = streams.capture()[0]
     with mode() as active:
-        assert rng.capture()[0] is before
+        assert streams.capture()[0] is before
         torch.default_generator.set_state(torch.Generator().manual_seed(3).get_state())
-        assert rng.capture()[0] is not before
+        assert streams.capture()[0] is not before
     assert not getattr(active, "counts", None)
 
 
@@ -217,11 +218,11 @@ def test_an_uninitialised_device_is_not_touched(install):
 
 def test_a_backend_registered_later_is_found(install, monkeypatch):
     """Backends outside of torch rename ``privateuseone``, which may happen after this package was imported."""
-    rng.capture()
+    streams.capture()
     fake = FakeDevice(1)
     monkeypatch.setattr(torch, "late_backend", fake, raising=False)
     monkeypatch.setattr(streams, "private_backend_name", lambda: "late_backend")
-    assert len(rng.capture()[1]) == 1
+    assert len(streams.capture()[1]) == 1
 
 
 def linear(x, w):
@@ -256,7 +257,7 @@ def test_autocast_of_several_device_types_at_once():
     seen = Log()
 
     def function(x):
-        seen.append(autocast.capture())
+        seen.append(AUTOCAST.read())
         return x.exp()
 
     x = leaf(3)
@@ -266,10 +267,10 @@ def test_autocast_of_several_device_types_at_once():
         y = checkpoint(function, x)
         torch.set_autocast_enabled("mps", False)
         torch.set_autocast_dtype("mps", torch.float16)
-    before = autocast.capture()
+    before = AUTOCAST.read()
     y.sum().backward()
     assert seen[0] == seen[1] != before
-    assert autocast.capture() == before
+    assert AUTOCAST.read() == before
 
 
 def test_autocast_leaves_no_cached_casts_behind():
@@ -351,17 +352,17 @@ def test_function_modes_of_forward_are_active_in_recompute_and_are_not_entered_a
         expected = x.sin().exp()
     assert torch.equal(grad(y.sum(), x)[0], grad(expected.sum(), x)[0])
     assert mode.entered == 1
-    assert function_modes.capture() == (None,)
+    assert FUNCTION_MODES.read() == (None,)
 
 
 def test_function_modes_around_backward_alone_are_not():
     x = leaf(3)
     y, expected = checkpoint(lambda x: x.sin().exp(), x), x.sin().exp()
     with torch.device("meta"), Doubling():
-        before = function_modes.capture()
+        before = FUNCTION_MODES.read()
         assert len(before) == 3
         assert torch.equal(grad(y.sum(), x)[0], grad(expected.sum(), x)[0])
-        assert all(one is other for one, other in zip(before, function_modes.capture(), strict=True))
+        assert all(one is other for one, other in zip(before, FUNCTION_MODES.read(), strict=True))
 
 
 def test_the_default_device_set_around_backward_alone_is_not_seen():

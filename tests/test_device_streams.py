@@ -80,7 +80,7 @@ def test_regions_share_what_they_saw_until_a_device_draws(install, count, has_of
     assert third is not first
     assert third.is_simple
     assert third.streams[0] is first.streams[0]
-    assert third.flags is first.flags
+    assert third.switches is first.switches
     assert [one is two for one, two in zip(third.streams[1], first.streams[1], strict=True)] == [False] + [True] * (count - 1)
 
 
@@ -150,7 +150,7 @@ def test_an_interrupt_while_a_device_is_set_leaves_no_device_set(install):  # no
 
     two.set_state = interrupted
     # Streams have the method that was there when they were made.
-    stream = next(stream for stream, _ in _ambient.rng.read_devices() if stream.generator is two)
+    stream = next(stream for stream, _ in _ambient.streams.read_devices() if stream.generator is two)
     write, stream.write = stream.write, interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -164,10 +164,10 @@ def test_switches_for_devices_are_looked_at_on_the_fast_way(install, monkeypatch
     """In forward and before a recompute; where one has moved, the fast way is not taken."""
     install("fake_one", FakeDevices(1))
     setting, wrote = [1], Log()
-    monkeypatch.setattr(_ambient.flags, "are_devices_in_use", lambda: True)
+    monkeypatch.setattr(_ambient.switches, "are_devices_in_use", lambda: True)
     switch = Switch((), lambda: setting[0], lambda value: (wrote.append(value), setting.__setitem__(0, value)))
-    monkeypatch.setattr(_ambient.flags, "DEVICES", [switch])
-    monkeypatch.setattr(_ambient.flags, "_read_device_flags", lambda: [setting[0]])
+    monkeypatch.setattr(_ambient.switches, "DEVICES", [switch])
+    monkeypatch.setattr(_ambient.switches, "_read_device_switches", lambda: [setting[0]])
     seen = Log()
 
     def function(x):

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import grad
 
 from ckpt_hooks import _ambient, checkpoint
-from ckpt_hooks._ambient.engine_image import take_image
+from ckpt_hooks._ambient.positions import take_image
 from tests.measure import Log
 
 DRAWS = {

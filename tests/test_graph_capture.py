@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
-from ckpt_hooks._ambient import rng
+from ckpt_hooks._ambient import streams
 from ckpt_hooks._ambient.streams import stream_of_generator
 from tests.devices import FakeDevices, PhiloxGenerator, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
@@ -99,14 +99,14 @@ def test_an_explicit_generator_that_cannot_be_read_is_left_alone(devices):
     generator.device = torch.device("hpu", 0)
     generator.get_state = devices.refusing(generator.get_state)
     devices.capturing = True
-    captured = rng.capture([generator], preserve=False)
+    captured = streams.capture([generator], preserve=False)
     assert [stream.generator for stream, _ in captured[2]] == [generator]
-    rng.leave(rng.enter(captured))
+    streams.leave(streams.enter(captured))
     devices.capturing = False
     before = generator.get_state()
-    undo = rng.enter(captured)
+    undo = streams.enter(captured)
     generator.draw()
-    rng.leave(undo)
+    streams.leave(undo)
     assert torch.equal(generator.get_state(), before)
     assert stream_of_generator(generator).is_readable()
 

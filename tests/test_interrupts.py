@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
-from ckpt_hooks._ambient.rng import default_generators_lock
+from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.modes import QuietDispatchMode
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.state import loans

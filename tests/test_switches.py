@@ -13,7 +13,7 @@ import torch.backends.xnnpack
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._ambient import flags, streams, switches
+from ckpt_hooks._ambient import streams, switches
 from ckpt_hooks._operators.facts import facts_of
 from tests.behaviours.test_ambient import AUTOCAST_CACHE, PRECISIONS, SETTINGS, attribute, written
 from tests.measure import Log, leaf
@@ -22,7 +22,7 @@ from tests.measure import Log, leaf
 #: tests/behaviours/test_ambient.py show each.
 RESTORED = {f"torch.{setter}" for switch in switches.SWITCHES for setter in switch.setters}
 
-#: Restored by ``_ambient/autocast.py``.
+#: Restored by ``AUTOCAST``, a row for state of the thread.
 RESTORED_WITH_AUTOCAST = {"torch._C.set_autocast_dtype", "torch._C.set_autocast_enabled"}
 
 _MODES = "A state of this thread, not of the process, which a frame sets for its recompute by other means."
@@ -198,7 +198,7 @@ def test_every_row_has_a_setting(switch):
 def test_recorded_regions_compare_what_operators_heed():
     """By value, ahead of each operator; guards tell of the rest."""
     unguarded = [switch for switch in switches.SWITCHES if switch.is_used and switch.compared is switches.Compared.BY_VALUE]
-    assert len(flags.read_fast()) == len(unguarded)
+    assert len(switches.read_fast()) == len(unguarded)
     for name in dir(torch.ops.aten):
         packet = getattr(torch.ops.aten, name)
         if not isinstance(packet, torch._ops.OpOverloadPacket):
@@ -305,7 +305,7 @@ def device_flags():
 @pytest.mark.parametrize("kind", ["function", "recorded"])
 def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
     """Where a device is in use; this one is made up."""
-    monkeypatch.setattr(flags, "are_devices_in_use", lambda: True)
+    monkeypatch.setattr(switches, "are_devices_in_use", lambda: True)
     monkeypatch.setattr(streams, "names_without_devices", -1)
     read = getattr(torch._C, setter.replace("_set_", "_get_"))
     setting = read, getattr(torch._C, setter), other()
@@ -333,8 +333,8 @@ def test_a_switch_for_devices(monkeypatch, kind, setter, other, around):
 
 def test_switches_for_devices_cost_nothing_without_one(monkeypatch):
     """They are not read, for some of them take longer than a whole region may."""
-    monkeypatch.setattr(flags, "_read_device_flags", lambda: pytest.fail("was read"))
-    monkeypatch.setattr(flags, "are_devices_in_use", lambda: False)
+    monkeypatch.setattr(switches, "_read_device_switches", lambda: pytest.fail("was read"))
+    monkeypatch.setattr(switches, "are_devices_in_use", lambda: False)
     checkpoint(torch.sin, leaf(3)).sum().backward()
 
 

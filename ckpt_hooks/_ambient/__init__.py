@@ -2,7 +2,7 @@
 
 Each module knows one kind of state, and all follow one scheme. ``capture`` returns a value which is cheap to hold (None in the
 ordinary case). ``enter`` restores such a value and returns the state before (None where nothing had to change). ``leave``
-undoes ``enter``. The checks for the ordinary case are here, in their cheapest form, ahead of any of these calls.
+undoes ``enter``.
 
 Most regions see the state of the region before, and most recomputes find the state they need: no autocast, no modes, torch's
 default streams only, no switch moved. For these, :func:`capture` and :func:`enter` check this in one function each; other cases
@@ -16,65 +16,45 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
-from ckpt_hooks._torch.modes import GLOBAL_DEVICE, global_device_mode, num_function_modes
+from ckpt_hooks._torch.modes import GLOBAL_DEVICE, num_function_modes
 
-from . import autocast, flags, function_modes, rng, streams
-from .engine_image import HEAD, TAIL, Image, take_image
-from .flags import read_fast
-from .named_random_sources import TRACKED
-from .rng import read_cpu, write_cpu
-from .streams import TORCH_NAMES
-
-__all__ = ["Ambient", "Undo", "capture", "enter", "leave"]
-
-_NO_MODES: function_modes.Snapshot = ()
+from . import streams, switches
+from .positions import HEAD, TAIL, Image, take_image
+from .streams import TORCH_NAMES, TRACKED, read_cpu, write_cpu
+from .switches import AUTOCAST, THREAD_STATES, read_fast
 
 
 class Ambient:
-    """The state seen by a forward.
+    """The state seen by a forward."""
 
-    Attributes:
-        streams: Random streams.
-        flags: Switches of the process.
-        casts: Autocast, None where it is off.
-        modes: Function modes.
-        has_streams: Whether a recompute will restore random streams other than torch's default streams.
-        is_simple: Whether the state is only flags and states of torch's default generators.
-        image: The image of the CPU's generator in its state, if known.
-    """
+    __slots__ = ("has_streams", "image", "is_simple", "streams", "switches", "thread")
 
-    __slots__ = ("casts", "flags", "has_streams", "image", "is_simple", "modes", "streams")
-
-    def __init__(
-        self, streams: rng.Snapshot, switches: flags.Snapshot, casts: autocast.Snapshot | None, modes: function_modes.Snapshot
-    ) -> None:
-        self.streams = streams
-        self.flags = switches
-        self.casts = casts
-        self.modes = modes
-        state, _, others = streams
-        self.is_simple = state is not None and not (others or casts or modes)
-        self.image: Image | None = None
+    def __init__(self, states: streams.Snapshot, found: switches.Snapshot, thread: tuple[Any, ...]) -> None:
+        self.streams, self.switches, self.thread = states, found, thread
+        state, _, others = states
+        #: Whether a recompute will restore random streams other than torch's default streams.
         self.has_streams = bool(others)
+        #: Whether the state is only switches of the process and states of torch's default generators.
+        self.is_simple = state is not None and not others and thread == _NO_STATES
+        #: The image of the CPU's generator in its state, if known.
+        self.image: Image | None = None
 
+
+_NO_STATES = (None,) * len(THREAD_STATES)
 
 #: The state of the CPU's generator, its image if the recompute also began there, and the switches.
-_SimpleUndo = tuple[torch.Tensor, Image | None, flags.Snapshot]
+_SimpleUndo = tuple[torch.Tensor, Image | None, switches.Snapshot]
 #: The undo of a simple state, with the states of devices if any; else the results of each module's ``enter``.
-Undo = _SimpleUndo | tuple[_SimpleUndo, rng.States] | list[Any]
+Undo = _SimpleUndo | tuple[_SimpleUndo, streams.States] | list[Any]
 
 #: The latest simple state with a known image.
 _latest: Ambient | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
-    """Returns the state of this thread.
+    """Returns the state of this thread, with generators that the function reaches besides the default ones.
 
-    Args:
-        preserve_rng_state: Whether random streams are part of the state. If not, a recompute draws the next numbers, but still
-            leaves the streams outside where it found them.
-        generators: Random generators reachable by the function, besides the default generators.
+    If random streams are not preserved, a recompute draws the next numbers, but still leaves the streams where it found them.
     """
     global _latest
     latest = _latest
@@ -82,8 +62,8 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
         try:
             if (
                 latest.image == (HEAD.raw, TAIL.raw)
-                and latest.flags.guard.check()
-                and read_fast() == latest.flags.unguarded
+                and latest.switches.guard.check()
+                and read_fast() == latest.switches.unguarded
                 and not num_function_modes()
             ):
                 if len(TORCH_NAMES) == streams.names_without_devices:
@@ -94,12 +74,8 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
         except RuntimeError:  # from a switch which cannot be read this way, or from a device, which will raise again
             pass
     image = take_image()
-    ambient = Ambient(
-        rng.capture(generators, preserve=preserve_rng_state),
-        flags.capture(),
-        autocast.capture() if is_any_autocast_enabled() else None,
-        function_modes.capture() if num_function_modes() else _NO_MODES,
-    )
+    thread = tuple([state.capture() for state in THREAD_STATES])
+    ambient = Ambient(streams.capture(generators, preserve=preserve_rng_state), switches.capture(), thread)
     if ambient.is_simple and image is not None and image == take_image():  # unchanged since before the read of the state
         ambient.image = image
         _latest = ambient
@@ -109,30 +85,25 @@ def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] =
 def _with_devices(latest: Ambient) -> Ambient | None:
     """Returns the latest state, with the present states of devices; None if switches of devices have moved."""
     global _latest
-    if latest.flags.devices != flags.read_devices():
+    if latest.switches.devices != switches.read_devices():
         return None
-    devices = rng.read_devices()
+    devices = streams.read_devices()
     if devices is latest.streams[1]:
         return latest
-    ambient = Ambient((latest.streams[0], devices, ()), latest.flags, None, _NO_MODES)
+    ambient = Ambient((latest.streams[0], devices, ()), latest.switches, _NO_STATES)
     ambient.image = latest.image
     _latest = ambient
     return ambient
 
 
 def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
-    """Restores a captured state on this thread; returns the undo for :func:`leave`. Gradients are enabled already.
-
-    Args:
-        ambient: The captured state.
-        default_generators: Whether to restore the default generators; if not, these are not touched at all.
-    """
+    """Restores a captured state on this thread; returns the undo for :func:`leave`. Gradients are enabled already."""
     if ambient.is_simple and default_generators and not TRACKED:
         try:
-            switches = ambient.flags
+            found = ambient.switches
             if (
-                switches.guard.check()
-                and read_fast() == switches.unguarded
+                found.guard.check()
+                and read_fast() == found.unguarded
                 and not num_function_modes()
                 # The default device, which torch's backward may hide from the stack. Read by this thread's dict, since a
                 # missing attribute costs an exception.
@@ -146,29 +117,27 @@ def enter(ambient: Ambient, *, default_generators: bool = True) -> Undo:
                     captured, image = ambient.streams[0], ambient.image
                     assert captured is not None
                     if image == (HEAD.raw, TAIL.raw):
-                        return captured, image, switches
-                    return _enter_cpu(captured, switches)
+                        return captured, image, found
+                    return _enter_cpu(captured, found)
         except RuntimeError:
             pass
-    undo: list[Any] = [None, None, None, None]
+    undo: list[Any] = []
     try:
-        undo[0] = rng.enter(ambient.streams, defaults=default_generators)
-        undo[1] = flags.enter(ambient.flags)
-        if ambient.casts is not None or is_any_autocast_enabled():
-            undo[2] = autocast.enter(ambient.casts)
-        if ambient.modes or num_function_modes() or global_device_mode() is not None:
-            undo[3] = function_modes.enter(ambient.modes)
+        undo.append(streams.enter(ambient.streams, defaults=default_generators))
+        undo.append(switches.enter(ambient.switches))
+        for state, captured_state in zip(THREAD_STATES, ambient.thread, strict=True):
+            undo.append(state.enter(captured_state) if captured_state is not None or state.is_there() else None)
     except BaseException:
         leave(undo)
         raise
     return undo
 
 
-def _enter_cpu(captured: torch.Tensor, switches: flags.Snapshot) -> _SimpleUndo:
+def _enter_cpu(captured: torch.Tensor, found: switches.Snapshot) -> _SimpleUndo:
     state = read_cpu()
     try:
         write_cpu(captured)
-        return state, None, switches
+        return state, None, found
     except BaseException:  # Ctrl-C
         write_cpu(state)
         raise
@@ -178,41 +147,40 @@ def _enter_devices(ambient: Ambient) -> Undo | None:
     """Sets torch's default generators to captured states; None, with nothing set, where more has to be restored."""
     captured, image = ambient.streams[0], ambient.image
     assert captured is not None
-    if ambient.flags.devices != flags.read_devices():
+    if ambient.switches.devices != switches.read_devices():
         return None
-    devices = rng.enter_devices(ambient.streams[1])
+    devices = streams.enter_devices(ambient.streams[1])
     if devices is None:
         return None
     try:
         if image == (HEAD.raw, TAIL.raw):
-            return (captured, image, ambient.flags), devices
-        return _enter_cpu(captured, ambient.flags), devices
+            return (captured, image, ambient.switches), devices
+        return _enter_cpu(captured, ambient.switches), devices
     except BaseException:  # Ctrl-C
-        rng.leave_streams(devices)
+        streams.leave_streams(devices)
         raise
 
 
 def leave(undo: Undo) -> None:
     """Restores the state of this thread before :func:`enter`, whatever happened since."""
-    if len(undo) == 3:
-        state, image, switches = undo
+    if isinstance(undo, list):
+        for position in reversed(range(len(undo))):
+            value, leave_one = undo[position], _LEAVE[position]
+            if leave_one is AUTOCAST.leave:
+                undo[position] = None  # it counts levels, and is undone once, though an exception may repeat the call
+            if value is not None:
+                leave_one(value)
+                undo[position] = None
+    elif len(undo) == 3:
+        state, image, found = undo
         if image != (HEAD.raw, TAIL.raw):
             write_cpu(state)
-        if not switches.guard.check():
-            switches.write()
-        return
-    if isinstance(undo, tuple):
+        if not found.guard.check():
+            found.write()
+    else:
         simple, devices = undo
-        rng.leave_streams(devices)
+        streams.leave_streams(devices)
         leave(simple)
-        return
-    for position, leave_one in zip((3, 2, 1, 0), _LEAVE, strict=True):
-        value = undo[position]
-        if leave_one is autocast.leave:
-            undo[position] = None  # it counts levels, and is undone once, though an exception may repeat the call
-        if value is not None:
-            leave_one(value)
-            undo[position] = None
 
 
-_LEAVE: list[Callable[[Any], None]] = [function_modes.leave, autocast.leave, flags.leave, rng.leave]
+_LEAVE: list[Callable[[Any], None]] = [streams.leave, switches.leave, *(state.leave for state in THREAD_STATES)]

@@ -23,8 +23,6 @@ from ckpt_hooks._torch.devices import cuda_device, cuda_stream_data
 
 from . import streams
 
-__all__ = ["Current", "Made", "capture", "run_on"]
-
 R = TypeVar("R")
 
 
@@ -44,13 +42,7 @@ def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 class _Accelerator:
-    """One kind of accelerator: functions that read and set the current device and streams.
-
-    Attributes:
-        index: Returns the current device; None where there is one device.
-        module: The module of torch.
-        stream: Returns the handle of a device's current stream; None for a module without streams.
-    """
+    """One kind of accelerator: functions that read and set the current device, if there are several, and streams, if any."""
 
     __slots__ = ("_indices", "index", "module", "stream")
 
@@ -66,12 +58,10 @@ class _Accelerator:
         )
 
     def read(self) -> _Place:
-        """Returns the current device and streams."""
         index, stream = self.index, self.stream
         return self, None if index is None else index(), () if stream is None else tuple(map(stream, self._indices))
 
     def stream_of(self, told: Any) -> Any:
-        """Returns the stream of a handle returned by :attr:`stream`."""
         if type(told) is tuple:
             return torch.cuda.Stream(stream_id=told[0], device_index=told[1], device_type=told[2])  # type: ignore[no-untyped-call]
         return told
@@ -96,11 +86,6 @@ _accelerator = functools.cache(_Accelerator)
 def _num_devices(module: Any) -> int:
     generators = getattr(module, "default_generators", None)
     return len(generators) if generators else module.device_count() if hasattr(module, "device_count") else 1
-
-
-def _read() -> list[_Place]:
-    used = [_accelerator(module, _num_devices(module)) for initialised, module in streams.find_devices() if initialised()]
-    return [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
 
 
 class Current:
@@ -139,12 +124,7 @@ class Current:
             self.move(before)
 
     def move(self, other: Current, tensors: Iterable[torch.Tensor] = ()) -> None:
-        """Makes another state current, whose streams wait for this state's streams where the two differ.
-
-        Args:
-            other: The other state.
-            tensors: Tensors which the other streams will read.
-        """
+        """Makes another state current, whose streams wait for this state's where the two differ, and will read ``tensors``."""
         places = {id(place[0]): place for place in self._places}
         for accelerator, index, after in other._places:
             before = places[id(accelerator)][2] if id(accelerator) in places else after
@@ -213,7 +193,6 @@ class Made:
         self._waited: list[Any] = []
 
     def renew(self) -> None:
-        """Notes that there are more values to wait for."""
         self._waited = []
 
     def hand_out(self, tensor: torch.Tensor) -> None:
@@ -242,7 +221,9 @@ def capture() -> Current | None:
     global _latest
     if len(streams.TORCH_NAMES) == streams.names_without_devices:
         return None
-    places, latest = _read(), _latest
+    used = [_accelerator(module, _num_devices(module)) for initialised, module in streams.find_devices() if initialised()]
+    places = [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
+    latest = _latest
     if not places:
         return None
     if latest is None or places != latest._places:

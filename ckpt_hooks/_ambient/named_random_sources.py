@@ -11,24 +11,16 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from .streams import Stream, stream_of_generator
-
-__all__ = ["TRACKED", "TrackedSource", "hold_sources", "let_go", "shared_streams_lock", "track_rng"]
+from .streams import TRACKED, Stream, stream_of_generator
 
 #: Held by a recompute that sets back explicit generators and tracked sources, which threads may share. It waits for others.
 shared_streams_lock = threading.RLock()
 
 _lock = threading.Lock()
-#: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
-TRACKED: list[Stream] = []
 
 
 def hold_sources(streams: Iterable[Stream]) -> list[Stream]:
-    """Tracks streams during a recompute, for the regions inside; returns the streams to :func:`let_go`.
-
-    Args:
-        streams: Streams tracked in the recomputed forward, and maybe not any more.
-    """
+    """Tracks streams of a forward during its recompute, for the regions inside; returns the streams to :func:`let_go`."""
     with _lock:
         held = [stream for stream in streams if stream not in TRACKED]
         TRACKED.extend(held)

@@ -1,22 +1,32 @@
-"""Random streams besides the CPU's default stream: of devices, of generators reached by a function, and of tracked sources.
+"""Random streams: the default generators, generators which a function reaches, tracked sources; their states of a forward.
 
-Every initialised device is read whatever the arguments of a region, since nothing tells where a function draws. Reading
-initialises no accelerator.
+A recompute starts from forward's starting state and leaves every stream where it found it. Every initialised device is read
+whatever the arguments of a region, since nothing tells where a function draws. Reading initialises no accelerator and touches
+no stream.
+
+A state is set only where it differs from the stream's present state. A CUDA generator, once set, makes cuDNN seed its dropout
+masks of recurrent layers anew, and a recompute without draws must not change the next masks.
+
+The state of the CPU's generator is 5 KB. Regions without draws in between start from the same state and share one copy, so that
+a model without randomness keeps one copy for any number of regions. States of devices are shared in the same way. The road not
+taken: to compare the state before and after forward, and to keep no state where the two are equal. A function which draws
+inside ``torch.random.fork_rng`` leaves the generator as it was, and still needs its starting state.
 """
 
 from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn import Module, RNNBase
 
 from ckpt_hooks._torch.devices import private_backend_name
 from ckpt_hooks._torch.tensors import past_all_modes
-
-__all__ = ["TORCH_NAMES", "Stream", "device_streams", "find_devices", "is_capturing", "is_same_state", "stream_of_generator"]
 
 
 def is_same_state(one: Any, other: Any) -> bool:
@@ -30,18 +40,10 @@ def is_same_state(one: Any, other: Any) -> bool:
 
 
 class Stream:
-    """A random stream: functions to read and to set its state.
+    """A random stream: functions to read and to set its state, and to set a device's default stream to its initial state."""
 
-    The state of a CUDA generator is a seed and an offset. To read these two costs a tenth of reading the state, which is a new
-    tensor each time. So the stream keeps the latest state with the two numbers, and returns it while they are unchanged.
-
-    Attributes:
-        read: Returns the state.
-        write: Sets the state.
-        restart: Sets a device's default stream to its initial state, where known.
-        generator: The generator of the stream, if any.
-    """
-
+    # The state of a CUDA generator is a seed and an offset. To read these two costs a tenth of reading the state, which is a
+    # new tensor each time. So the stream keeps the latest state with the two numbers, and returns it while they are unchanged.
     __slots__ = ("_look", "_seen", "generator", "read", "restart", "write")
 
     def __init__(
@@ -51,7 +53,7 @@ class Stream:
         self.write = write
         self.restart = restart
         self.generator: torch.Generator | None = None
-        #: Returns seed and offset, if these are the whole state; and the latest of both, with the state.
+        # Returns seed and offset, if these are the whole state; and the latest of both, with the state.
         self._look: Callable[[], tuple[int, int]] | None = None
         self._seen: tuple[tuple[int, int], Any] | None = None
 
@@ -143,7 +145,8 @@ def _find_modules(private_backend: str) -> None:
     _modules.clear()
     for device_type in (*_DEVICE_TYPES, private_backend):
         module = getattr(torch, device_type, None)
-        if not hasattr(module, "get_rng_state") or _never(module):
+        is_compiled: Callable[[], bool] | None = getattr(module, "_is_compiled", None)
+        if not hasattr(module, "get_rng_state") or (is_compiled is not None and not is_compiled()):
             continue
         if device_type == "mps":
             if torch.backends.mps.is_built():
@@ -154,27 +157,14 @@ def _find_modules(private_backend: str) -> None:
     names_without_devices = -1 if _modules else _modules_known_for
 
 
-def _never(module: Any) -> bool:
-    """Whether this build of torch lacks the backend, so that it will not be initialised."""
-    compiled: Callable[[], bool] | None = getattr(module, "_is_compiled", None)
-    return compiled is not None and not compiled()
-
-
 def _initialised_test(module: Any) -> Callable[[], bool]:
     test: Callable[[], bool] | None = getattr(module, "is_initialized", None)
     return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
 
 
 def device_streams(*, needed: bool) -> list[Stream]:
-    """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices.
-
-    Args:
-        needed: Whether to raise while a CUDA graph is being captured, when no state can be read. If not, the streams of that
-            backend are left out.
-
-    Raises:
-        RuntimeError: If a graph is being captured.
-    """
+    """Returns the stream of each initialised device; the same objects each time, while a backend has the same devices."""
+    # No state can be read while a CUDA graph is being captured: an error if needed, else that backend is left out.
     streams: list[Stream] = []
     for initialised, module in _modules:
         if initialised():
@@ -237,3 +227,162 @@ def default_generator(device: torch.device) -> torch.Generator:
     module: Any = getattr(torch, device.type)
     generator: torch.Generator = module.default_generators[module.current_device() if device.index is None else device.index]
     return generator
+
+
+# States of all streams
+
+#: Held by the recompute which sets the default generators back. Another one waits if its forward drew.
+default_generators_lock = threading.RLock()
+
+#: Streams, each with a state.
+States = tuple[tuple[Stream, Any], ...]
+#: States of the CPU's generator, of devices, and of other streams; None for the first where nothing is to be restored.
+Snapshot = tuple["torch.Tensor | None", States, States]
+#: State of the CPU's generator and of other streams before a recompute; None for the first if untouched.
+Undo = tuple["torch.Tensor | None", States]
+
+_NONE: States = ()
+#: The streams that are tracked now; the same list each time, so that to ask whether there are any costs no call.
+TRACKED: list[Stream] = []
+
+read_cpu, write_cpu = torch.default_generator.get_state, torch.default_generator.set_state
+_latest = read_cpu()
+_latest_devices: States = _NONE
+
+
+def read_devices() -> States:
+    """Returns the state of each initialised device's default stream, as the same tuple while no state has moved."""
+    global _latest_devices
+    if not find_devices():
+        return _NONE
+    known = _latest_devices
+    found, moved = [(stream, stream.state()) for stream in device_streams(needed=True)], True
+    if len(found) == len(known):
+        moved = False
+        for index, (stream, state) in enumerate(found):
+            if stream is known[index][0] and is_same_state(state, known[index][1]):
+                found[index] = known[index]
+            else:
+                moved = True
+    if moved:
+        known = _latest_devices = tuple(found)
+    return known
+
+
+def enter_devices(captured: States) -> States | None:
+    """Sets the devices' default streams; returns the states before, None where other devices are initialised by now."""
+    streams = device_streams(needed=bool(captured)) if find_devices() else []
+    if len(streams) != len(captured) or any(one is not two for one, (two, _) in zip(streams, captured, strict=True)):
+        return None
+    before = tuple([(stream, stream.state()) for stream in streams])
+    try:
+        for (stream, present), (_, state) in zip(before, captured, strict=True):
+            if not is_same_state(present, state):
+                stream.write(state)
+    except BaseException:
+        leave_streams(before)
+        raise
+    return before
+
+
+def leave_streams(before: States) -> None:
+    """Sets each stream back to its earlier state, unless already there."""
+    for stream, state in before:
+        if type(state) is not torch.Tensor or not stream.holds(state):
+            stream.write(state)
+
+
+def capture(generators: Sequence[torch.Generator] = (), *, preserve: bool = True) -> Snapshot:
+    """Returns the state of every stream; none of default generators if a recompute is to draw other numbers."""
+    global _latest
+    if not preserve:
+        return None, _NONE, tuple((stream_of_generator(generator), None) for generator in generators)
+    devices = read_devices()
+    others = _NONE
+    if generators or TRACKED:
+        streams = (*TRACKED, *map(stream_of_generator, generators))
+        others = tuple((stream, stream.read()) for stream in streams)
+    state, latest = read_cpu(), _latest  # read once: another thread may replace it
+    if is_same_state(state, latest):
+        state = latest
+    else:
+        _latest = state
+    return state, devices, others
+
+
+def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
+    """Sets every stream of a snapshot back, but for default generators if not asked to; returns the states before."""
+    state, _, others = captured
+    before = read_cpu() if defaults else None
+    undo = _NONE
+    if others or TRACKED or (defaults and find_devices()):
+        undo = _enter_others(captured, defaults=defaults)
+    if state is not None and defaults:
+        write_cpu(state)
+    return before, undo
+
+
+def _enter_others(captured: Snapshot, *, defaults: bool) -> States:
+    cpu, devices, others = captured
+    states, present = dict(others), tuple(TRACKED)
+    if defaults:
+        states.update(devices)
+        present += tuple(device_streams(needed=bool(devices)))
+    # All are read before any is set: a generator may occur twice, explicit and as a device's default.
+    undo = tuple(
+        [
+            (stream, stream.state())
+            for stream in dict.fromkeys([*states, *present])
+            if states.get(stream) is not None or stream.is_readable()
+        ]
+    )
+    try:
+        for stream, present_state in undo:
+            state = states.get(stream)
+            if state is not None:
+                if not is_same_state(present_state, state):
+                    stream.write(state)
+            elif cpu is not None and stream.restart is not None:
+                # A device not yet in use when forward began: if forward was the first to draw, it drew from the start.
+                stream.restart()
+        return undo  # here, since Ctrl-C may come between the last step and a line behind
+    except BaseException:
+        leave((None, undo))
+        raise
+
+
+def leave(before: Undo) -> None:
+    """Sets every stream back to its state before."""
+    cpu, others = before
+    if cpu is not None:
+        write_cpu(cpu)
+    leave_streams(others)
+
+
+# Recurrent layers with dropout on a device
+#
+# cuDNN and MIOpen make the masks of ``torch.nn.LSTM``, ``GRU`` and ``RNN`` from a buffer of the device, which advances from
+# layer to layer. Torch seeds the buffer from its generator, in the first such layer after the generator's state was set. A
+# recompute sets the state, and plain forward does not, so the recompute would draw once more than forward, and drop other
+# elements. So a region with such a layer sets the state to itself as forward begins. Its masks differ from those of the program
+# without regions, and are the same in both runs. The buffer belongs to the process: where several threads run such layers on
+# one device, a recompute may drop other elements.
+
+
+def recurrent_layers(modules: Iterable[Module]) -> Sequence[weakref.ref[RNNBase]]:
+    """Returns the recurrent layers among modules, with dropout or without."""
+    return tuple(weakref.ref(module) for module in modules if isinstance(module, RNNBase))
+
+
+def seed_masks_anew(layers: Iterable[weakref.ref[RNNBase]]) -> None:
+    """Makes the next recurrent layer seed masks again, on each device where such a layer has active dropout."""
+    devices = dict.fromkeys(
+        parameter.device
+        for reference in layers
+        if (layer := reference()) is not None and layer.training and layer.dropout
+        for parameter in layer.parameters(recurse=False)
+    )
+    for device in devices:
+        if getattr(getattr(torch, device.type, None), "default_generators", None):
+            generator = default_generator(device)
+            generator.set_state(generator.get_state())

@@ -1,7 +1,8 @@
-"""The table of the switches of torch which decide on kernels and roundings.
+"""The table of what a function sees besides arguments and random numbers: switches of the process, and state of the thread.
 
 A row says how a switch is read and set, how a region sees that the switch has moved, and which operators heed the switch. A
-switch restored anew is one more row here; the lists for fast paths are taken from the table once.
+switch restored anew is one more row here; the lists for fast paths are taken from the table once. Switches are compared once a
+region in forward and once a recompute, and read in full only after a move.
 
 Private calls into torch, like the calls in :mod:`ckpt_hooks._torch`. The public forms (``torch.backends``,
 ``torch.nn.attention``) are properties and contexts around these, at 1 us each, and one of them imports the compiler. The
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import platform
 import threading
 from collections.abc import Callable, Sequence
@@ -26,20 +28,15 @@ import torch
 # compiler. Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
 from torch._C._dynamo.guards import GlobalStateGuard
 
-__all__ = [
-    "ABSENT",
-    "COMMON",
-    "DEFAULTS",
-    "DEVICES",
-    "FURTHER",
-    "GUARDED",
-    "SWITCHES",
-    "Compared",
-    "GlobalStateGuard",
-    "Switch",
-    "are_devices_in_use",
-    "heeds",
-]
+from ckpt_hooks._torch.devices import is_any_autocast_enabled
+from ckpt_hooks._torch.modes import (
+    function_mode_at,
+    global_device_mode,
+    num_function_modes,
+    pop_function_mode,
+    push_function_mode,
+    set_global_device_mode,
+)
 
 _c: Any = torch._C
 
@@ -60,27 +57,21 @@ _LAYERS = ("conv", "gru", "lstm", "rnn")
 
 
 class Switch(NamedTuple):
-    """A switch.
+    """A switch of the process."""
 
-    Attributes:
-        setters: The names in ``torch`` of all functions and properties which set the switch.
-        read: The getter.
-        write: The setter.
-        compared: How a region sees that the switch has moved.
-        heeded_by: Of a switch compared by value: parts of the names of the operators of ``aten`` which heed the switch. Empty
-            where functions of Python heed it, which no replay runs. Operators of other libraries may heed any switch.
-        is_used: Whether the installed torch has the switch, and kernels which look at it.
-        read_fast: A getter which costs less, and raises ``RuntimeError`` where both ways to set a precision were used.
-        place: The dictionary and the name of a variable of Python.
-    """
-
+    #: The names in ``torch`` of all functions and properties which set the switch.
     setters: tuple[str, ...]
     read: Callable[[], Any]
     write: Callable[[Any], object]
     compared: Compared = Compared.BY_VALUE
+    #: Parts of the names of the operators of ``aten`` which heed a switch compared by value. Empty where functions of Python
+    #: heed it, which no replay runs. Operators of other libraries may heed any switch.
     heeded_by: tuple[str, ...] = _KERNELS
+    #: Whether the installed torch has the switch, and kernels which look at it.
     is_used: bool = True
+    #: A getter which costs less, and raises ``RuntimeError`` where both ways to set a precision were used.
     read_fast: Callable[[], Any] | None = None
+    #: The dictionary and the name of a variable of Python.
     place: tuple[dict[str, Any], str] | None = None
 
 
@@ -107,19 +98,19 @@ def _precision(backend: str, operator: str, *others: str, compared: Compared = C
 
 
 #: In place of the value of a variable which is missing.
-ABSENT: Any = object()
+_ABSENT: Any = object()
 
 
 def _variable(module: Any, name: str, setter: str) -> Switch:
     variables = vars(module)
 
     def write(value: Any) -> None:
-        if value is ABSENT:
+        if value is _ABSENT:
             variables.pop(name, None)
         else:
             variables[name] = value
 
-    read = functools.partial(variables.get, name, ABSENT)
+    read = functools.partial(variables.get, name, _ABSENT)
     return Switch((f"backends.{setter}",), read, write, heeded_by=(), place=(variables, name))
 
 
@@ -169,7 +160,7 @@ def _reduced_precision(dtype: str) -> Switch:
 
 
 def _set_num_threads(count: int) -> None:
-    """Sets the number of threads of operators; on the main thread alone, for a part of it belongs to the whole process."""
+    # On the main thread alone, for a part of it belongs to the whole process.
     if threading.get_ident() == threading.main_thread().ident:
         torch.set_num_threads(count)
 
@@ -242,7 +233,7 @@ def _used(compared: Compared) -> list[Switch]:
     return [switch for switch in SWITCHES if switch.is_used and switch.compared is compared]
 
 
-DEFAULTS, GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUARD), _used(Compared.ON_DEVICES)
+_DEFAULTS, _GUARDED, DEVICES = _used(Compared.BY_OTHERS), _used(Compared.BY_GUARD), _used(Compared.ON_DEVICES)
 #: Compared by value for every operator which chooses among kernels.
 COMMON = [switch for switch in _used(Compared.BY_VALUE) if switch.heeded_by == _KERNELS]
 #: Compared by value for other operators, or a few of these, and then along with the common ones.
@@ -256,3 +247,214 @@ def heeds(name: str, switches: Sequence[Switch]) -> bool:
 
 #: Whether a CUDA device is in use; the call initialises no device.
 are_devices_in_use: Callable[[], bool] = torch.cuda.is_initialized
+
+
+# Comparing and setting switches
+
+
+def _reader(*which: Switch, fast: bool = True) -> Callable[[], list[Any]]:
+    """Returns one expression which reads every switch, as if written out: a loop costs half as much again."""
+    names: dict[str, Any] = {"absent": _ABSENT}
+    terms = []
+    for index, switch in enumerate(which):
+        if switch.place is None:
+            names[f"get_{index}"] = (switch.read_fast if fast else None) or switch.read
+            terms.append(f"get_{index}()")
+        else:
+            names[f"there_{index}"], name = switch.place
+            terms.append(f"there_{index}[{name!r}]" if name in switch.place[0] else f"there_{index}.get({name!r}, absent)")
+    read: Callable[[], list[Any]] = eval(f"lambda: [{', '.join(terms)}]", names)
+    return read
+
+
+#: Reads the switches unknown to guards; raises ``RuntimeError`` where both ways to set a precision were used.
+read_fast = _reader(*COMMON, *FURTHER)
+_read_slow = _reader(*COMMON, *FURTHER, fast=False)
+#: Reads the first of these: the switches for operators which heed no rarer ones.
+read_common = _reader(*COMMON)
+_read_defaults = _reader(*_DEFAULTS)
+_read_guarded = _reader(*_GUARDED)
+_read_device_switches = _reader(*DEVICES)
+# The first two guarded switches are compared after a recompute, for functions tend to set them without a context manager, and
+# an early stop leaves these half done.
+_get_default_dtype, _are_deterministic = (switch.read for switch in _GUARDED[:2])
+
+
+def _read_unguarded() -> list[Any]:
+    try:
+        return read_fast()
+    except RuntimeError:
+        return _read_slow()
+
+
+def read_devices() -> list[Any] | None:
+    """Returns the switches for devices; None where no device is in use."""
+    return _read_device_switches() if DEVICES and are_devices_in_use() else None
+
+
+def _write(which: Sequence[Switch], values: Sequence[Any]) -> None:
+    for switch, value in zip(which, values, strict=True):
+        if value != switch.read():
+            switch.write(value)
+
+
+class Snapshot:
+    """The values of the switches at some moment."""
+
+    __slots__ = ("_defaults", "common", "devices", "guard", "guarded", "unguarded")
+
+    def __init__(self, unguarded: list[Any], devices: list[Any] | None) -> None:
+        self.guard = GlobalStateGuard()
+        self.unguarded = unguarded
+        self.common = unguarded[: len(COMMON)]
+        self.guarded = _read_guarded()
+        self.devices = devices
+        self._defaults = _read_defaults()
+
+    def holds(self, unguarded: list[Any]) -> bool:
+        """Whether the switches have these values now; false also where gradient mode or autocast are not the same."""
+        return self.guard.check() and unguarded == self.unguarded
+
+    def write(self) -> None:
+        # A default comes before the switches which it holds for. A switch of the old kind may move a switch of the new kind, so
+        # a second pass sets the rest.
+        for _ in range(2):
+            _write(_DEFAULTS, self._defaults)
+            _write([*COMMON, *FURTHER], self.unguarded)
+            _write(_GUARDED, self.guarded)
+        if self.devices is not None:
+            _write(DEVICES, self.devices)
+
+
+#: The captured switches, and the different switches found before a recompute, if any.
+Undo = tuple[Snapshot, "Snapshot | None"]
+
+_latest = Snapshot(_read_unguarded(), None)
+
+
+def capture() -> Snapshot:
+    """Returns the switches; regions with the same switches share one snapshot."""
+    global _latest
+    latest, unguarded = _latest, _read_unguarded()
+    devices = read_devices()
+    if not latest.holds(unguarded) or devices != latest.devices:
+        latest = _latest = Snapshot(unguarded, devices)
+    return latest
+
+
+def enter(captured: Snapshot) -> Undo:
+    """Restores the switches, in the same gradient mode; returns the undo for :func:`leave`."""
+    unguarded = _read_unguarded()
+    devices = None if captured.devices is None else _read_device_switches()
+    if captured.holds(unguarded) and devices == captured.devices:
+        return captured, None
+    before = Snapshot(unguarded, devices)
+    try:
+        captured.write()
+    except BaseException:  # Ctrl-C
+        before.write()
+        raise
+    return captured, before
+
+
+def leave(undo: Undo) -> None:
+    """Restores the switches as of before :func:`enter`."""
+    captured, before = undo
+    if before is not None:
+        before.write()
+    elif _get_default_dtype() is not captured.guarded[0] or _are_deterministic() is not captured.guarded[1]:
+        captured.write()
+
+
+# State of the thread
+
+
+class ThreadState(NamedTuple):
+    """A row for state of a thread that is absent in the ordinary case, of which None tells."""
+
+    is_there: Callable[[], bool]
+    read: Callable[[], Any]
+    #: Restores a value; returns the undo for ``leave``, None where nothing had to change.
+    enter: Callable[[Any], Any]
+    leave: Callable[[Any], None]
+
+    def capture(self) -> Any:
+        """Returns the state; None where absent."""
+        return self.read() if self.is_there() else None
+
+
+_DEVICE_TYPES = tuple(
+    device_type
+    for device_type in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu", "maia", "ipu", "xla", "privateuseone")
+    if torch.amp.is_autocast_available(device_type)
+)
+# Whether casts of weights are cached, and (enabled, dtype) for each device type in order.
+_Casts = tuple[bool, tuple[tuple[bool, torch.dtype], ...]]
+# The default dtype of each type. A region outside of autocast may enter autocast without a dtype, and gets this one, in a
+# backward under autocast too.
+_OFF = tuple((False, torch.get_autocast_dtype(device_type)) for device_type in _DEVICE_TYPES)
+
+
+def _read_casts() -> _Casts:
+    return torch.is_autocast_cache_enabled(), tuple(
+        (torch.is_autocast_enabled(device_type), torch.get_autocast_dtype(device_type)) for device_type in _DEVICE_TYPES
+    )
+
+
+def _write_casts(casts: _Casts) -> None:
+    cache_enabled, settings = casts
+    torch.set_autocast_cache_enabled(cache_enabled)
+    for device_type, (enabled, dtype) in zip(_DEVICE_TYPES, settings, strict=True):
+        torch.set_autocast_enabled(device_type, enabled)
+        torch.set_autocast_dtype(device_type, dtype)
+
+
+def _enter_casts(captured: _Casts | None) -> _Casts:
+    before = _read_casts()
+    # A level of nesting, as of ``torch.autocast``: casts are cached within, and dropped with the last level.
+    torch.autocast_increment_nesting()
+    _write_casts((before[0], _OFF) if captured is None else captured)
+    return before
+
+
+def _leave_casts(before: _Casts) -> None:
+    if torch.autocast_decrement_nesting() == 0:
+        torch.clear_autocast_cache()
+    _write_casts(before)
+
+
+# Modes, outermost first, and last the mode of ``torch.set_default_device``, noted in a second place besides, or None.
+_Modes = tuple[object, ...]
+
+
+def _read_modes() -> _Modes:
+    return (*map(function_mode_at, range(num_function_modes())), global_device_mode())
+
+
+def _write_modes(modes: _Modes) -> None:
+    # The same objects: to enter a mode again would change its state, and the mode may be in use.
+    *pushed, device_mode = modes
+    while num_function_modes():
+        pop_function_mode()
+    for mode in pushed:
+        push_function_mode(mode)
+    set_global_device_mode(device_mode)
+
+
+def _enter_modes(captured: _Modes | None) -> _Modes | None:
+    before, captured = _read_modes(), captured or (None,)
+    if len(before) == len(captured) and all(map(operator.is_, before, captured)):
+        return None
+    _write_modes(captured)
+    return before
+
+
+def _are_modes_there() -> bool:
+    return num_function_modes() > 0 or global_device_mode() is not None
+
+
+#: Autocast of every device type, with the cache of cast weights.
+AUTOCAST = ThreadState(is_any_autocast_enabled, _read_casts, _enter_casts, _leave_casts)
+#: Function modes (``torch.overrides.TorchFunctionMode``), of which the default device is one.
+FUNCTION_MODES = ThreadState(_are_modes_there, _read_modes, _enter_modes, _write_modes)
+THREAD_STATES = (AUTOCAST, FUNCTION_MODES)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.recurrent import seed_masks_anew
+from ckpt_hooks._ambient.streams import seed_masks_anew
 from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
-from ckpt_hooks._ambient.rng import default_generators_lock
+from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import mark_thread, rewind, undo

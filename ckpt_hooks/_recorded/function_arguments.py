@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient import rng
+from ckpt_hooks._ambient import streams
 from ckpt_hooks._ambient.streams import is_same_state
 from ckpt_hooks._tensors.containers import ATOMS, Capture, TensorAt
 from ckpt_hooks._tensors.copies import is_dense
@@ -87,7 +87,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (type, types.BuiltinFunctionType)) or not gc.is_tracked(value)
 
 
-def has_moved(before: rng.Snapshot, after: rng.Snapshot) -> bool:
+def has_moved(before: streams.Snapshot, after: streams.Snapshot) -> bool:
     """Whether a random stream other than the CPU's has moved."""
     return before[1] is not after[1] or any(
         not is_same_state(state, now) for (_, state), (_, now) in zip(before[2], after[2], strict=True)

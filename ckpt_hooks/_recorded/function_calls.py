@@ -20,16 +20,15 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient import autocast, function_modes, rng
-from ckpt_hooks._ambient.named_random_sources import TRACKED
-from ckpt_hooks._ambient.streams import find_devices, is_capturing
+from ckpt_hooks._ambient import streams
+from ckpt_hooks._ambient.streams import TRACKED, find_devices, is_capturing
+from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._operators.facts import Written
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
 from ckpt_hooks._torch.functions import APPLY_CODE
-from ckpt_hooks._torch.modes import FAKE, num_function_modes
+from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE
 
@@ -80,7 +79,7 @@ class FunctionCall(RunningFunction):
 
     _is_settled = _is_capturing = False
     _num_saved = 0
-    _streams: rng.Snapshot | None = None
+    _streams: streams.Snapshot | None = None
 
     def __init__(self, tape: Tape, function: Any, args: Any, kwargs: Any) -> None:
         facts = FunctionFacts(function)
@@ -90,12 +89,12 @@ class FunctionCall(RunningFunction):
         facts.args, facts.kwargs, self._tensors, facts.needs_input_grad, reason = taken_apart(args, kwargs)
         if reason is not None:
             self.keep(reason)
-        facts.casts = autocast.capture() if is_any_autocast_enabled() else None
-        facts.modes = function_modes.capture() if num_function_modes() else None
+        facts.casts = AUTOCAST.capture()
+        facts.modes = FUNCTION_MODES.capture()
         facts.context = copy_context()
         self._look_at_arguments()
         if TRACKED or (find_devices() and not self._is_capturing):
-            self._streams = rng.capture()
+            self._streams = streams.capture()
 
     def _look_at_arguments(self) -> None:
         """Puts the arguments on the tape, and notes the contents of those to be compared."""
@@ -252,7 +251,7 @@ class FunctionCall(RunningFunction):
         tape.tables.number = op.number = tape.tables.number + 1
         if self._draws and any(state is not None for state in self._draws):
             op.draw = tuple(self._draws)
-        if self._streams is not None and has_moved(self._streams, rng.capture()):
+        if self._streams is not None and has_moved(self._streams, streams.capture()):
             facts.streams = (None, *self._streams[1:])
         if written:
             facts.written = tuple(

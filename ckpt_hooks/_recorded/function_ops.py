@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient import autocast, function_modes, rng
+from ckpt_hooks._ambient import streams as random_streams
+from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from ckpt_hooks._core.descriptions import describe_tensor
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
@@ -126,7 +127,7 @@ class FunctionFacts(OpFacts):
         self.operator = function
         self.written: tuple[Written, ...] = ()
         self.results: list[Result] = []
-        self.streams: rng.Snapshot | None = None
+        self.streams: random_streams.Snapshot | None = None
         self.fake_mode: Any = None
 
     @property
@@ -163,19 +164,19 @@ class FunctionFacts(OpFacts):
         context.suspend()
         try:
             stack.innermost, frame.recomputing = frame, True
-            casts = None if self.casts is None else autocast.enter(self.casts)
-            modes = function_modes.enter(self.modes or ())
-            drawn = None if self.streams is None else rng.enter(self.streams)
+            casts = None if self.casts is None else AUTOCAST.enter(self.casts)
+            modes = FUNCTION_MODES.enter(self.modes)
+            drawn = None if self.streams is None else random_streams.enter(self.streams)
             try:
                 with self.fake_mode or nullcontext(), mode:
                     results = self.context.copy().run(self._run, args, kwargs)
             finally:
                 if drawn is not None:
-                    rng.leave(drawn)
+                    random_streams.leave(drawn)
                 if modes is not None:
-                    function_modes.leave(modes)
+                    FUNCTION_MODES.leave(modes)
                 if casts is not None:
-                    autocast.leave(casts)
+                    AUTOCAST.leave(casts)
         finally:
             stack.innermost, frame.recomputing = innermost, recomputing
             context.resume()

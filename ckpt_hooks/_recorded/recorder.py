@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._ambient.flags import read_common, read_fast
+from ckpt_hooks._ambient.switches import read_common, read_fast
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched

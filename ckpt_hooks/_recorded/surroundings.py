@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._ambient import autocast, flags
+from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.current import Current
+from ckpt_hooks._ambient.switches import AUTOCAST
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._operators.operator_events import watch_replay
 from ckpt_hooks._torch.autograd import set_grad_enabled
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
 from ckpt_hooks._torch.tensors import BelowAutograd
 
@@ -32,7 +32,7 @@ class Surroundings:
     __slots__ = ("current", "grad", "switches")
 
     def __init__(self, current: Current | None) -> None:
-        self.switches = flags.capture()
+        self.switches = switches.capture()
         self.grad = torch.is_grad_enabled()
         self.current = current
 
@@ -51,7 +51,7 @@ class ReplayContext:
     def __enter__(self) -> ReplayContext:
         self._paused = pause_modes()
         self._transforms = suspend_transforms()
-        self._casts = autocast.enter(None) if is_any_autocast_enabled() else None
+        self._casts = AUTOCAST.enter(None) if AUTOCAST.is_there() else None
         self._modes = PastFunctionModes() if num_function_modes() else None
         if self._modes is not None:
             self._modes.__enter__()
@@ -73,7 +73,7 @@ class ReplayContext:
         if surroundings.current is not self._current:
             self._move(surroundings.current)
         set_grad_enabled(surroundings.grad)
-        undo = flags.enter(surroundings.switches)
+        undo = switches.enter(surroundings.switches)
         if self._undo is None or (undo[1] is not None and self._undo[1] is None):
             self._undo = undo
 
@@ -110,12 +110,12 @@ class ReplayContext:
         self._move(self._frame.current)
         self._guard.__exit__(None, None, None)
         if self._undo is not None:
-            flags.leave(self._undo)
+            switches.leave(self._undo)
         set_grad_enabled(self._grad)
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
         if self._casts is not None:
-            autocast.leave(self._casts)
+            AUTOCAST.leave(self._casts)
         if self._transforms is not None:
             resume_transforms(self._transforms)
         resume_modes(self._paused)

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from ckpt_hooks._ambient.recurrent import recurrent_layers
+from ckpt_hooks._ambient.streams import recurrent_layers
 
 from .attributes import MACHINERY, AttributeNotes, ModuleNote, note_module
 from .buffers import Buffers
