@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ._core.mutation import changed_unmoved
+from ._core.mutation import Why, mutated
 from ._tensors.shared_host_copies import Moved, Shared
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
 from ._torch.autograd import sequence_number
@@ -133,5 +133,5 @@ def _bring_back(packed: Any) -> torch.Tensor:
     tensor: torch.Tensor
     tensor, version = packed
     if tensor._version != version:
-        raise changed_unmoved(tensor, version)
+        raise mutated(Why.OFFLOADED, (), tensor, version)
     return tensor

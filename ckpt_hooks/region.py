@@ -14,7 +14,7 @@ from typing_extensions import Never, ParamSpec, Self
 
 from ._core.holdings import Holding
 from ._core.interrupts import ThreadMark, mark_thread, rewind
-from ._core.misuse import check_alone, check_callable, described_as, name_of_callable
+from ._core.misuse import check_curried, described_as, name_of_callable
 from ._core.stack import stack
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
 from ._function.options import Form, defaults_of, values_of
@@ -307,8 +307,7 @@ class checkpoint_region(PrintedHoldings, metaclass=_WrittenWithoutParentheses): 
             TypeError: If the argument is no function, or a generator or coroutine function, which a call does not run; or if
                 there are more arguments.
         """
-        check_callable(function, "checkpoint_region()")
-        check_alone(function, others, named, "checkpoint_region()")
+        check_curried(function, others, named, "checkpoint_region()")
         check_runs(function)
 
         @skipped

@@ -1072,17 +1072,15 @@ def test_another_tensor_is_not_said_to_be_modified(name):
 
 
 def test_a_tensor_that_may_be_another_one():
-    assert "modified by an inplace operation since forward, or is another tensor than then: it is at version 1" in str(
-        said("another_tensor_at_a_higher_version")
-    )
+    text = str(said("another_tensor_at_a_higher_version"))
+    assert "modified by an inplace operation: it is at version 1" in text
+    assert "Or the function saved another tensor then" in text
 
 
 def test_another_storage_is_not_said_to_be_a_modification():
-    for name in ("an_argument_in_another_storage", "a_tensor_in_another_storage_within_a_region"):
-        text = str(said(name))
-        assert "given another storage" in text
-        assert "inplace" not in text
     error = said("a_tensor_in_another_storage_within_a_region")
+    assert "given another storage" in str(error)
+    assert "inplace" not in str(error)
     assert (error.expected, error.found) == (None, None)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch.nn import Module
 from typing_extensions import Never, ParamSpec
 
-from ckpt_hooks._core.misuse import check_alone, check_callable
+from ckpt_hooks._core.misuse import check_curried
 from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
 from ckpt_hooks._function.options import Form, RegionOptions, defaults_of, options_of, values_of
@@ -154,8 +154,7 @@ class Curried:
 
     def __call__(self, function: Callable[P, R], *others: Never, **named: Never) -> Callable[P, R]:
         """Returns a function, or a module, whose calls are regions; in a function that Dynamo traces always a function."""
-        check_callable(function, "checkpoint(...)")
-        check_alone(function, others, named, "checkpoint(...)")
+        check_curried(function, others, named, "checkpoint(...)")
         check_runs(function)
         module: Any = function
         # Dynamo cannot trace the making of a class, and no class is made of that of a scripted module.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.misuse import reentrant_error, segments_error, steps_error
+from ckpt_hooks._core.misuse import Misuse, reentrant_error
 
 from .checkpoint import checkpoint
 
@@ -65,9 +65,11 @@ def checkpoint_sequential(
     try:
         steps: list[Callable[[Any], Any]] = list(functions)
     except TypeError:
-        raise steps_error(functions) from None
+        raise Misuse.STEPS.error(functions) from None
     if isinstance(segments, bool) or not isinstance(segments, int) or not 1 <= segments <= max(len(steps), 1):
-        raise segments_error(steps, segments, input)
+        if isinstance(input, int) and not isinstance(segments, (int, float, str, type(None))):
+            raise Misuse.SEQUENTIAL_ORDER.error(segments, input=input)
+        raise Misuse.SEGMENTS.error(segments, count=len(steps))
     size = len(steps) // segments
     for start in range(0, size * (segments - 1), max(size, 1)):
         input = checkpoint(

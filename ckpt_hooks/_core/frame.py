@@ -19,7 +19,7 @@ from ckpt_hooks.errors import MutationError, OverlapError
 from .event_sender import Watch
 from .events import Observer
 from .holdings import Holding, size_of
-from .mutation import changed_saved
+from .mutation import Why, mutated
 from .paths import RegionPath, format_path, region_in_words
 from .saved_descriptions import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
@@ -35,7 +35,7 @@ Mark = tuple[int, int, RegionPath]
 def mutated_leaf(kept: Kept) -> MutationError:
     """Returns the error for a kept leaf modified in place since. Plain autograd raises too."""
     tensor, version, path = kept
-    return changed_saved(tensor, version, path)
+    return mutated(Why.SAVED, format_path(path), tensor, version)
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:

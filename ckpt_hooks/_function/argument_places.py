@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.mutation import argument_in_words
+from ckpt_hooks._core.descriptions import describe_kind
 from ckpt_hooks._tensors.containers import Container, TensorAt
 from ckpt_hooks.errors import CheckpointError
 
@@ -56,8 +56,8 @@ def flag_error(
         region: Names of the regions, outermost first.
     """
     return CheckpointError(
-        f"{argument_in_words(path, tensor, region)} had requires_grad={before} when the region's forward began, and has "
-        f"requires_grad={now} now. A rerun of the region would save other tensors: change requires_grad after backward, or "
-        "pass a detached tensor.",
+        f"region {'/'.join(region)!r}: {path}, a {describe_kind(tensor)} tensor, had requires_grad={before} when the region's "
+        f"forward began, and has requires_grad={now} now. A rerun of the region would save other tensors: change requires_grad "
+        "after backward, or pass a detached tensor.",
         region=region,
     )

@@ -21,7 +21,7 @@ import torch
 
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.mutation import changed_argument
+from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import as_kind, restore_layout
@@ -342,5 +342,4 @@ class Arguments:
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
-        has_moved = self._saved is not None and storage_of(tensor) != self._storages[position]
-        raise changed_argument(path_at(self._captured, position), tensor, expected, region, has_moved=has_moved)
+        raise mutated(Why.REACHED, region, tensor, expected, name=path_at(self._captured, position))

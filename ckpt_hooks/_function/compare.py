@@ -9,7 +9,7 @@ import torch
 
 from ckpt_hooks._core.descriptions import describe
 from ckpt_hooks._core.modes import is_without_values, past_modes
-from ckpt_hooks._core.mutation import changed_before_rerun
+from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.determinism import Check, version_of
@@ -94,7 +94,8 @@ def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]
         if value is not MISSING and expected != now:
             if collector.wanted is not None and len(collector.wanted) == 1:
                 name = name_of_tensor(value, collector.function, f"tensor {index} of those that it saved")
-                raise changed_before_rerun(name, value, version_of(expected), format_path(collector.frame.path), is_same=False)
+                region = format_path(collector.frame.path)
+                raise mutated(Why.SAVED_BY_RERUN, region, value, version_of(expected), name=name)
             collector.values[index] = MISSING
 
 

@@ -16,7 +16,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owner
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes
-from ckpt_hooks._core.mutation import written_late
+from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
@@ -170,7 +170,8 @@ class FunctionFrame(HandleFrame):
         if self._finish is not None:
             self._finish()
         if written is not None and error is None and any(self.alive()):
-            late = written_late(name_of_tensor(written[0], self.call.function), *written, format_path(self.path))
+            name = name_of_tensor(written[0], self.call.function)
+            late = mutated(Why.WRITTEN_LATE, format_path(self.path), *written, name=name)
         self._tell_exited(late or error)
         if late is not None:
             raise late

@@ -20,7 +20,7 @@ from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
 from ckpt_hooks._core.modes import pause_modes, resume_modes
-from ckpt_hooks._core.mutation import changed_before_rerun
+from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
@@ -303,8 +303,8 @@ class Rerun:
 
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         call = self._call
-        will_copy = call.state is not None and call.state.note_written(tensor)
-        return changed_before_rerun(name_of_tensor(tensor, call.function), tensor, version, self._region(), will_copy=will_copy)
+        why = Why.COPIED_NEXT if call.state is not None and call.state.note_written(tensor) else Why.REACHED
+        return mutated(why, self._region(), tensor, version, name=name_of_tensor(tensor, call.function))
 
 
 def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ import torch
 from ckpt_hooks._ambient.current import Made, run_on
 from ckpt_hooks._core import interrupts
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.mutation import written_unseen
+from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
@@ -309,7 +310,7 @@ def _check_unseen(frame: Replayable) -> None:
     if not writers:
         frame.unseen.clear()
         return
-    raise written_unseen(writers[0], frame.path)
+    raise mutated(Why.WRITTEN_UNSEEN, format_path(frame.path), detail=writers[0])
 
 
 def bring_back(replay: Replay, value: Value) -> None:

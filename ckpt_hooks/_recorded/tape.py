@@ -17,7 +17,7 @@ import torch
 from ckpt_hooks._ambient.current import Current
 from ckpt_hooks._core.event_sender import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
-from ckpt_hooks._core.mutation import exchanged_storage
+from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
@@ -209,7 +209,7 @@ class Tape:
             if found is not None and same and (not self.is_in_frame or is_kept_anyway(tensor)):
                 if found.store.address == (address or 0) or not is_kept_anyway(tensor):
                     return found
-                found.saved = Lost(exchanged_storage, self.path)
+                found.saved = Lost(Why.EXCHANGED_STORAGE, self.path)
         store = None if address is None else self.tables.stores.get(address)
         if store is None or not store.is_alive():
             store = self.tables.external_store(address)

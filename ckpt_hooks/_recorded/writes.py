@@ -20,7 +20,7 @@ import torch
 
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
-from ckpt_hooks._core.mutation import overwritten
+from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, Written
 from ckpt_hooks._operators.reusable_outputs import Kind
@@ -166,7 +166,7 @@ def put_copies(store: Store, copies: list[tuple[torch.Tensor, torch.Tensor]], na
         if found:
             value.saved.tensor, value.saved.version = found[0], None
         else:
-            value.saved = Lost(partial(overwritten, name), path)
+            value.saved = Lost(Why.OVERWRITTEN, path, name)
 
 
 def are_one_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -229,7 +229,7 @@ def _after(tape: Tape, op: Op, before: Value) -> Value:
 
 def _overwritten(value: Value, name: str, path: Any) -> Value:
     changed = new_value(value.number, value.store, value.counter)
-    changed.tensor, changed.saved = value.tensor, Lost(partial(overwritten, name), path)
+    changed.tensor, changed.saved = value.tensor, Lost(Why.OVERWRITTEN, path, name)
     return changed
 
 

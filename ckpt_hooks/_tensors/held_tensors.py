@@ -19,8 +19,8 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import unseen
-from ckpt_hooks._core.mutation import changed_held, freed
-from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.saved_descriptions import nbytes_of
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.autograd import graph_task_id
@@ -111,13 +111,13 @@ class HeldTensor:
         if self.version is not None and (
             tensor._version != self.version or (self.steps != num_fused_steps() and stepped_since(tensor, self.steps))
         ):
-            raise self._modified(tensor)
+            raise self._mutated(tensor, self.version)
         if is_freed(tensor):
-            raise freed(tensor, self.path)
+            raise self._mutated(tensor, None)
         return tensor
 
-    def _modified(self, tensor: torch.Tensor, kind: str = "") -> MutationError:
-        return changed_held(tensor, self.version or 0, self.path, self.cause, kind=kind)
+    def _mutated(self, tensor: torch.Tensor, version: int | None, why: Why = Why.HELD, kind: str = "") -> MutationError:
+        return mutated(why, format_path(self.path), tensor, version, detail=self.cause.in_words(), kind=kind)
 
 
 def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTensor:
@@ -171,12 +171,12 @@ class HeldRefilled(HeldTensor):
         tensor, source = self.tensor, self.source
         assert tensor is not None
         if self.version is not None and tensor._version != self.version:
-            raise self._modified(tensor)
+            raise self._mutated(tensor, self.version)
         if self.source_version is not None and (
             source._version != self.source_version
             or (self.source_steps != num_fused_steps() and stepped_since(source, self.source_steps))
         ):
-            raise changed_held(source, self.source_version, self.path, self.cause, by_policy=False)
+            raise self._mutated(source, self.source_version, Why.NEEDED)
         return tensor
 
     def get(self) -> torch.Tensor:
@@ -187,7 +187,7 @@ class HeldRefilled(HeldTensor):
         """
         tensor = self.unmodified()
         if is_freed(tensor):
-            raise freed(tensor, self.path)
+            raise self._mutated(tensor, None)
         return tensor
 
 
@@ -250,9 +250,9 @@ class HeldByHooks(HeldTensor):
         tensor: torch.Tensor = self._unpack(self._packed)
         if not recomputes(self._unpack):
             if is_freed(tensor):
-                raise freed(tensor, self.path)
+                raise self._mutated(tensor, None)
             if storage_of(tensor) == self._storage and tensor._version > (self.version or 0):
-                raise self._modified(tensor)
+                raise self._mutated(tensor, self.version or 0)
         tensor = tensor.detach()
         return tensor if self._strides is None or tensor.stride() == self._strides else stand_in_for(tensor, self._strides)
 
@@ -294,24 +294,20 @@ class HeldOnHost(HeldTensor):
             MutationError: If the tensor was modified since, maybe during the copy.
         """
         if self._witness is not None and self.version is not None and self._witness._version != self.version:
-            raise self._modified(self._witness, kind_in_words(self._kind))
+            raise self._mutated(self._witness, self.version, kind=kind_in_words(self._kind))
         self._sent.batch.fetch_in(graph_task_id())
         return self._sent.get()
 
 
 class Lost(HeldTensor):
-    """Stands for a tensor whose content is gone.
+    """Stands for a tensor whose content is gone."""
 
-    Attributes:
-        error: Returns the error for a region.
-    """
+    __slots__ = ("_detail", "_why")
 
-    __slots__ = ("error",)
-
-    def __init__(self, error: Callable[[RegionPath], MutationError], path: RegionPath) -> None:
+    def __init__(self, why: Why, path: RegionPath, detail: str = "") -> None:
         self.tensor, self.version, self.cause, self.path = None, None, _LOST, path
         self.is_fickle = False
-        self.error = error
+        self._why, self._detail = why, detail
 
     def copy(self, clones: Clones) -> None:
         """Does nothing: it is too late."""
@@ -326,7 +322,7 @@ class Lost(HeldTensor):
         Raises:
             MutationError: Always.
         """
-        raise self.error(self.path)
+        raise mutated(self._why, format_path(self.path), detail=self._detail)
 
 
 def _holding(reason: Reason, cause: Cause, kind: tuple[torch.dtype, torch.Size | None], device: torch.device | None) -> Holding:

@@ -10,8 +10,8 @@ import torch
 
 from ckpt_hooks._core.descriptions import describe_kind
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
-from ckpt_hooks._core.mutation import changed_moved
-from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.tensors import storage_address, version_witness
 
@@ -110,9 +110,10 @@ class Moved:
             MutationError: If the tensor was modified since.
         """
         if self._tensor._version != self._version:
-            of_region = self.path is not None and self._sent is not None
-            kind = describe_kind(self._sent.host) if of_region and self._sent is not None else "saved"
-            raise changed_moved(self._tensor, self._version, self.path if of_region else None, kind)
+            kind = describe_kind(self._tensor if self._sent is None else self._sent.host)
+            why = Why.OFFLOADED if self.path is None else Why.NEEDED
+            detail = "moved to the host"
+            raise mutated(why, format_path(self.path), self._tensor, self._version, kind=kind, detail=detail)
         if self._sent is None:
             return self._tensor
         assert self.batch is not None

@@ -5,6 +5,8 @@ Each private name says which versions have it, and when it may go.
 
 from __future__ import annotations
 
+import inspect
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -66,6 +68,17 @@ def set_global_device_mode(mode: object | None) -> None:
 # thread, be it empty, which autograd copies for each node of each later backward, at 0.1 us. 2.11 to 2.15. Goes with a public
 # way.
 is_any_transform_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
+
+# Transforms call it; an error of theirs has no class of its own, and is known by this code. 2.11 to 2.15.
+_REFUSES_HOOKS = inspect.unwrap(torch.autograd.graph.disable_saved_tensors_hooks).__code__
+
+
+def is_refused_by_transform(error: BaseException) -> bool:
+    """Whether a ``torch.func`` transform has raised the error, which refuses saved-tensor hooks around it."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_transform = any(frame.f_globals.get("__name__", "").startswith("torch._functorch.") for frame in frames[:-1])
+    return is_of_transform and frames[-1].f_code is _REFUSES_HOOKS
+
 
 # Whether operators of this thread are traced into a graph (``make_fx``, and what compilers and exporters build on it). The
 # tracer is a dispatch mode with a slot of its own; before dispatch it is a key instead, and function modes are active as well.

@@ -238,7 +238,7 @@ def test_a_buffer_that_another_module_writes_to(form, size):
     errors = []
     assert_as_eager(program, Run("ours", form))
     assert len(errors) == (size > 3)
-    assert all("Or run the step again: from the next forward on the region copies it." in error for error in errors)
+    assert all("Or run the step again: the next forward copies it." in error for error in errors)
 
 
 @SIZES

@@ -135,7 +135,7 @@ def test_a_saved_tensor_that_is_overwritten_later_in_the_region(form):
         h.add_(1)
         return k
 
-    with pytest.raises(MutationError, match=r"saved has been modified by an inplace operation \(aten\.add_") as caught:
+    with pytest.raises(MutationError, match=r"saved tensor has been modified by an inplace operation \(aten\.add_") as caught:
         Recorded(form)(function, x).sum().backward()
     assert caught.value.region == ("region",) * (1 if form == "region" else 2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -416,7 +416,7 @@ def test_memory_that_is_freed_after_the_region(refilled):
     y = Recorded()(lambda: (x.sin() + table).exp().cos())
     table.untyped_storage().resize_(0)
     if not refilled:
-        with pytest.raises(CheckpointError, match=r"float64\[4\] tensor that region 'region' needs was freed"):
+        with pytest.raises(CheckpointError, match=r"float64\[4\] tensor that region 'region' needs .* was freed"):
             y.sum().backward()
         return
     table.untyped_storage().resize_(size)
@@ -564,7 +564,7 @@ def test_a_saved_tensor_of_which_no_face_can_be_had(dtype):
             face = face.conj() if dtype.is_complex else face
             del h
             face.mul_(3)
-    with pytest.raises(MutationError, match="saved has been modified by an inplace operation"):
+    with pytest.raises(MutationError, match="saved tensor has been modified by an inplace operation"):
         y.abs().sum().backward()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.mutation import gone
+from ckpt_hooks._core.mutation import Why, mutated
 
 from .attributes import AttributeNotes, AttributesUndo
 from .buffers import Complain
@@ -145,7 +145,7 @@ class Rewound:
         if self._parameters is None:
             return []
         if self._parameters.names:
-            raise gone(self._parameters.names[0], region())
+            raise mutated(Why.PARAMETER_GONE, region(), detail=self._parameters.names[0])
         return self._parameters.lost
 
     def restore(self) -> None:
