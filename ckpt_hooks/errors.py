@@ -65,9 +65,9 @@ class DeterminismError(CheckpointError):
         expected: What forward saved (``"float32[4, 8] on cpu"``, or a number of tensors), or the operator which forward ran.
         found: The same for the recompute.
         grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
-        routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: operators
-            which chose among floating-point numbers before the difference, and whose results were not kept. In a recorded
-            region, operators on which the first different shape depends.
+        routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: in debug
+            mode, operators which chose among floating-point numbers before the difference, and whose results were not kept. In
+            a recorded region, operators on which the first different shape depends. Else empty.
         operators: The operators of forward, a line of text for each, in debug mode; else empty.
         recomputed_operators: The operators of the recompute, likewise.
     """

@@ -147,7 +147,8 @@ def checkpoint(
             ``"default"`` is ``"values"`` under a mode. With ``torch.backends.cudnn.benchmark`` cuDNN may choose another
             algorithm for the recompute, whose values differ in the last bits.
         debug: Whether the error for a recompute which differs begins with the first operator that differs, its line and its
-            module. A small operator takes a few times as long. See :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
+            module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
+            :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
         early_stop: Whether a recompute ends, by an exception, with the last needed tensor. False takes 5 to 10% off a step of
             operators on small tensors, and costs the region's last operators on large ones.
         respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region

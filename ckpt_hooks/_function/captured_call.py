@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextvars import Context, copy_context
 from types import FunctionType
 from typing import Any
@@ -71,7 +71,7 @@ class CapturedCall:
         self.selection: Selects | None = None if contexts is None else selection_of(contexts[0])
         self.compared: Compared | None = None
         self.draws: RecordDraws | None = None
-        self.explain: Callable[[DeterminismError], DeterminismError] | None = None
+        self.explain: Callable[[DeterminismError, Collection[Any]], DeterminismError] | None = None
         self.names: Names | None = None
         self.state: ReachedState | None = None
 

@@ -194,7 +194,8 @@ class Rerun:
     def _explain(self, found: DeterminismError) -> None:
         """Raises an error with more words, if there are more."""
         if self._call.explain is not None:
-            raise self._call.explain(found) from found
+            kept = () if self._selection is None else self._selection.kept_operators()
+            raise self._call.explain(found, kept) from found
 
     def _compare(self) -> list[torch.Tensor]:
         """Returns the values of the ended rerun, after a comparison with forward."""
