@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import re
 import sys
 import threading
@@ -411,12 +410,6 @@ def a_mode_around_backward():
     y = checkpoint(lambda x: (x * 3.0).sin().exp(), leaf(3), determinism_check="values")
     with Doubling():
         backward(y)
-
-
-@provokes
-def random_numbers_that_are_not_tracked():
-    y = checkpoint(lambda x: (x.sin() * (random.random() > 2)).exp(), leaf(3), determinism_check="values")
-    backward(y)
 
 
 @provokes

@@ -141,11 +141,10 @@ def checkpoint(
         determinism_check: ``"default"`` compares shape, dtype and device of each tensor saved in forward and recompute.
             ``"values"`` compares a hash of the values too, and reads all values in both runs. ``"sampled_values"`` compares
             some 64 of the values, at fixed places. A function of a tensor has its results compared; tensors among these stay
-            on their device, with one wait for the device a recompute. Where values are compared, a recompute which draws
-            from ``random`` or from NumPy's global state is an error too, unless tracked (:func:`ckpt_hooks.track_rng`).
-            ``"none"`` compares nothing. A dispatch mode of the user's may change results and is not entered again, so
-            ``"default"`` is ``"values"`` under a mode. With ``torch.backends.cudnn.benchmark`` cuDNN may choose another
-            algorithm for the recompute, whose values differ in the last bits.
+            on their device, with one wait for the device a recompute. ``"none"`` compares nothing. A dispatch mode of the
+            user's may change results and is not entered again, so ``"default"`` is ``"values"`` under a mode. With
+            ``torch.backends.cudnn.benchmark`` cuDNN may choose another algorithm for the recompute, whose values differ in the
+            last bits.
         debug: Whether the error for a recompute which differs begins with the first operator that differs, its line and its
             module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
             :func:`ckpt_hooks.set_checkpoint_debug_enabled`.

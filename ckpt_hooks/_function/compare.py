@@ -26,8 +26,9 @@ __all__ = ["TIP", "result_of"]
 #: The causes of reruns which differ from forward.
 TIP = (
     "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
-    "forward and backward; a cache that forward filled; a hook that removed itself; randomness from outside of torch; a choice "
-    "on a tie (top-k, sort, argmax), whose result policy=ckpt_hooks.policies.routing_saveable keeps."
+    "forward and backward; a cache that forward filled; a hook that removed itself; random numbers of Python or NumPy, which "
+    "are tracked on request alone (ckpt_hooks.track_rng); a choice on a tie (top-k, sort, argmax), whose result "
+    "policy=ckpt_hooks.policies.routing_saveable keeps."
 )
 _MOST = 5  # tensors listed in an error
 

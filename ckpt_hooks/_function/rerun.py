@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.rng import default_generators_lock
-from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
-from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import changed_before_rerun
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
@@ -101,8 +100,7 @@ class Rerun:
 
     def run(self) -> list[torch.Tensor]:
         """Calls the function again; see :meth:`HandleFrame.recompute`."""
-        frame, collector, compared, outer = self._frame, self.collector, self._call.compared, self._frame.collector
-        images: Images = {} if compared is None else take_images()
+        frame, collector, outer = self._frame, self.collector, self._frame.collector
         frame.collector = collector
         place = None if frame.current is None else frame.current.enter()
         try:
@@ -117,13 +115,11 @@ class Rerun:
             finally:
                 frame.recomputing = outer is not None
                 self._exit()
-            values = self._compare()
-            if compared is not None:
-                compared.check(images, self._region())
-            return values
+            return self._compare()
         except BaseException as error:
-            if compared is not None and isinstance(error, DeterminismError):
-                compared.explain(error, images, self._region())
+            modes = self._call.modes
+            if modes is not None and isinstance(error, DeterminismError) and error.region == self._region():
+                error.args = (f"{error}{modes_in_words(modes, users_modes())}",)
             rewind(self._mark, error)
             raise
         finally:
