@@ -174,7 +174,7 @@ def checkpoint(
         ValueError: If an option is unknown or has a wrong value.
         TypeError: If an argument is an iterator, which cannot be read twice; if ``function`` is a generator function or a
             coroutine function, which a call does not run; or if a direct call has an option of the curried form, and the
-            function does not take it, or it is a policy.
+            function does not take it, or it is a policy of this package or a list of operators.
         RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
         CheckpointError: In backward, where a tensor cannot be brought back as it was. At the end of a forward which writes to
             a buffer of more than 16 KiB that earlier forwards only read, if no flag, hook or submodule changed before.
