@@ -72,9 +72,6 @@ class DeterminismError(CheckpointError):
         recomputed_operators: The operators of the recompute, likewise.
     """
 
-    # Whether the recompute saved more tensors, or more that require grad; False for fewer, None for another difference.
-    _has_more: bool | None = None
-
     def __init__(
         self, message: str, *, region: tuple[str, ...], index: int, expected: str, found: str, grad_fn: str | None = None
     ) -> None:

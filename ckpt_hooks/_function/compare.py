@@ -18,18 +18,9 @@ from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
-from .explain import name_of_tensor, node_of
+from .explain import CAUSES, name_of_tensor, node_of
 from .inner_region_positions import first_other_mark
 
-__all__ = ["TIP", "result_of"]
-
-#: The causes of reruns which differ from forward.
-TIP = (
-    "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
-    "forward and backward; a cache that forward filled; a hook that removed itself; random numbers of Python or NumPy, which "
-    "are tracked on request alone (ckpt_hooks.track_rng); a choice on a tie (top-k, sort, argmax), whose result "
-    "policy=ckpt_hooks.policies.routing_saveable keeps."
-)
 _MOST = 5  # tensors listed in an error
 
 
@@ -148,7 +139,6 @@ def _compare_grad(collector: Collector) -> None:
             index,
             before,
             now,
-            has_more=index in expected,
         )
 
 
@@ -163,7 +153,6 @@ def _raise_miscounted(collector: Collector) -> None:
             expected,
             f"{expected} tensors",
             f"{found} tensors or more",
-            has_more=True,
             details=differences,
         )
     raise _error(
@@ -174,7 +163,6 @@ def _raise_miscounted(collector: Collector) -> None:
         found,
         f"{expected} tensors",
         f"{found} tensors",
-        has_more=False,
         details=differences,
     )
 
@@ -198,14 +186,11 @@ def _error(
     expected: str,
     found: str,
     *,
-    has_more: bool | None = None,
     details: str = "",
 ) -> DeterminismError:
     region = format_path(collector.frame.path)
-    message = f"region {'/'.join(region)!r}: {message}{TIP}{details}"
-    error = DeterminismError(message, region=region, index=index, expected=expected, found=found)
-    error._has_more = has_more
-    return error
+    message = f"region {'/'.join(region)!r}: {message}{CAUSES}{details}"
+    return DeterminismError(message, region=region, index=index, expected=expected, found=found)
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:

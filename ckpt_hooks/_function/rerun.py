@@ -33,8 +33,7 @@ from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
 from .contexts import ContextPair, Selects, reusable
-from .explain import blame, name_of_tensor
-from .failures import explain_failure
+from .explain import blame, failed_under_policy, name_of_tensor, note_failure
 from .handles import HandleFrame
 from .state.container_contents import is_atom
 from .state.loans import VariableLoan, lend, take_back
@@ -179,13 +178,22 @@ class Rerun:
                 self._explain(error)
             return own or not stopped
         if self._restored is not None and not stopped:
-            num_saved, selection = len(self.collector.values), self._selection
-            if selection is not None:
-                selection.check(num_saved - 1, self._explain, error)
-            if self._frame.complete:
-                explain, is_debugged = None if selection is None else self._explain, self._call.explain is not None
-                explain_failure(error, self._region(), num_saved, explain, is_debugged=is_debugged)
+            saved = len(self.collector.values)
+            if self._selection is not None:
+                self._selection.check(saved - 1, self._explain, error)
+            if self._frame.complete and self._selection is not None and type(error) is RuntimeError:
+                self._raise_failed(error, saved)
+            elif self._frame.complete:
+                note_failure(error, self._region())
         return not stopped
+
+    def _raise_failed(self, error: RuntimeError, saved: int) -> None:
+        found = failed_under_policy(error, self._region(), saved, is_debugged=self._call.explain is not None)
+        try:
+            self._explain(found)
+            raise found from error
+        finally:
+            del found, error  # their tracebacks hold this call, and this call would hold them: a cycle
 
     def _explain(self, found: DeterminismError) -> None:
         """Raises an error with more words, if there are more."""
@@ -195,12 +203,10 @@ class Rerun:
 
     def _compare(self) -> list[torch.Tensor]:
         """Returns the values of the ended rerun, after a comparison with forward."""
-        call, state = self._call, self._call.state
         try:
-            values = result_of(self.collector, call.options.check)
+            values = result_of(self.collector, self._call.options.check)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
-            required = () if state is None else state.parameters.required_grad(state.plans)
-            blame(found, self._frame, call.function, required, is_debugged=call.explain is not None)
+            blame(found, self._frame, is_debugged=self._call.explain is not None)
             self._explain(found)
             raise
         if self._selection is not None:
