@@ -1,9 +1,10 @@
-"""Checks of a region's function and of its keyword arguments; its name and module."""
+"""Checks of a region's function and of its call; its name and module."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from ckpt_hooks.policies.base import Policy
 #: Types of the results of calls which have not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
+_warned_of_transform = False
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
@@ -77,6 +79,18 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     kinds = {parameter.kind for parameter in parameters.values()}
     own = parameters.get(name)
     return inspect.Parameter.VAR_KEYWORD in kinds or (own is not None and own.kind is not inspect.Parameter.POSITIONAL_ONLY)
+
+
+def warn_of_transform(*, stacklevel: int) -> None:
+    """Warns, once, of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    global _warned_of_transform
+    if not _warned_of_transform:
+        _warned_of_transform = True
+        warnings.warn(
+            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+            stacklevel=stacklevel,
+        )
 
 
 def name_of_function(function: Any) -> str:
