@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._torch.autograd import current_node
+from ckpt_hooks._torch.graphs import packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
@@ -75,38 +76,18 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"the attribute {name!r} of {kind}", value
 
 
-def _nodes() -> Iterator[Any]:
-    """Yields the nodes of the graph below this thread's running node, the running node first."""
+def node_of(frame: HandleFrame, index: int) -> Any:
+    """Returns the autograd node which saved a tensor of a region; None if the node is not below this thread's running node."""
     todo, seen = [current_node()], set()
     while todo:
         node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            todo += [below for below, _ in node.next_functions]
-
-
-def _packed_by(node: Any) -> Iterator[Any]:
-    """Yields the results of pack hooks saved by a node."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            try:
-                saved = getattr(node, name)
-            except (AttributeError, RuntimeError):  # freed already
-                continue
-            for one in saved if isinstance(saved, (list, tuple)) else (saved,):
-                try:
-                    yield one.data
-                except (AttributeError, RuntimeError):
-                    continue
-
-
-def node_of(frame: HandleFrame, index: int) -> Any:
-    """Returns the autograd node which saved a tensor of a region; None if the node is not below this thread's running node."""
-    for node in _nodes():
-        for packed in _packed_by(node):
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for packed in map(packed_of, saved_in(node)):
             if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
                 return node
+        todo += [below for below, _ in node.next_functions]
     return None
 
 
