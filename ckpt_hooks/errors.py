@@ -61,19 +61,16 @@ class DeterminismError(CheckpointError):
         index: Position of the first different tensor in the order of saving: the first missing tensor where the recompute saved
             too few, the first surplus tensor where it saved too many. Under a selective policy it may be the place of the
             first different operator, views not counted; in a recorded region it is the number of the operator whose result
-            has another shape. -1 where all tensors agree, and the recompute moved a random stream which is not tracked.
+            has another shape. -1 where the recompute drew other random numbers than forward.
         expected: What forward saved (``"float32[4, 8] on cpu"``, or a number of tensors), or the operator which forward ran.
         found: The same for the recompute.
         grad_fn: Name of the autograd node which saved the tensor in forward, as in ``"SinBackward0"``; None where unknown.
-        routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: operators
-            which chose among floating-point numbers before the difference, and whose results were not kept. In a recorded
-            region, operators on which the first different shape depends.
+        routing: Names of operators which may have chosen otherwise in the recompute, as in ``"aten.topk.default"``: in debug
+            mode, operators which chose among floating-point numbers before the difference, and whose results were not kept. In
+            a recorded region, operators on which the first different shape depends. Else empty.
         operators: The operators of forward, a line of text for each, in debug mode; else empty.
         recomputed_operators: The operators of the recompute, likewise.
     """
-
-    # Whether the recompute saved more tensors, or more that require grad; False for fewer, None for another difference.
-    _has_more: bool | None = None
 
     def __init__(
         self, message: str, *, region: tuple[str, ...], index: int, expected: str, found: str, grad_fn: str | None = None

@@ -16,9 +16,8 @@ from ._core.holdings import Holding
 from ._core.interrupts import ThreadMark, mark_thread, rewind
 from ._core.misuse import check_curried, described_as, name_of_callable
 from ._core.stack import stack
-from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun
+from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun, warn_of_transform
 from ._function.options import Form, defaults_of, values_of
-from ._function.transforms import warn_of_transform
 from ._recorded.frame import RecordedFrame
 from ._recorded.replayed import Externals, held_in_graph
 from ._recorded.traced_regions import traced_name, traced_region, warn_of_instance

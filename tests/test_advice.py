@@ -200,6 +200,23 @@ def test_the_item_of_an_iterator_is_an_argument():
     assert same(torch.autograd.grad(y, x), torch.autograd.grad(expected, x))
 
 
+def test_a_backward_of_what_has_gone_runs_in_a_recorded_region():
+    def gradient(form):
+        x = torch.linspace(-1, 1, 3).requires_grad_()
+        h = x.sin()
+        loss = h.exp().sum()
+        y = form(lambda h, loss: torch.autograd.grad(loss, h, retain_graph=True)[0] * h.cos(), h, loss).sum()
+        del h, loss
+        return torch.autograd.grad(y, x)
+
+    with pytest.raises(RuntimeError, match="not have been used in the graph") as caught:
+        gradient(checkpoint)
+    if sys.version_info >= (3, 11):
+        (note,) = caught.value.__notes__
+        assert note.endswith("If the function runs backward, write `with checkpoint_region():`, which runs Python once.")
+    assert same(gradient(recorded), gradient(plain))
+
+
 # Transforms of torch.func inside of a region
 
 

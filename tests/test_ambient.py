@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import types
 
 import pytest
@@ -12,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint
-from ckpt_hooks._ambient import streams, untracked
+from ckpt_hooks._ambient import streams
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
 from tests.measure import Calls, CountOps, Log, as_library, leaf
 
@@ -382,40 +381,3 @@ def test_the_default_device_set_around_backward_alone_is_not_seen():
         torch.set_default_device(None)
     assert seen == [torch.device("cpu")] * 2
     assert torch.empty(1).device.type == "cpu"
-
-
-DRAWS = {
-    "python": [
-        lambda random: random.random(),
-        lambda random: random.gauss(0, 1),
-        lambda random: random.gauss(0, 1),  # left over from the one before
-        lambda random: random.shuffle([1, 2, 3]),
-        lambda random: random.getrandbits(1),
-        lambda random: random.seed(3),
-    ],
-    "numpy": [
-        lambda random: random.rand(),
-        lambda random: random.randn(),
-        lambda random: random.randn(),  # left over from the one before
-        lambda random: random.permutation(3),
-        lambda random: random.binomial(30, 0.4),
-        lambda random: random.seed(3),
-    ],
-}
-
-
-@pytest.mark.parametrize("source", list(DRAWS))
-def test_an_image_of_a_stream_tells_of_each_draw(source):
-    """And of none where the state was set back, whatever else a generator holds."""
-    module = random if source == "python" else pytest.importorskip("numpy").random
-    read, write = (module.getstate, module.setstate) if source == "python" else (module.get_state, module.set_state)
-    module.seed(1)
-    for draw in DRAWS[source]:
-        before, state = untracked.take_images(), read()
-        assert untracked.moved_since(before) == []
-        draw(module)
-        assert untracked.moved_since(before) == [source]
-        after = read()
-        write(state)
-        assert untracked.moved_since(before) == []
-        write(after)

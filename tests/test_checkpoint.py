@@ -1439,7 +1439,7 @@ def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:
 
 def test_functional_transforms_run_the_function_plainly_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under ``torch.func`` regions do nothing, and the first one says so where it was called."""
-    monkeypatch.setattr(ckpt_hooks._function.transforms, "_warned", False)
+    monkeypatch.setattr(ckpt_hooks._function.callables, "_warned_of_transform", False)
     fn = Counted(sin_cos)
     x = torch.rand(3)
     (expected,) = torch.autograd.grad(sin_cos(x.requires_grad_()).sum(), x)

@@ -15,7 +15,7 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 from ckpt_hooks import MutationError, checkpoint_name, checkpoint_region, is_recomputing, policies
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._function import transforms
+from ckpt_hooks._function import callables
 from ckpt_hooks.report import saved_tensors_report
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, plain, replayed
@@ -236,7 +236,7 @@ def test_no_grad_within_a_region():
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vjp"])
 def test_torch_func_transforms_warn_once(transform, monkeypatch):
     """Saved-tensor hooks are not for them: the region runs plainly, with one warning in a process."""
-    monkeypatch.setattr(transforms, "_warned", False)
+    monkeypatch.setattr(callables, "_warned_of_transform", False)
     x = torch.randn(3)
 
     def function(x):

@@ -149,7 +149,7 @@ def test_observers_see_a_failed_recompute():
 @pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
 def test_under_a_transform_a_region_runs_unchecked(monkeypatch, transform):
     """Results are right, the function runs once, and one warning says what happened."""
-    monkeypatch.setattr(ckpt_hooks._function.transforms, "_warned", False)
+    monkeypatch.setattr(ckpt_hooks._function.callables, "_warned_of_transform", False)
     calls = Calls(lambda x: x.sin().exp().sum())
     x = torch.randn(4, 3, dtype=torch.float64)
     run = {

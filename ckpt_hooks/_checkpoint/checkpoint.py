@@ -141,13 +141,13 @@ def checkpoint(
         determinism_check: ``"default"`` compares shape, dtype and device of each tensor saved in forward and recompute.
             ``"values"`` compares a hash of the values too, and reads all values in both runs. ``"sampled_values"`` compares
             some 64 of the values, at fixed places. A function of a tensor has its results compared; tensors among these stay
-            on their device, with one wait for the device a recompute. Where values are compared, a recompute which draws
-            from ``random`` or from NumPy's global state is an error too, unless tracked (:func:`ckpt_hooks.track_rng`).
-            ``"none"`` compares nothing. A dispatch mode of the user's may change results and is not entered again, so
-            ``"default"`` is ``"values"`` under a mode. With ``torch.backends.cudnn.benchmark`` cuDNN may choose another
-            algorithm for the recompute, whose values differ in the last bits.
+            on their device, with one wait for the device a recompute. ``"none"`` compares nothing. A dispatch mode of the
+            user's may change results and is not entered again, so ``"default"`` is ``"values"`` under a mode. With
+            ``torch.backends.cudnn.benchmark`` cuDNN may choose another algorithm for the recompute, whose values differ in the
+            last bits.
         debug: Whether the error for a recompute which differs begins with the first operator that differs, its line and its
-            module. A small operator takes a few times as long. See :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
+            module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
+            :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
         early_stop: Whether a recompute ends, by an exception, with the last needed tensor. False takes 5 to 10% off a step of
             operators on small tensors, and costs the region's last operators on large ones.
         respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region
@@ -174,7 +174,7 @@ def checkpoint(
         ValueError: If an option is unknown or has a wrong value.
         TypeError: If an argument is an iterator, which cannot be read twice; if ``function`` is a generator function or a
             coroutine function, which a call does not run; or if a direct call has an option of the curried form, and the
-            function does not take it, or it is a policy.
+            function does not take it, or it is a policy of this package or a list of operators.
         RuntimeError: If ``context_fn`` suppressed an exception of forward, or saved-tensor hooks are disabled.
         CheckpointError: In backward, where a tensor cannot be brought back as it was. At the end of a forward which writes to
             a buffer of more than 16 KiB that earlier forwards only read, if no flag, hook or submodule changed before.

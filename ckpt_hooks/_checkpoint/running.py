@@ -9,11 +9,10 @@ import torch
 
 from ckpt_hooks._core.interrupts import mark_thread, rewind
 from ckpt_hooks._core.settings import Settings, current_settings
-from ckpt_hooks._function.callables import UNRUN, refuse_unrun
-from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn
+from ckpt_hooks._function.callables import UNRUN, refuse_unrun, warn_of_transform
+from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, without_selection
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import RegionOptions
-from ckpt_hooks._function.transforms import run_plainly
 from ckpt_hooks._tensors.fused_steps import watch_fused_steps
 from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
@@ -38,7 +37,7 @@ def run(
     if not torch.is_grad_enabled():
         result = function(*args, **kwargs)
     elif is_any_transform_active() or ((num_dispatch_modes() or num_function_modes()) and is_traced()):
-        result = run_plainly(function, args, kwargs, context_fn)
+        result = _run_plainly(function, args, kwargs, context_fn)
     else:
         watch_fused_steps()
         mark = mark_thread()
@@ -52,6 +51,20 @@ def run(
     if type(result) in UNRUN:
         refuse_unrun(function, result)
     return result
+
+
+def _run_plainly(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], context_fn: Callable[[], ContextPair]
+) -> Any:
+    """Calls the function of a region which keeps everything, in the user's context for forward."""
+    # A transform hides saved tensors from hooks. A tracer would write down the work of a recompute: the values returned by a
+    # replay come from below the tracer, as constants, and a rerun draws random numbers anew.
+    if is_any_transform_active():
+        warn_of_transform(stacklevel=5)
+    if context_fn is noop_context_fn:
+        return function(*args, **kwargs)
+    with without_selection(call_context_fn(context_fn)[0]):
+        return function(*args, **kwargs)
 
 
 def frame_of_call(

@@ -1,14 +1,9 @@
-"""The arguments of a region, taken apart so that their tensors can be saved like other saved tensors (Rule 2).
+"""The arguments of a region, taken apart so that their tensors can be saved like other saved tensors (Rule 2)."""
 
-Tensors are found at any depth of lists, tuples, dicts and dataclasses (:mod:`ckpt_hooks._tensors.containers`).
-
-A repeated tensor comes back as one object, since functions ask whether two arguments are the same
-(``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor passed through hooks would come back as
-a new object each time.
-
-Without active saved-tensor hooks, a ``SavedTensor`` would keep the tensor itself and its version; doing just that here costs a
-sixth.
-"""
+# A repeated tensor comes back as one object, since functions ask whether two arguments are the same
+# (``torch.nn.MultiheadAttention`` takes another path if query is key), and a saved tensor passed through hooks would come back
+# as a new object each time. Without active saved-tensor hooks, a ``SavedTensor`` would keep the tensor itself and its version;
+# doing just that here costs a sixth.
 
 from __future__ import annotations
 
@@ -19,27 +14,24 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import describe_kind
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._tensors.containers import Capture, build
-from ckpt_hooks._tensors.copies import as_kind, restore_layout
+from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
+from ckpt_hooks._tensors.copies import alias_with_history, as_kind, restore_layout
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
 from ckpt_hooks._tensors.saved_inputs import save_all
-from ckpt_hooks._torch.autograd import SavedTensor, top_saved_tensors_hooks
-from ckpt_hooks._torch.tensors import storage_of
+from ckpt_hooks._torch.autograd import SavedTensor, has_tangent, top_saved_tensors_hooks
+from ckpt_hooks._torch.tensors import counted_detach, storage_of
+from ckpt_hooks.errors import CheckpointError
 
-from .argument_places import Captured, flag_error, path_at
-from .origins import Origins, has_history
 from .packing import unpack, unpack_watched
 from .state.notes import Lent
 
-__all__ = ["Arguments", "HandedOut", "Hooks", "Restored", "put_hooks_back"]
-
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
-
 
 #: The frame around a region, and the region's path.
 Inside = tuple[Frame, RegionPath]
@@ -55,7 +47,7 @@ _NO_STAND_INS: dict[int, torch.Tensor] = {}
 _NO_OBJECTS: tuple[Any, ...] = ()
 _NO_FLAGS: dict[int, bool] = {}
 _NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
-
+_NO_ORIGINS: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]] = {}
 
 _TENSOR_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 #: Version, and whether grad is required; -1 and None where that is not to be had.
@@ -102,13 +94,17 @@ def _with_flags(tensors: Sequence[torch.Tensor | None], flags: dict[int, bool]) 
     return tensors
 
 
-def put_hooks_back(before: Hooks, now: Hooks) -> None:
-    """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there.
+def _has_history(tensor: torch.Tensor) -> bool:
+    """Whether a tensor that requires grad is the output of an operator, and has stand-ins."""
+    # ``is_leaf`` of a view of a modified tensor may give the view a new place in the graph. Such a view is held as it is, and
+    # so is a tensor with a tangent, which an alias would lack.
+    if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
+        return False
+    return not (tensor.is_leaf or has_tangent(tensor))
 
-    Args:
-        before: The hooks before the rerun, see :meth:`Arguments.hooks`.
-        now: The present ones.
-    """
+
+def put_hooks_back(before: Hooks, now: Hooks) -> None:
+    """Restores the hooks of tensors after a rerun: gradients may yet come, and the hooks of forward are there."""
     noted = {id(hooks): content for hooks, content in before}
     for hooks, _ in (*before, *now):
         content = noted.get(id(hooks), {})
@@ -139,36 +135,40 @@ class Arguments:
         "objects",
     )
 
-    #: What of the arguments is neither a tensor nor was taken apart: modules, generators, functions, and the like.
+    #: What is neither a tensor nor taken apart: modules, generators, functions, and the like.
     objects: Sequence[Any]
     #: Where hooks were active, all tensors as they came. To be set to None when forward has ended, in which the caller has them
     #: at hand.
     live: Sequence[torch.Tensor] | None
 
-    _captured: Captured
+    # Arguments taken apart; None for positional tensors and nothing else.
+    _captured: tuple[list[Any], dict[str, Any]] | None
     # The ``id`` that each container had in forward; unset if there are only tensors.
     _containers: Sequence[int]
     # Of tensors that are kept, and of which the function itself has changed whether they require grad: whether they did before.
     _flags: dict[int, bool]
-    # Whether what was saved comes back through hooks of somebody else, which may hand on one tensor each time.
-    _foreign: bool
-    # Where hooks of saved tensors were active: the hooks that are registered on each tensor, of which a rerun gets another one.
+    # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
-    # Of all tensors: the ``id`` that each had in forward; unset where no hooks were active.
-    _ids: Sequence[int]
     _kept_facts: list[_Facts]
-    # Where hooks were active, what each tensor was saved as: None where it is kept, a position where it is the same as another.
-    _saved: list[SavedTensor | int | None] | None
-    # Of those tensors that aliases are kept of, if any.
-    _origins: Origins | None
+    # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
+    # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
+    # the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives, and then a
+    # stand-in: the alias as the output of an operator, neither a leaf nor a view.
+    _origins: dict[int, tuple[weakref.ref[torch.Tensor], int, torch.Tensor]]
     # How many steps of fused optimizers there were.
     _steps: int
     _tensors: Sequence[torch.Tensor | None]
-    # Where hooks were active: which storage each is in, which foreign hooks may hand on as it is.
+
+    # What each tensor was saved as by active hooks: None where it is kept, a position where it is the same as another. None
+    # without hooks, and what follows is unset then.
+    _saved: list[SavedTensor | int | None] | None
+    # Whether saved tensors come back through hooks of somebody else, which may hand on one tensor each time.
+    _foreign: bool
+    # Of all tensors: the ``id`` in forward, the storage, version and flag.
+    _ids: Sequence[int]
     _storages: tuple[int | None, ...]
-    # Of all tensors; unset where no hooks were active.
     _facts: list[_Facts]
-    # Of those that are not contiguous, by position; unset where no hooks were active.
+    # Of tensors that are not contiguous, by position.
     _strides: dict[int, tuple[int, ...]]
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, inside: Inside | None = None) -> None:
@@ -201,7 +201,7 @@ class Arguments:
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
         self._steps = num_fused_steps()
-        self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, None
+        self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, _NO_ORIGINS
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
@@ -216,13 +216,38 @@ class Arguments:
             if tensor is None or not now[position][1]:
                 continue
             # What the function has written to cannot be brought back, and needs no stand-in.
-            if has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
-                if self._origins is None:
-                    self._origins = Origins()
-                held[position] = self._origins.let_go(position, tensor)
+            if _has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
+                held[position] = self._let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
-        if self._origins is not None:
+        if self._origins:
             self._tensors = held
+
+    def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
+        for origin in self._origins.values():
+            if origin[1] == id(tensor):
+                break
+        else:
+            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)
+            if tensor._backward_hooks:
+                self._hooked = [*self._hooked, weakref.ref(tensor._backward_hooks)]
+        if not self._origins:
+            self._origins = {}
+        self._origins[position] = origin
+        return origin[2]
+
+    def _with_origins(self, kept: Sequence[torch.Tensor | None]) -> Restored:
+        """Returns tensors with originals or stand-ins in place of aliases, and the stand-ins."""
+        tensors = list(kept)
+        stand_ins: dict[int, torch.Tensor] = {}
+        for position, (reference, number, alias) in self._origins.items():
+            tensor = reference()
+            if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
+                tensor = stand_ins.get(number)
+                if tensor is None:
+                    tensor = stand_ins[number] = alias_with_history(alias, alias._version)
+            tensors[position] = tensor
+        return tensors, stand_ins
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes tensors whose ``requires_grad`` was changed by the function, by ``requires_grad_``, say."""
@@ -235,16 +260,7 @@ class Arguments:
         return _facts_of_all(tensors) == self._facts and tuple(map(storage_of, tensors)) == self._storages
 
     def restore(self, region: Callable[[], tuple[str, ...]], handed_out: list[HandedOut], *, is_open: bool = False) -> Restored:
-        """Returns the tensors for another call.
-
-        Args:
-            region: Returns the names of the region, for an error.
-            handed_out: Gets the entries for :meth:`look_at` at the end of the rerun.
-            is_open: Whether forward has not ended yet.
-
-        Raises:
-            MutationError: If a tensor was modified in place since.
-        """
+        """Returns the tensors for another call; ``handed_out`` gets the entries for :meth:`look_at`."""
         kept, now = self._tensors, _facts_of_all(self._tensors)
         if now != self._kept_facts:
             if is_open:
@@ -256,8 +272,8 @@ class Arguments:
         if self._flags:
             kept = _with_flags(kept, self._flags)
         stand_ins = _NO_STAND_INS
-        if self._origins is not None:
-            kept, stand_ins = self._origins.put_into(kept)
+        if self._origins:
+            kept, stand_ins = self._with_origins(kept)
         if self._saved is None:
             return kept, stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
@@ -285,12 +301,7 @@ class Arguments:
         return tensors, stand_ins
 
     def build(self, tensors: Sequence[Any], lent: Iterable[tuple[Lent, Any]]) -> tuple[Sequence[Any], dict[str, Any]]:
-        """Returns positional and keyword arguments for another call, in new containers.
-
-        Args:
-            tensors: What :meth:`restore` returned.
-            lent: What is lent to the rerun, first of each pair: there is a container which the function reaches otherwise too.
-        """
+        """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
         if self._captured is None:
             return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
@@ -302,20 +313,12 @@ class Arguments:
             {key: build(captured, tensors, built) for key, captured in kwargs.items()},
         )
 
-    def _present(self) -> list[torch.Tensor]:
-        """Returns the living tensors of forward, in no order."""
-        origins = [] if self._origins is None else self._origins.present()
-        return origins + [tensor for tensor in self._tensors if tensor is not None]
-
     def hooks(self, handed_out: list[HandedOut]) -> Hooks:
-        """Returns the hooks registered on the tensors of a rerun, which may be gone while the graph holds their hooks.
-
-        Args:
-            handed_out: The entries added by :meth:`restore`.
-        """
-        references = (*self._hooked, *(() if self._origins is None else self._origins.hooked))
-        dicts = [tensor._backward_hooks for tensor in (*self._present(), *(tensor for _, tensor, _ in handed_out))]
-        return [(hooks, hooks.copy()) for hooks in (*dicts, *(reference() for reference in references)) if hooks]
+        """Returns the hooks registered on the tensors of a rerun, which may be gone while the graph holds their hooks."""
+        tensors = [reference() for reference, *_ in self._origins.values()]
+        tensors += [*self._tensors, *(tensor for _, tensor, _ in handed_out)]
+        dicts = [tensor._backward_hooks for tensor in tensors if tensor is not None]
+        return [(hooks, hooks.copy()) for hooks in (*dicts, *(reference() for reference in self._hooked)) if hooks]
 
     def look_at(self, handed_out: list[HandedOut]) -> None:
         """Notes writes of a rerun to tensors handed out by foreign hooks, which may have no other copy."""
@@ -333,7 +336,13 @@ class Arguments:
                 continue
             if before[0] != now[0]:
                 self._raise_modified(position, tensor, region)
-            raise flag_error(path_at(self._captured, position), tensor, before[1], now[1], region)
+            path = self._path_at(position)
+            raise CheckpointError(
+                f"region {'/'.join(region)!r}: {path}, a {describe_kind(tensor)} tensor, had requires_grad={before[1]} when "
+                f"forward began, and has requires_grad={now[1]} now. A rerun of the region would save other tensors: change "
+                "requires_grad after backward, or pass a detached tensor.",
+                region=region,
+            )
 
     def _look_for_steps(self, region: Callable[[], tuple[str, ...]]) -> None:
         for position, tensor in enumerate(self._tensors):
@@ -342,4 +351,23 @@ class Arguments:
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
-        raise mutated(Why.REACHED, region, tensor, expected, name=path_at(self._captured, position))
+        raise mutated(Why.REACHED, region, tensor, expected, name=self._path_at(position))
+
+    def _path_at(self, position: int) -> str:
+        """Returns the place of a tensor among the arguments, as a user would write it."""
+        if self._captured is None:
+            return f"args[{position}]"
+        args, kwargs = self._captured
+        todo: list[tuple[str, Any]] = [(f"args[{index}]", found) for index, found in enumerate(args)]
+        todo += [(f"kwargs[{key!r}]", found) for key, found in kwargs.items()]
+        seen = set()
+        while todo:
+            path, found = todo.pop(0)
+            if isinstance(found, TensorAt) and found.position == position:
+                return path
+            if isinstance(found, Container) and id(found) not in seen:
+                seen.add(id(found))
+                entries = found.entries if issubclass(found.kind, dict) else enumerate(found.entries)
+                todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
+                todo += [(f"{path}.{name}", entry) for name, entry in found.attributes()]
+        return "an argument"

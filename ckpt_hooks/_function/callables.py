@@ -1,37 +1,28 @@
-"""A region's function: checks that a call runs the function and that it takes the keywords; finds name and module."""
+"""Checks of a region's function and of its call; its name and module."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
+import warnings
 from collections.abc import Callable
 from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any, NoReturn
 
-from torch.nn import Module, ModuleList, Sequential
-from torch.utils.checkpoint import CheckpointPolicy
+from torch.nn import Module
 
 from ckpt_hooks._torch.operators import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks.policies.base import Policy
 
-__all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "module_of", "name_of_function", "refuse_unrun"]
-
 #: Types of the results of calls which have not run the function.
 UNRUN = frozenset({GeneratorType, CoroutineType, AsyncGeneratorType})
 
+_warned_of_transform = False
 _KINDS = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
 
 
 def check_runs(function: Any) -> None:
-    """Checks that a callable runs when called, as far as can be seen without a call.
-
-    Args:
-        function: A function, method, partial, module, or other callable.
-
-    Raises:
-        TypeError: If the callable is a generator function or a coroutine function, or calls one.
-    """
+    """Refuses generator functions and coroutine functions, and callables that call one, as far as seen without a call."""
     inner = function
     while type(inner) is functools.partial:
         inner = inner.func
@@ -44,11 +35,7 @@ def check_runs(function: Any) -> None:
 
 
 def refuse_unrun(function: Any, result: Any) -> NoReturn:
-    """Raises the error for a callable whose call returned a generator or a coroutine.
-
-    Raises:
-        TypeError: In any case.
-    """
+    """Raises the error for a callable whose call returned a generator or a coroutine."""
     if isinstance(result, CoroutineType):
         result.close()  # or Python warns that it was never awaited
     raise _unrun_error(function)
@@ -62,11 +49,7 @@ def _unrun_error(function: Any) -> TypeError:
 
 
 def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs: dict[str, Any]) -> None:
-    """Checks keyword arguments of a direct call against the names of options of the curried form.
-
-    Raises:
-        TypeError: If the function takes no such argument, or the value is a policy: then the option is meant.
-    """
+    """Refuses a keyword argument of a direct call that is meant as an option of the curried form."""
     for name in names & kwargs.keys():
         if is_policy(kwargs[name]):
             found = "which is a policy"
@@ -82,25 +65,13 @@ def check_swallowed(function: Callable[..., Any], names: frozenset[str], kwargs:
 
 
 def is_policy(value: Any) -> bool:
-    """Whether a value is a policy for the option ``policy``, and hardly anything else."""
+    """Whether a value is one of the package's policies, or a list of operators. A function may be anything else as well."""
     if isinstance(value, (list, tuple, set, frozenset)):
         return bool(value) and all(isinstance(op, (*OPERATORS, OPERATOR_PACKET)) for op in value)
-    if isinstance(value, Policy):
-        return True
-    if isinstance(value, Module) or not callable(value):
-        return False
-    try:
-        if list(inspect.signature(value).parameters)[:2] == ["ctx", "op"]:  # as torch's documentation writes policies
-            return True
-    except (TypeError, ValueError):
-        return False
-    # An annotation is text where the user's module postpones its evaluation.
-    returned = getattr(value, "__annotations__", {}).get("return")
-    return returned is CheckpointPolicy or str(returned).strip("'\"").rpartition(".")[2] == "CheckpointPolicy"
+    return isinstance(value, Policy)
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
-    """Whether a function takes a keyword argument, as far as known."""
     try:
         parameters = inspect.signature(function.forward if isinstance(function, Module) else function).parameters
     except (TypeError, ValueError):  # Python's own functions and operators have no signature
@@ -110,41 +81,26 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return inspect.Parameter.VAR_KEYWORD in kinds or (own is not None and own.kind is not inspect.Parameter.POSITIONAL_ONLY)
 
 
-# Functions that run some of a sequence of modules are named so by checkpoint_sequential of torch, 2.11 to 2.15, and by
-# checkpoint_seq of timm. They close over the sequence, the first place and the last.
-_RUNS_STEPS = "run_function.<locals>.forward"
+def warn_of_transform(*, stacklevel: int) -> None:
+    """Warns, once, of a region which runs plainly under a transform of functions, ``stacklevel`` calls below the region."""
+    global _warned_of_transform
+    if not _warned_of_transform:
+        _warned_of_transform = True
+        warnings.warn(
+            "checkpoint was called under a torch.func transform (grad, vjp, vmap, ...), which saved-tensor hooks cannot see "
+            "through. Regions run un-checkpointed there: results are right, memory is as without checkpointing.",
+            stacklevel=stacklevel,
+        )
 
 
-def name_of_function(function: Callable[..., Any]) -> str:
+def name_of_function(function: Any) -> str:
     """Returns the name of a region which was given none."""
-    name = _own_name(function)
-    if name.endswith(_RUNS_STEPS) and (steps := _steps_of(function)):
-        names = [(one, len(list(alike))) for one, alike in itertools.groupby(map(_own_name, steps))]
-        name = ", ".join(one if count == 1 else f"{one} x{count}" for one, count in names)
-    return name
-
-
-def _own_name(function: Any) -> str:
     # A module's __getattr__ would look through its parameters and submodules, and fail slowly.
     name: str | None = None if isinstance(function, Module) else getattr(function, "__qualname__", None)
     return name or type(function).__qualname__
 
 
 def module_of(function: Callable[..., Any]) -> Module | None:
-    """Returns the module that a function runs: itself, or that of a bound method, or the first of some modules in a row."""
+    """Returns the module that a function runs: itself, or that of a bound method."""
     owner = getattr(function, "__self__", function)
-    if not isinstance(owner, Module):
-        owner = next(iter(_steps_of(function)), None)
     return owner if isinstance(owner, Module) else None
-
-
-def _steps_of(function: Any) -> list[Any]:
-    code = getattr(function, "__code__", None)
-    if code is None or code.co_freevars != ("end", "functions", "start"):
-        return []
-    try:
-        end, functions, start = (cell.cell_contents for cell in function.__closure__)
-    except ValueError:  # not all are bound
-        return []
-    is_like_theirs = isinstance(functions, list | tuple | Sequential | ModuleList) and type(start) is type(end) is int
-    return list(functions)[start : end + 1] if is_like_theirs else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Collection, Sequence
 from contextvars import Context, copy_context
 from types import FunctionType
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.streams import seed_masks_anew
+from ckpt_hooks._core.modes import is_without_values, users_modes
+from ckpt_hooks._tensors import determinism
 from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
@@ -19,7 +22,6 @@ from .options import RegionOptions
 from .state.loans import Names, names_of
 from .state.reached_values import NOTHING, entry_of, walk_from
 from .state.rewound_state import ReachedState, state_of, state_of_idle
-from .value_comparison import Compared, compared
 
 __all__ = ["CapturedCall"]
 
@@ -33,11 +35,11 @@ class CapturedCall:
     Attributes:
         ambient: Random streams, autocast and switches, as forward found them; unset until :meth:`capture`.
         arguments: The arguments, with their tensors saved.
-        compared: Dispatch modes around forward, where values are compared; None where they are not.
         context: The context variables; None if there are none; unset until :meth:`capture`.
         contexts: Entered around forward, and around each rerun.
         explain: Turns an error of a rerun into an error with more words.
         function: The function.
+        modes: Names of the user's dispatch modes around forward, where values are compared; None where they are not.
         names: Variables, containers and objects which the function reaches; None if there are none.
         options: The options of reruns.
         selection: The memory of a selective policy.
@@ -47,11 +49,11 @@ class CapturedCall:
     __slots__ = (
         "ambient",
         "arguments",
-        "compared",
         "context",
         "contexts",
         "explain",
         "function",
+        "modes",
         "names",
         "options",
         "selection",
@@ -66,15 +68,23 @@ class CapturedCall:
     ) -> None:
         self.function, self.arguments, self.options, self.contexts = function, arguments, options, contexts
         self.selection: Selects | None = None if contexts is None else selection_of(contexts[0])
-        self.compared: Compared | None = None
-        self.explain: Callable[[DeterminismError], DeterminismError] | None = None
+        self.modes: list[str] | None = None
+        self.explain: Callable[[DeterminismError, Collection[Any]], DeterminismError] | None = None
         self.names: Names | None = None
         self.state: ReachedState | None = None
 
     def compare_values(self) -> None:
-        """Has the values of reruns compared with those of forward, as far as there are values."""
-        self.options, found = compared(self.options)
-        self.compared = None if self.options.check.fingerprint is None else found
+        """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
+        # Such a mode is not entered again for a rerun, since a counting mode would count twice. A mode which only watches does
+        # no harm; a mode which changes results must be noticed.
+        check, modes = self.options.check, users_modes()
+        if is_without_values():  # while torch traces
+            check = dataclasses.replace(check, fingerprint=None)
+        elif modes and check.fingerprint is None and check is not determinism.NOTHING:
+            check = determinism.VALUES
+        if check is not self.options.check:
+            self.options = dataclasses.replace(self.options, check=check)
+        self.modes = None if check.fingerprint is None else modes
 
     def capture(self) -> bool:
         """Notes the state before the call; returns False if a lazy module has not made parameters yet."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import torch
 
 from ckpt_hooks._core.descriptions import describe
+from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
@@ -18,28 +22,14 @@ from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector
-from .explain import name_of_tensor, node_of
-from .inner_region_positions import first_other_mark
+from .explain import CAUSES, name_of_tensor, node_of
 
-__all__ = ["TIP", "result_of"]
-
-#: The causes of reruns which differ from forward.
-TIP = (
-    "The function did not do the same again. Usual causes: a global, a module attribute or train()/eval() that changed between "
-    "forward and backward; a cache that forward filled; a hook that removed itself; randomness from outside of torch."
-)
 _MOST = 5  # tensors listed in an error
 
 
 def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
-    """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others.
-
-    ``MISSING`` stands for a value modified by the function after it was saved too, as in ``y = x.sin(); x.mul_(2)``.
-
-    Raises:
-        DeterminismError: If the rerun saved other tensors than forward.
-        MutationError: If the only value wanted was modified in place since forward saved it.
-    """
+    """Returns the values of an ended rerun: an entry for each handle up to the last one wanted, ``MISSING`` for others."""
+    # ``MISSING`` stands for a value modified by the function after it was saved too, as in ``y = x.sin(); x.mul_(2)``.
     values, frame = collector.values, collector.frame
     if not collector.early_stop and frame.complete and len(values) != len(frame.numbers):
         _raise_miscounted(collector)
@@ -68,17 +58,34 @@ def result_of(collector: Collector, check: Check) -> list[torch.Tensor]:
 
 
 def _compare_marks(collector: Collector) -> None:
-    found = first_other_mark(collector.frame.marks, collector.marks, collector.last)
-    if found is not None:
-        _, expected, now = found
-        raise _error(
-            collector,
-            "A region inside of this one was given another number of tensors during recomputation than during the original "
-            "forward pass, or at another place.\n"
-            f"region inside during forward: {expected}\n"
-            f"region inside during recomputation: {now}\n",
-            *found,
-        )
+    """Compares where inner regions took numbers of the frame, up to the last tensor wanted."""
+    # A region inside a frame saves its inputs in the frame, and the frame fills its handles by number. If an inner region of a
+    # rerun gets one more tensor than in forward, the later handles would be filled with values of others, perhaps of the same
+    # shape.
+    forward, rerun = (
+        marks[: bisect_right(marks, collector.last, key=itemgetter(0))] for marks in (collector.frame.marks, collector.marks)
+    )
+    for expected, found in itertools.zip_longest(forward, rerun):
+        if expected is None or found is None or expected[:2] != found[:2]:
+            position = min(mark[0] for mark in (expected, found) if mark is not None)
+            before, now = _mark_in_words(expected), _mark_in_words(found)
+            raise _error(
+                collector,
+                "A region inside of this one was given another number of tensors during recomputation than during the original "
+                "forward pass, or at another place.\n"
+                f"region inside during forward: {before}\n"
+                f"region inside during recomputation: {now}\n",
+                position,
+                before,
+                now,
+            )
+
+
+def _mark_in_words(mark: Mark | None) -> str:
+    if mark is None:
+        return "no region there"
+    position, count, (name, _) = mark
+    return f"region {name!r} with {count} tensor{'' if count == 1 else 's'} from around it, after {position} saved ones"
 
 
 def _look_into(collector: Collector, found: list[Any], expected_facts: list[Any]) -> None:
@@ -147,7 +154,6 @@ def _compare_grad(collector: Collector) -> None:
             index,
             before,
             now,
-            has_more=index in expected,
         )
 
 
@@ -162,7 +168,6 @@ def _raise_miscounted(collector: Collector) -> None:
             expected,
             f"{expected} tensors",
             f"{found} tensors or more",
-            has_more=True,
             details=differences,
         )
     raise _error(
@@ -173,7 +178,6 @@ def _raise_miscounted(collector: Collector) -> None:
         found,
         f"{expected} tensors",
         f"{found} tensors",
-        has_more=False,
         details=differences,
     )
 
@@ -197,14 +201,11 @@ def _error(
     expected: str,
     found: str,
     *,
-    has_more: bool | None = None,
     details: str = "",
 ) -> DeterminismError:
     region = format_path(collector.frame.path)
-    message = f"region {'/'.join(region)!r}: {message}{TIP}{details}"
-    error = DeterminismError(message, region=region, index=index, expected=expected, found=found)
-    error._has_more = has_more
-    return error
+    message = f"region {'/'.join(region)!r}: {message}{CAUSES}{details}"
+    return DeterminismError(message, region=region, index=index, expected=expected, found=found)
 
 
 def _at_lower_version(facts: Any, version: int) -> Any:

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._torch.autograd import current_node
+from ckpt_hooks._torch.graphs import packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .handles import FIRST, HandleFrame
 from .state.reached_values import walk_from
 
-__all__ = ["SEE_MORE", "blame", "draws_error", "grad_fn_of", "name_of_tensor", "node_of", "uninitialized"]
+#: The causes of reruns which differ from forward.
+CAUSES = (
+    "The function did not do the same again. Usual causes: a global, a module attribute, train()/eval() or requires_grad of a "
+    "tensor that changed between forward and backward; a cache that forward filled; a hook that removed itself; random numbers "
+    "of Python or NumPy without ckpt_hooks.track_rng; a choice on a tie (top-k, sort, argmax), which policies.routing_saveable "
+    "keeps; another graph of a function compiled by torch.compile (compile around the region, or write "
+    "`with checkpoint_region():`)."
+)
+_SEE_MORE = "Pass `debug=True` to see the operators of both runs."
 
 
 def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
@@ -86,153 +93,57 @@ def _named_tensors(function: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"the attribute {name!r} of {kind}", value
 
 
-def _nodes() -> Iterator[Any]:
-    """Yields the nodes of the graph below this thread's running node, the running node first."""
+def node_of(frame: HandleFrame, index: int) -> Any:
+    """Returns the autograd node which saved a tensor of a region; None if the node is not below this thread's running node."""
     todo, seen = [current_node()], set()
     while todo:
         node = todo.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            todo += [below for below, _ in node.next_functions]
-
-
-def _packed_by(node: Any) -> Iterator[Any]:
-    """Yields the results of pack hooks saved by a node."""
-    for name in dir(node):
-        if name.startswith("_raw_saved_"):
-            try:
-                saved = getattr(node, name)
-            except (AttributeError, RuntimeError):  # freed already
-                continue
-            for one in saved if isinstance(saved, (list, tuple)) else (saved,):
-                try:
-                    yield one.data
-                except (AttributeError, RuntimeError):
-                    continue
-
-
-def node_of(frame: HandleFrame, index: int) -> Any:
-    """Returns the autograd node which saved a tensor; None if the node is not below this thread's running node.
-
-    Args:
-        frame: The region, recomputed on the thread of the backward that asked for the recompute.
-        index: The number of the tensor.
-    """
-    for node in _nodes():
-        for packed in _packed_by(node):
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        for packed in map(packed_of, saved_in(node)):
             if isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame and packed[1] == FIRST + index:
                 return node
+        todo += [below for below, _ in node.next_functions]
     return None
 
 
-def grad_fn_of(frame: HandleFrame, index: int) -> str | None:
-    """Returns the name of the autograd node which saved a tensor; see :func:`node_of`."""
-    node = node_of(frame, index)
-    return None if node is None else str(node.name())
-
-
-def changed_requires_grad(
-    error: DeterminismError,
-    path: RegionPath,
-    function: Any,
-    required: Collection[int],
-) -> str:
-    """Returns sentences on leaves that required grad in the forward of a region, and do not now, or the other way round.
-
-    Only those are named that explain the error: more of them save more tensors, and fewer save fewer.
-
-    Args:
-        error: What was found.
-        path: The region.
-        function: The function.
-        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
-    """
-    frozen: dict[int, torch.Tensor] = {}
-    known = set(required)
-    for node in _nodes():
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, torch.Tensor):
-            known.add(id(leaf))
-            if not leaf.requires_grad:
-                frozen[id(leaf)] = leaf
-        for packed in _packed_by(node):
-            if (
-                isinstance(packed, list)
-                and len(packed) == 3
-                and packed[2] == path
-                and not (packed[0].requires_grad or packed[0].is_nested)
-            ):
-                frozen[id(packed[0])] = packed[0]
-    lines = [
-        f"In forward, {name_of_tensor(leaf, function, 'a leaf')} had requires_grad=True, and it has False now."
-        for leaf in frozen.values()
-        if error._has_more is not True
-    ]
-    lines += [
-        f"In forward, {name} had requires_grad=False, and it has True now."
-        for name, leaf in _named_tensors(function)
-        if error._has_more is not False and leaf.is_leaf and leaf.requires_grad and id(leaf) not in known
-    ]
-    return " ".join([*lines, "Change requires_grad after backward."] if lines else lines)
-
-
-def blame(
-    error: DeterminismError,
-    frame: HandleFrame,
-    function: Any,
-    required: Collection[int],
-    *,
-    is_debugged: bool,
-) -> None:
-    """Lets an error say more: which operator saved the tensor, what may be the cause, and how to see more.
-
-    Args:
-        error: What a recompute raised.
-        frame: The region.
-        function: The function.
-        required: Those tensors that are known to have required grad when forward began, by the ``id`` of each.
-        is_debugged: Whether both runs are logged.
-    """
-    error.grad_fn = grad_fn_of(frame, error.index)
-    parts = [str(error), changed_requires_grad(error, frame.path, function, required)]
-    if error.grad_fn is not None:
-        parts.append(f"The tensor at position {error.index} was saved by {error.grad_fn}.")
-    if _is_compiled(frame, function):
-        parts.append(_COMPILED)
+def blame(error: DeterminismError, frame: HandleFrame, *, is_debugged: bool) -> None:
+    """Lets an error say which operator saved the tensor, and how to see more."""
+    node = node_of(frame, error.index)
+    words = str(error)
+    if node is not None:
+        error.grad_fn = str(node.name())
+        words += f" The tensor at position {error.index} was saved by {error.grad_fn}."
     if not is_debugged:
-        parts.append(SEE_MORE)
-    error.args = (" ".join(filter(None, parts)).replace("\n ", "\n"),)
+        words += f" {_SEE_MORE}"
+    error.args = (words.replace("\n ", "\n"),)
 
 
-SEE_MORE = "Pass `debug=True` to see the operators of both runs."
-#: On functions with a compiled function inside.
-_COMPILED = (
-    "The region runs a function compiled by torch.compile. What such a function saves is the compiler's choice, and the "
-    "recompute may have run another graph than forward: one compiled since for other shapes or numbers, or none at all "
-    "(torch.compiler.set_stance). Apply torch.compile to the function that has the region in it, write `with "
-    "checkpoint_region():`, which runs Python once, or have one graph for all calls (torch._dynamo.mark_dynamic, tensors in "
-    "place of numbers)."
-)
-
-
-def _is_compiled(frame: HandleFrame, function: Any) -> bool:
-    """Whether compiled code ran in a region: it saved a tensor, or the function names compiled functions or modules."""
-    for node in _nodes():
-        # By name: AOTAutograd makes a class anew for each compiled function.
-        if "CompiledFunction" in node.name() and any(
-            isinstance(packed, tuple) and len(packed) == 2 and packed[0] is frame for packed in _packed_by(node)
-        ):
-            return True
-    code, named = getattr(function, "__code__", None), [function]
-    if code is not None:
-        named += [function.__globals__.get(name) for name in code.co_names]
-        for cell in function.__closure__ or ():
-            with contextlib.suppress(ValueError):  # empty
-                named.append(cell.cell_contents)
-    return any(hasattr(one, "_torchdynamo_orig_callable") for one in named) or any(
-        module._compiled_call_impl is not None for module in walk_from(function).modules
+def failed_under_policy(error: RuntimeError, region: tuple[str, ...], saved: int, *, is_debugged: bool) -> DeterminismError:
+    """Returns the error for a failure of torch in a rerun, to which a policy may have handed results of other operators."""
+    return DeterminismError(
+        f"region {'/'.join(region)!r}: the recompute failed where forward did not, after {saved} saved tensors. "
+        f"RuntimeError: {error}\n{CAUSES}{'' if is_debugged else ' ' + _SEE_MORE}",
+        region=region,
+        index=saved,
+        expected="no exception",
+        found="RuntimeError",
     )
+
+
+def note_failure(error: Exception, region: tuple[str, ...]) -> None:
+    """Adds a note to an exception that the function raised in a rerun and not in forward."""
+    add_note = getattr(error, "add_note", None)  # since Python 3.11
+    if add_note is None or isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return
+    note = (
+        f"Raised by the recompute of region {'/'.join(region)!r}, where forward raised nothing. An iterator, a generator, a "
+        "file or a queue gives a recompute its next item: take the item before the region, and pass it as an argument. If the "
+        "function runs backward, write `with checkpoint_region():`, which runs Python once."
+    )
+    if note not in getattr(error, "__notes__", ()):
+        add_note(note)
 
 
 def uninitialized(region: tuple[str, ...]) -> CheckpointError:

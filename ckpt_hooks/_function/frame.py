@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection
-from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.misuse import explain_refusal
-from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes
+from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
@@ -24,13 +23,11 @@ from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import num_dispatch_modes
-from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
 from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
-from .contexts import ContextPair, both, suppressed_error, telling_operators, under_modes, without_selection
-from .data_dependent_branches import RoutingWatch
+from .contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from .explain import draws_error, name_of_tensor, uninitialized, warn_of_drawing_thread
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
@@ -196,12 +193,7 @@ class FunctionFrame(HandleFrame):
             rerun = functools.partial(call.selection.recompute, rerun)
         if self.watch is not None:
             rerun = functools.partial(self.observed, rerun)
-        try:
-            return rerun()
-        except DeterminismError as error:
-            if error.region == format_path(self.path) and error.index >= 0 and self.complete and not is_without_values():
-                self._look_for_routing(error, wanted)
-            raise
+        return rerun()
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         call = self.call
@@ -226,18 +218,6 @@ class FunctionFrame(HandleFrame):
         if watch.found is not None:
             raise draws_error(region, f" The region runs {watch.found}.")
         warn_of_drawing_thread()
-
-    def _look_for_routing(self, error: DeterminismError, wanted: Collection[int] | None) -> None:
-        """Reruns the function once more, and adds to an error the operators by which it may have taken other routes."""
-        contexts, selection = self.call.contexts, self.call.selection
-        kept = () if selection is None else selection.kept_operators()
-        watch = RoutingWatch(lambda: 0 if self.collector is None else len(self.collector.values), kept)
-        watching: ContextPair = nullcontext(), watch
-        if contexts is not None:
-            watching = both((contexts[0], without_selection(contexts[1])), watching)
-        with suppress(Exception):
-            self.observed(Rerun(self, self.call, wanted, watching, None).run)
-        watch.explain(error, error.index if selection is None else None)
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
         """Notes the operator whose kept output a saved tensor is, if any; see :meth:`HandleFrame.note_saved`."""

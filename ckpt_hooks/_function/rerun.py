@@ -16,10 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.streams import default_generators_lock
-from ckpt_hooks._ambient.untracked import Images, take_images
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
-from ckpt_hooks._core.modes import pause_modes, resume_modes
+from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
@@ -34,8 +33,7 @@ from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
 from .contexts import ContextPair, Selects, reusable
-from .explain import blame, name_of_tensor
-from .failures import explain_failure
+from .explain import blame, failed_under_policy, name_of_tensor, note_failure
 from .handles import HandleFrame
 from .state.container_contents import is_atom
 from .state.loans import VariableLoan, lend, take_back
@@ -108,8 +106,7 @@ class Rerun:
 
     def run(self) -> list[torch.Tensor]:
         """Calls the function again; see :meth:`HandleFrame.recompute`."""
-        frame, collector, compared, outer = self._frame, self.collector, self._call.compared, self._frame.collector
-        images: Images = {} if compared is None else take_images()
+        frame, collector, outer = self._frame, self.collector, self._frame.collector
         frame.collector = collector
         place = None if frame.current is None else frame.current.enter()
         try:
@@ -126,13 +123,11 @@ class Rerun:
                 self._exit()
             if self.watch is not None and self.watch.found is not None:
                 return []
-            values = self._compare()
-            if compared is not None:
-                compared.check(images, self._region())
-            return values
+            return self._compare()
         except BaseException as error:
-            if compared is not None and isinstance(error, DeterminismError):
-                compared.explain(error, images, self._region())
+            modes = self._call.modes
+            if modes is not None and isinstance(error, DeterminismError) and error.region == self._region():
+                error.args = (f"{error}{modes_in_words(modes, users_modes())}",)
             rewind(self._mark, error)
             raise
         finally:
@@ -189,27 +184,35 @@ class Rerun:
                 self._explain(error)
             return own or not stopped
         if self._restored is not None and not stopped:
-            num_saved, selection = len(self.collector.values), self._selection
-            if selection is not None:
-                selection.check(num_saved - 1, self._explain, error)
-            if self._frame.complete:
-                explain, is_debugged = None if selection is None else self._explain, self._call.explain is not None
-                explain_failure(error, self._region(), num_saved, explain, is_debugged=is_debugged)
+            saved = len(self.collector.values)
+            if self._selection is not None:
+                self._selection.check(saved - 1, self._explain, error)
+            if self._frame.complete and self._selection is not None and type(error) is RuntimeError:
+                self._raise_failed(error, saved)
+            elif self._frame.complete:
+                note_failure(error, self._region())
         return not stopped
+
+    def _raise_failed(self, error: RuntimeError, saved: int) -> None:
+        found = failed_under_policy(error, self._region(), saved, is_debugged=self._call.explain is not None)
+        try:
+            self._explain(found)
+            raise found from error
+        finally:
+            del found, error  # their tracebacks hold this call, and this call would hold them: a cycle
 
     def _explain(self, found: DeterminismError) -> None:
         """Raises an error with more words, if there are more."""
         if self._call.explain is not None:
-            raise self._call.explain(found) from found
+            kept = () if self._selection is None else self._selection.kept_operators()
+            raise self._call.explain(found, kept) from found
 
     def _compare(self) -> list[torch.Tensor]:
         """Returns the values of the ended rerun, after a comparison with forward."""
-        call, state = self._call, self._call.state
         try:
-            values = result_of(self.collector, call.options.check)
+            values = result_of(self.collector, self._call.options.check)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
-            required = () if state is None else state.parameters.required_grad(state.plans)
-            blame(found, self._frame, call.function, required, is_debugged=call.explain is not None)
+            blame(found, self._frame, is_debugged=self._call.explain is not None)
             self._explain(found)
             raise
         if self._selection is not None:

@@ -20,9 +20,8 @@ from ckpt_hooks._torch.operators import OVERLOAD
 
 from . import schema_gaps
 from .reusable_outputs import Kind, operator_kind
-from .routing_operators import is_routing
 
-__all__ = ["KNOWN", "OpFacts", "Written", "facts_of"]
+__all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "routing_advice", "same_operator"]
 
 #: Kinds whose outputs can stand in for running the operator again; for writing kinds only outputs which are new.
 _ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
@@ -87,7 +86,7 @@ class OpFacts:
         is_collective: Whether the result is complete only after a wait.
         is_trusted: Whether outputs are new, or share memory with arguments.
         is_never_kept: Whether the output is a view or alias of the input: the operator runs again whatever a policy says.
-        is_routing: Whether routes or shapes depend on the result; None if the arguments tell (:mod:`.routing_operators`).
+        is_routing: Whether routes or shapes depend on the result; None if the arguments tell (:meth:`routes`).
         looks_at_switches: Whether the result depends on switches of the process which change without notice.
         looks_at_all_switches: Whether all of these switches matter, not only the common ones.
         looks_at_grad: Whether the result depends on the arguments' ``requires_grad``.
@@ -177,7 +176,7 @@ class OpFacts:
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
         self.has_buffered_masks = aten and self.name in schema_gaps.BUFFERED_MASKS
-        self.is_routing = is_routing(operator)
+        self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in schema_gaps.REPEATABLE
         self.may_be_left_out = not (
@@ -220,6 +219,27 @@ class OpFacts:
             args[position] if (position := names.index(name)) < len(args) else kwargs.get(name) for name in ("dropout", "train")
         )
 
+    def routes(self, args: Any, kwargs: Any) -> bool:
+        """Whether routes or shapes may depend on one run of the operator."""
+        if self.is_routing is not None:
+            return self.is_routing
+        if self.name != _CAST:
+            return any(map(_has_fractions, args))
+        dtype, device = kwargs.get("dtype"), kwargs.get("device")
+        if dtype is not None and not (dtype.is_floating_point or dtype.is_complex) and _has_fractions(args[0]):
+            return True
+        # Python reads numbers on the host.
+        return device is not None and torch.device(device).type == "cpu" and _kind_of(args[0])[1].type != "cpu"
+
+    def chooses(self, args: Any, kwargs: Any) -> bool:
+        """Whether one run of the operator chooses among floating-point numbers, which a recompute may round otherwise."""
+        # Choices among integers and masks follow from such choices.
+        if not self.is_routing:
+            return self.is_routing is None and self.routes(args, kwargs)
+        if not self.operator._schema.name.startswith("aten::"):
+            return any(map(_has_fractions, args))
+        return _has_fractions(args[1 if self.name == "masked_select" else 0])
+
     def under(self, mode: Any) -> OpFacts:
         """Returns the facts of the operator under a dispatch mode which makes fake tensors without fake inputs."""
         facts = copy.copy(self)
@@ -245,6 +265,62 @@ def _written(schema: Any, name: str) -> tuple[Written, ...]:
         elif argument.name in quiet:
             found.append(Written(position, argument.name, counted=False, overwritten=False))
     return tuple(found)
+
+
+# Routing operators. Their inputs are continuous and their results are not: a last bit, or a tie which comes out otherwise,
+# changes a result altogether, to another expert or another number of rows. Names are of ``aten``; operators of other libraries
+# are known by their tags.
+#: Choose among values, or count values in bins.
+_CHOICES = frozenset(
+    {
+        *("argmax", "argmin", "bincount", "bucketize", "histc", "kthvalue", "mode", "multinomial", "nonzero_static"),
+        *("searchsorted", "sort", "topk"),
+    }
+)
+#: The same, for overloads which return indices too (``max.dim``).
+_CHOICES_WITH_INDICES = frozenset({"cummax", "cummin", "max", "median", "min", "nanmedian"})
+#: Have a tag for shapes from data, and take no part in routing. ``index`` reads rows by indices or masks made by the others.
+_NO_CHOICES = frozenset({"_ctc_loss", "index", "linalg_lstsq"})
+#: Turn numbers into truth values.
+_COMPARISONS = frozenset({"eq", "ge", "gt", "le", "lt", "ne"})
+_CAST = "_to_copy"
+_ROUTING_TAGS = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+def _is_routing(operator: Any) -> bool | None:
+    schema = getattr(operator, "_schema", None)
+    if schema is None or schema.is_mutable:
+        return False
+    library, _, name = schema.name.partition("::")
+    if library == "aten":
+        if name in _CHOICES or (name in _CHOICES_WITH_INDICES and len(schema.returns) == 2):
+            return True
+        if name in _COMPARISONS or name == _CAST:
+            return None
+        if name in _NO_CHOICES:
+            return False
+    return any(tag in operator.tags for tag in _ROUTING_TAGS)
+
+
+def _kind_of(value: Any) -> tuple[Any, Any]:
+    """Returns dtype and device of a tensor, or of the kind of a tensor in a log of operators (dtype, shape, device)."""
+    if isinstance(value, torch.Tensor):
+        return value.dtype, value.device
+    return (value[0], value[2]) if type(value) is tuple and len(value) == 3 else (None, None)
+
+
+def _has_fractions(value: Any) -> bool:
+    dtype = _kind_of(value)[0]
+    return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+
+
+def routing_advice(found: Sequence[str]) -> str:
+    """Returns sentences on a recompute which ran operators again by which it chose, given in words."""
+    return (
+        f" The recompute ran {' and '.join(found)} again, on whose result routes and shapes depend: it may have come out "
+        "otherwise than in forward, on a tie or by a last bit. Keep such results: pass policy=ckpt_hooks.policies."
+        "routing_saveable, or save_from_both_policies(routing_saveable, policy) where there is a policy already."
+    )
 
 
 #: Known facts, by the identity of operators, which the facts keep alive: operators hash by a Python function, integers do not.

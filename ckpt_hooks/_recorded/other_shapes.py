@@ -13,7 +13,7 @@ import torch
 
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._operators.routing_operators import advice_for, chooses
+from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks.errors import DeterminismError
 
 from .values import Op, Value, flatten, values_on_tape
@@ -35,7 +35,7 @@ class Routed(NamedTuple):
 
 def routed(op: Op, args: Any, kwargs: Any, out: Any) -> Routed:
     """Returns a note on the results of an operator which has run in forward."""
-    return Routed(_shapes_of(out), chooses(op.facts.operator, args, kwargs))
+    return Routed(_shapes_of(out), op.facts.chooses(args, kwargs))
 
 
 def check_shapes(frame: Frame, op: Op, out: Any) -> None:
@@ -51,7 +51,7 @@ def check_shapes(frame: Frame, op: Op, out: Any) -> None:
     error = DeterminismError(
         f"region {'/'.join(region)!r}: the replay of {op.facts.operator} came to a result of another shape than forward.\n"
         f"shape in forward: {_in_words(expected)}\nshape in the replay: {_in_words(found)}\n"
-        f"{advice_for(operators).strip()}",
+        f"{routing_advice(operators).strip()}",
         region=region,
         index=op.number,
         expected=f"{op.facts.operator} with a result of shape {_in_words(expected)}",

@@ -7,7 +7,6 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.routing_operators import routes
 
 from .base import Policy
 
@@ -29,10 +28,7 @@ class _Routing(Policy):
         return _SAVE if routing else _RECOMPUTE
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        decision = self.for_op(op)
-        if decision is None:
-            return _SAVE if routes(op, args, kwargs) else _RECOMPUTE
-        return decision
+        return _SAVE if facts_of(op).routes(args, kwargs) else _RECOMPUTE
 
 
 #: Keeps results on which routes and shapes depend, for mixtures of experts. A recompute then takes the routes of forward, even

@@ -9,7 +9,7 @@ from ckpt_hooks._core.call_sites import module_in_words
 from ckpt_hooks._operators.facts import same_operator
 from ckpt_hooks._operators.operator_log import Entry
 
-__all__ = ["Divergence", "divergence_in_words", "first_divergence"]
+__all__ = ["Divergence", "divergence_in_words", "first_divergence", "up_to"]
 
 _WINDOW = 100  # operators of each run in which the two runs are laid beside each other again
 _AROUND = 3  # operators of context before and behind
@@ -54,6 +54,14 @@ def first_divergence(forward: Sequence[Entry], recompute: Sequence[Entry], *, is
             return divergence
         first = first or (None if moved else divergence)
         place, found = divergence.end, divergence.end_found
+
+
+def up_to(divergence: Divergence | None, forward: Sequence[Entry], recompute: Sequence[Entry]) -> Sequence[Entry]:
+    """Returns the recompute's operators up to a divergence, and the first of it if forward ran the same operator there."""
+    if divergence is None:
+        return recompute
+    start, end, found, end_found = divergence
+    return recompute[: found + int(start < end and found < end_found and _same_operator(forward[start], recompute[found]))]
 
 
 def _same_kinds(one: Entry, other: Entry) -> bool:

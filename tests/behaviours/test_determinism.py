@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import re
-import threading
 
 import pytest
 import torch
@@ -685,7 +684,7 @@ FINGERPRINTS = ["values", "sampled_values", lambda tensor: tensor.sum()]
 def test_random_numbers_that_are_not_tracked(run, function, check):
     x = leaf(3)
     y = run.having(determinism_check=check)(function, x)
-    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=f'track_rng."{SOURCES[function]}"'):
+    with pytest.raises(torch.utils.checkpoint.CheckpointError, match=r"ckpt_hooks\.track_rng"):
         y.sum().backward()
 
 
@@ -711,7 +710,7 @@ def second_of(seed):
 def test_a_branch_by_a_random_number_that_is_not_tracked(check):
     random.seed(next(seed for seed in range(100) if random.Random(seed).random() < 0.5 <= second_of(seed)))
     y = Run("ours").having(determinism_check=check, early_stop=False)(by_control_flow, leaf(3))
-    with pytest.raises(ckpt_hooks.DeterminismError, match=r'track_rng."python"'):
+    with pytest.raises(ckpt_hooks.DeterminismError, match=r"ckpt_hooks\.track_rng"):
         y.sum().backward()
 
 
@@ -722,45 +721,7 @@ def logs_sometimes(x):
     return x.sin().exp()
 
 
-@pytest.mark.parametrize("check", FINGERPRINTS)
-def test_a_stream_that_the_rerun_moves_is_noticed(check):
-    """Values are the same, and numbers that the program draws afterwards are not."""
-    y = Run("ours").having(determinism_check=check, name="block")(logs_sometimes, leaf(3))
-    with pytest.raises(ckpt_hooks.DeterminismError, match=r'track_rng."python"') as caught:
-        y.sum().backward()
-    assert (caught.value.region, caught.value.index) == (("block",), -1)
-
-
-@pytest.mark.parametrize("check", ["default", "none"])
-def test_a_stream_that_the_rerun_moves_where_values_are_not_compared(check):
+@pytest.mark.parametrize("check", ["default", "none", *FINGERPRINTS])
+def test_random_numbers_on_which_no_value_depends(check):
+    """Are drawn a second time, and no error."""
     Run("ours").having(determinism_check=check)(logs_sometimes, leaf(3)).sum().backward()
-
-
-@pytest.mark.usefixtures("no_gc")
-@pytest.mark.parametrize("check", FINGERPRINTS)
-def test_numbers_that_another_thread_draws(check):
-    """Whose they are cannot be told, so what they move is no error."""
-    done, drawing = threading.Event(), threading.Event()
-
-    def draw():
-        while not done.is_set():
-            random.random()
-            drawing.set()
-
-    other = threading.Thread(target=draw)
-    other.start()
-    try:
-        drawing.wait()
-        for _ in range(5):
-            Run("ours").having(determinism_check=check)(lambda x: x.sin().exp(), leaf(300)).sum().backward()
-    finally:
-        done.set()
-        other.join()
-
-
-def test_numbers_that_the_program_draws_in_backward():
-    """Between two recomputes, by a hook."""
-    run = Run("ours").having(determinism_check="values")
-    h = run(lambda x: x.sin().exp(), leaf(3))
-    h.register_hook(lambda gradient: gradient * random.random())
-    run(lambda x: x.cos().exp(), h).sum().backward()

@@ -70,7 +70,7 @@ def loss_of(model):
 
 
 def in_function(policy, function, *args, **kwargs):
-    return checkpoint(policy=policy)(function)(*args, **kwargs) if policy is not None else checkpoint(function, *args, **kwargs)
+    return checkpoint(policy=policy, debug=policy is None)(function)(*args, **kwargs)
 
 
 def in_block(policy, function, *args, **kwargs):

@@ -181,16 +181,6 @@ class Noted:
     def _tensors(self) -> list[torch.Tensor | None]:
         return [*self._held, *(reference() for reference in self._weak)]
 
-    def required_grad(self, plans: Sequence[ModulePlan]) -> set[int]:
-        """Returns the ``id`` of each noted tensor which required grad when noted.
-
-        Args:
-            plans: The plans of the noted modules, whose frozen parameters required no grad.
-        """
-        others = {id(tensor) for reference in self._weak if (tensor := reference()) is not None}
-        of_modules = {id(parameter) for plan in plans for parameter in _parameters_of(plan.parameters[0])}
-        return {*map(id, self._held), *(others - of_modules)}
-
     def changed(self) -> list[tuple[torch.Tensor, int]]:
         """Returns the tensors written to since, with their noted versions."""
         if self._read() == self._versions and self._steps == num_fused_steps():
