@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks
 from ckpt_hooks.errors import CheckpointError
 
 from .frame import Frame
@@ -52,7 +52,7 @@ class HandBack:
 UNPACKS: list[Callable[[Any], torch.Tensor]] = []
 
 
-def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bool:
+def are_of_frame(hooks: Hooks) -> bool:
     """Whether a pair of hooks belongs to a frame, in forward or in a rerun."""
     return hooks[1] in UNPACKS or type(hooks[1]) is HandBack
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.autograd import Hook, pop_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 
 from .frame import Frame
@@ -23,7 +23,7 @@ from .stack import stack
 __all__ = ["ThreadMark", "mark_thread", "rewind", "undo"]
 
 #: The innermost saved-tensor hooks, the number of dispatch modes, the innermost frame, and whether gradients are enabled.
-ThreadMark = tuple["tuple[Hook, Hook] | None", int, "Frame | None", bool]
+ThreadMark = tuple["Hooks | None", int, "Frame | None", bool]
 
 
 def mark_thread() -> ThreadMark:

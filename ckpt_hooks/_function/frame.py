@@ -22,7 +22,7 @@ from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent
-from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
+from ckpt_hooks._tensors.offloaded import hooks_for_inputs
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks.errors import DeterminismError

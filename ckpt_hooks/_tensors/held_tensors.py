@@ -23,21 +23,18 @@ from ckpt_hooks._core.mutation import changed_held, freed
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.saved_descriptions import nbytes_of
 from ckpt_hooks._core.tensor_numbers import storage_and_size
-from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.tensors import counted_detach, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
 from .copies import Clones, copy_in, stand_in_for
 from .fused_steps import num_fused_steps, stepped_since
 from .nested_values import instances_in
-from .offloaded import Batch
+from .offloaded import Batch, Moved
 from .refilling import Origin
-from .shared_host_copies import Moved
 from .transfers import Transfers
 
 __all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold_tensor", "recomputes"]
-
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 _LOST = Cause(Reason.LOST)
 
@@ -295,7 +292,8 @@ class HeldOnHost(HeldTensor):
         """
         if self._witness is not None and self.version is not None and self._witness._version != self.version:
             raise self._modified(self._witness, kind_in_words(self._kind))
-        self._sent.batch.fetch_in(graph_task_id())
+        if self._sent.batch.task != graph_task_id():
+            self._sent.batch.fetch_with_next()
         return self._sent.get()
 
 

@@ -17,6 +17,7 @@ from .modes import PastFunctionModes
 from .tensors import _past_modes
 
 Hook = Callable[[Any], Any]
+Hooks = tuple[Hook, Hook]
 
 # Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
 # object and enters it, and does nothing else. 2.11 to 2.15. Goes when the public way is as quick.
@@ -25,7 +26,7 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 
 # The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past
 # a trace. There is no public way to ask whether hooks are active. 2.11 to 2.15. Goes with a public way.
-top_saved_tensors_hooks: Callable[[bool], tuple[Hook, Hook] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+top_saved_tensors_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 # Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15. Goes with
 # a public way.
@@ -108,7 +109,7 @@ def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Autograd compares the versions of many saved tensors in a fifth of the time of as many questions. Active saved-tensor hooks
     would get the tensors instead, so the hooks are off meanwhile. 2.11 to 2.15. Goes when the public way is as quick.
     """
-    hooks: list[tuple[Hook, Hook]] = []
+    hooks: list[Hooks] = []
     grad_enabled = torch.is_grad_enabled()
     try:
         while (pair := top_saved_tensors_hooks(False)) is not None:
