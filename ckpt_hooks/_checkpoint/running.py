@@ -14,7 +14,7 @@ from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, no
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import RegionOptions
 from ckpt_hooks._function.transforms import run_plainly
-from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.report.debug import OperatorLogs

@@ -17,7 +17,7 @@ from ckpt_hooks._core.saved_descriptions import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.operator_events import watch_forward
-from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._tensors.held_tensors import watch_fused_steps
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs
 from ckpt_hooks._torch.autograd import Hooks, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped

@@ -23,9 +23,9 @@ from ckpt_hooks._core import interrupts
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.mutation import written_unseen
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
-from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._tensors.refilling import Owner
 from ckpt_hooks._torch.tensors import storage_address
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError

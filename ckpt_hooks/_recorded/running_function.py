@@ -16,7 +16,7 @@ from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._operators.noted_draws import draw_noting
-from ckpt_hooks._tensors.nested_values import instances_in
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import storage_address, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE

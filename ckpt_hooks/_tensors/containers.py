@@ -13,12 +13,14 @@ import io
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["ATOMS", "Capture", "Container", "TensorAt", "build"]
+from ckpt_hooks._core.inner_tensors import inner_tensors
+
+T = TypeVar("T")
 
 #: Types whose values neither are nor hold tensors.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -254,3 +256,41 @@ class Capture:
             return container
         self._seen[id(container.original)] = container.original
         return container.original
+
+
+def instances_in(value: Any, kind: type[T]) -> list[T]:
+    """Returns the instances of a class in a value, in order."""
+    found: list[T] = []
+    _gather(value, kind, found)
+    return found
+
+
+def _gather(value: Any, kind: type[T], found: list[T]) -> None:
+    if isinstance(value, kind):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _gather(one, kind, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _gather(one, kind, found)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns every tensor in a value in order, then the inner tensors of wrapper subclasses at any depth."""
+    if type(value) is torch.Tensor:
+        return [value]
+    found = instances_in(value, torch.Tensor)
+    for tensor in found:  # including tensors added in the loop
+        if type(tensor) is not torch.Tensor:
+            found += inner_tensors(tensor)
+    return found
+
+
+def replaced_in(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
+    """Returns the same lists and tuples with each instance of a class replaced by a function's result."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([replaced_in(one, kind, function) for one in value])
+    return value

@@ -20,7 +20,7 @@ from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import neg_view, past_all_modes, set_versions, storage_address, storage_of
 
-from .nested_values import replaced_in
+from .containers import replaced_in
 
 __all__ = [
     "PLAIN",
