@@ -1,8 +1,7 @@
-"""Arguments taken apart: containers at any depth, with a stand-in for each tensor.
+"""Nested values: walks over them, and arguments taken apart, with a stand-in for each tensor.
 
-Lists and dicts are captured with their entries of forward, and so are objects with tensors in them. A rerun gets containers of
-its own, and sees no later change to the originals, be it by the caller or by the function. All else is handed on as the same
-object.
+Containers are captured with their entries of forward. A rerun gets containers of its own, and sees no later change to the
+originals; all else is handed on as the same object.
 """
 
 from __future__ import annotations
@@ -36,32 +35,24 @@ class TensorAt:
 
 
 class Container:
-    """Stands for a list, tuple, dict or dataclass, subclasses included.
-
-    Attributes:
-        original: The captured object; dropped when the walk is over.
-        kind: The object's type.
-        entries: Captured entries of a list or tuple, captured values of a dict with their keys.
-        identity: The ``id`` of the object in forward.
-        slots: Captured attributes in slots, by their descriptors.
-        variables: Captured attributes in ``__dict__``, by name.
-        is_namespace: Whether the object is a dict and its own ``__dict__``.
-        shared: The captured object, if without tensors: a rerun gets the object itself while unchanged.
-    """
+    """Stands for a list, tuple, dict or dataclass, subclasses included."""
 
     __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "shared", "slots", "variables")
 
     def __init__(self, original: Any) -> None:
-        self.original = original
+        self.original = original  # dropped when the walk is over
         self.kind, self.identity = type(original), id(original)
+        # Captured entries of a list or tuple; of a dict, keys with captured values.
         self.entries: list[Any] = []
+        # Captured attributes in slots, by their descriptors, and in ``__dict__``, by name.
         self.slots: list[tuple[Any, Any]] = []
         self.variables: list[tuple[str, Any]] = []
+        # A dict which is its own ``__dict__``.
         self.is_namespace = False
+        # The captured object, if without tensors: a rerun gets the object itself while unchanged.
         self.shared: Any = None
 
     def attributes(self) -> list[tuple[str, Any]]:
-        """Returns all captured attributes by name."""
         return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
@@ -78,7 +69,9 @@ class Container:
             made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
             built[self.identity] = made
         else:
-            made = built[self.identity] = _new(kind)
+            # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
+            new: Any = _builtin_of(kind).__new__
+            made = built[self.identity] = new(kind)
             if issubclass(kind, list):
                 list.extend(made, (build(entry, tensors, built) for entry in self.entries))
             elif issubclass(kind, dict):
@@ -113,28 +106,13 @@ def _is_still(captured: Any, value: Any) -> bool:
     return captured is value
 
 
-def _new(kind: type[Any]) -> Any:
-    """Returns an empty instance, made by the builtin base class of a subclass.
-
-    The work of a subclass's ``__new__``, which may want arguments, is among the captured attributes.
-    """
-    new: Any = _builtin_of(kind).__new__
-    return new(kind)
-
-
 def _builtin_of(kind: type[Any]) -> type[Any]:
     """Returns the builtin class from which a class derives, ``object`` if no other."""
     return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType))
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    """Returns the value for a captured stand-in.
-
-    Args:
-        captured: The stand-in, or the value itself.
-        tensors: The tensors.
-        built: The containers of this rerun, by the ``id`` of those of forward; gets those that are made.
-    """
+    """Returns the value for a captured stand-in, given the tensors and the containers already built in this rerun."""
     kind = type(captured)
     if kind is TensorAt:
         return tensors[captured.position]
@@ -148,18 +126,13 @@ def _stands_for_something(captured: Any) -> bool:
 
 
 class Capture:
-    """A walk over the arguments of one call.
-
-    Attributes:
-        tensors: The tensors met, in order.
-        objects: The objects met and not taken apart.
-    """
+    """A walk over the arguments of one call."""
 
     __slots__ = ("_containers", "_seen", "objects", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
-        self.objects: list[Any] = []
+        self.objects: list[Any] = []  # those not taken apart
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
 
@@ -170,12 +143,7 @@ class Capture:
         return [container.identity for container in self._containers]
 
     def value(self, value: Any, path: str) -> Any:
-        """Returns the stand-in for a value.
-
-        Args:
-            value: The value.
-            path: The place, in the notation of users.
-        """
+        """Returns the stand-in for a value at ``path``, a place in the notation of users."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if type(value) in ATOMS:

@@ -1,11 +1,7 @@
-"""The comparison of a recompute with its forward.
+"""The comparison of a recompute with its forward: facts of each saved tensor, and fingerprints of values where asked for.
 
-Forward notes a few facts of each saved tensor. After a rerun, the same facts of the rerun's saved tensors are compared with
-forward's: two lists, in one operation (:mod:`ckpt_hooks._function.collector`). By default the facts are shape, dtype, device
-and version, for which no value is read and no device waits.
-
-To compare values as well, users ask for fingerprints. Fingerprints which are tensors stay on their device and are compared at
-once, so that a recompute waits for a device once.
+For facts no value is read and no device waits. Fingerprints which are tensors stay on their device and are compared at once, so
+that a recompute waits for a device once.
 """
 
 from __future__ import annotations
@@ -29,17 +25,12 @@ from ckpt_hooks._torch.tensors import nested_parts, storage_of
 
 @dataclass(frozen=True)
 class Check:
-    """The facts and fingerprints to compare.
+    """The facts and fingerprints to compare."""
 
-    Attributes:
-        facts: Returns the facts of a tensor: shape, dtype, device and version, or the version alone. The version, which counts
-            modifications in place, is compared in any case: a saved value modified afterwards is wrong, and plain autograd
-            raises as well.
-        fingerprint: Returns the fingerprint of a tensor's values; None if values are not compared.
-    """
-
+    # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
+    # is wrong, and plain autograd raises as well.
     facts: Callable[[Any], Any]
-    fingerprint: Callable[[torch.Tensor], Any] | None = None
+    fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
 
 
 _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
@@ -85,10 +76,7 @@ _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Returns the fingerprints of the inner tensors of another class or layout; None for a tensor without values.
-
-    Inner tensors are the local shard of a DTensor, say, or indices and values of a sparse tensor.
-    """
+    """Returns the fingerprints of what makes up a tensor of another class or layout; None for a tensor without values."""
     if isinstance(tensor, FAKE) or tensor.is_meta:
         return None
     if hasattr(tensor, "trigger_wait"):  # the result of a collective, for which the program still has to wait by itself
@@ -116,10 +104,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(tensor: torch.Tensor) -> Any:
-    """Returns a hash of a tensor's bits, on its device, without regard to their places; None for a tensor without values.
-
-    The hash is the same for any layout of the tensor.
-    """
+    """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
     # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
     # number of ones for an even number of zeros.
     if not _has_bits(tensor):
@@ -153,9 +138,8 @@ def sample_of(tensor: torch.Tensor) -> Any:
         return samples.view(torch.uint8).clone()
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # computing it is a third of the time of a sample
 def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """Returns sizes, strides and offset of the samples of a tensor; kept, since that is a third of the time of a sample."""
     sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
     # Small dimensions first, so that large ones share evenly what is left.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
@@ -182,11 +166,7 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_of(determinism_check: Any) -> Check:
-    """Returns the check for a ``determinism_check`` argument.
-
-    Raises:
-        ValueError: If the argument is neither a choice nor callable.
-    """
+    """Returns the check for a ``determinism_check`` argument."""
     try:
         check = _CHECKS.get(determinism_check)
     except TypeError:  # not hashable
@@ -228,16 +208,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
-    """Returns the position of the first differing fingerprint, or None; waits for each device once.
-
-    Args:
-        expected: Fingerprints of forward.
-        found: Fingerprints of the recompute, as many; None in either stands for no fingerprint.
-    """
+    """Returns the position of the first differing fingerprint, or None; waits for each device once."""
     differs: list[int] = []
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if one is None or other is None:
+        if one is None or other is None:  # no fingerprint in one of the runs
             continue
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             if not _equal(one, other):
@@ -316,11 +291,7 @@ def _node_at_work(tensor: torch.Tensor) -> Any:
 
 
 class Fingerprints:
-    """Fingerprints of tensors saved in forward, each taken once the value is complete.
-
-    An operator may save a tensor before filling it (:mod:`ckpt_hooks._function.collector`), so a tensor without gradient waits
-    until another operator saves, or forward ends. Memory which operators never fill has no fingerprint.
-    """
+    """Fingerprints of tensors saved in forward, each taken past all modes, once the value is complete."""
 
     __slots__ = ("_fingerprint", "_is_unfilled", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
 
@@ -333,12 +304,7 @@ class Fingerprints:
         self.taken: list[Any] = []
 
     def note(self, tensor: torch.Tensor, *, kept: bool = False) -> None:
-        """Takes the fingerprint of a saved tensor, now or later.
-
-        Args:
-            tensor: The tensor.
-            kept: Whether the tensor is kept, which leaves nothing to compare.
-        """
+        """Takes the fingerprint of a saved tensor, now or later; a kept tensor leaves nothing to compare."""
         if self._waiting and self._sequence != sequence_number():
             self.finish()
         if self._left_out and storage_of(tensor) in self._left_out:
@@ -349,6 +315,7 @@ class Fingerprints:
                 self._unfilled, self._is_unfilled = sequence_number(), is_unfilled
             self.taken.append(None if kept else past_modes(self._fingerprint, tensor))
         else:
+            # An operator may save a tensor before filling it: this one waits until another operator saves, or forward ends.
             self._sequence = sequence_number()
             self.taken.append(None)
             self._waiting.append((len(self.taken) - 1, tensor, tensor._version))
@@ -361,6 +328,5 @@ class Fingerprints:
         self._waiting.clear()
 
     def close(self) -> None:
-        """Ends forward, and drops the list: the frame has its fingerprints, and the pack hook keeps this object alive."""
         self.finish()
-        self.taken = []
+        self.taken = []  # the frame has them, and the pack hook keeps this object alive
