@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
-from ckpt_hooks._torch.modes import GLOBAL_DEVICE, global_device_mode, num_function_modes
+from ckpt_hooks._torch.modes import GLOBAL_DEVICE, global_device_mode, is_any_autocast_enabled, num_function_modes
 
 from . import autocast, flags, function_modes, rng, streams
 from .engine_image import HEAD, TAIL, Image, take_image

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.devices import address_of_generator
+from ckpt_hooks._torch.modes import address_of_generator
 
 __all__ = ["HEAD", "NEXT", "TAIL", "Image", "take_image"]
 

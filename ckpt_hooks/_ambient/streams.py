@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.devices import private_backend_name
+from ckpt_hooks._torch.modes import private_backend_name
 from ckpt_hooks._torch.tensors import past_all_modes
 
 __all__ = ["TORCH_NAMES", "Stream", "device_streams", "find_devices", "is_capturing", "is_same_state", "stream_of_generator"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from ckpt_hooks._function.contexts import ContextPair
 from ckpt_hooks._function.selective.modes import Recompute, Record
-from ckpt_hooks._torch.operators import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE
+from ckpt_hooks._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
 __all__ = ["own_contexts"]

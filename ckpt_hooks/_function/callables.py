@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from torch.nn import Module, ModuleList, Sequential
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._torch.operators import OPERATOR_PACKET, OPERATORS
+from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks.policies.base import Policy
 
 __all__ = ["UNRUN", "check_runs", "check_swallowed", "is_policy", "module_of", "name_of_function", "refuse_unrun"]

@@ -16,7 +16,7 @@ import torch
 
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
-from ckpt_hooks._torch.operators import OVERLOAD
+from ckpt_hooks._torch.functions import OVERLOAD
 
 from . import schema_gaps
 from .reusable_outputs import Kind, operator_kind

@@ -22,8 +22,7 @@ from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_
 from ckpt_hooks._core.order import Position
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.stack import is_recomputing, stack
-from ckpt_hooks._torch.autograd import graph_task_id, queue_callback
-from ckpt_hooks._torch.graphs import is_in_two_backwards
+from ckpt_hooks._torch.autograd import graph_task_id, is_in_two_backwards, queue_callback
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .facts import OpFacts, facts_of, same_operator

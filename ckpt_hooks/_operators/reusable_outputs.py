@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
-from ckpt_hooks._torch.operators import has_effects
+from ckpt_hooks._torch.functions import has_effects
 
 from . import schema_gaps
 

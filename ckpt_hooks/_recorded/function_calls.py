@@ -28,9 +28,8 @@ from ckpt_hooks._core.threads import is_concurrent
 from ckpt_hooks._operators.facts import Written
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Image, copy_from, differs, image_of
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
 from ckpt_hooks._torch.functions import APPLY_CODE
-from ckpt_hooks._torch.modes import FAKE, num_function_modes
+from ckpt_hooks._torch.modes import FAKE, is_any_autocast_enabled, num_function_modes
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE
 

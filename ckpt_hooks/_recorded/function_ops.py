@@ -12,6 +12,7 @@ from contextvars import Context
 from typing import Any
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from ckpt_hooks._ambient import autocast, function_modes, rng
 from ckpt_hooks._ambient.threaded_draws import device_of, drops_nothing
@@ -24,7 +25,7 @@ from ckpt_hooks._operators.facts import OpFacts, Written, facts_of
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.containers import build
-from ckpt_hooks._torch.functions import FunctionCtx, has_setup_context
+from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks.errors import DeterminismError
 
 from .surroundings import ReplayContext

@@ -13,8 +13,13 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._operators.operator_events import watch_replay
 from ckpt_hooks._torch.autograd import set_grad_enabled
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
-from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
+from ckpt_hooks._torch.modes import (
+    PastFunctionModes,
+    is_any_autocast_enabled,
+    num_function_modes,
+    resume_transforms,
+    suspend_transforms,
+)
 from ckpt_hooks._torch.tensors import BelowAutograd
 
 __all__ = ["ReplayContext", "Surroundings"]

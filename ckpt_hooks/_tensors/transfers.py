@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ckpt_hooks._torch.autograd import queue_callback
-from ckpt_hooks._torch.graphs import CAST_NODE, LEAF_NODE
+from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, queue_callback
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import past_all_modes, set_conj, set_neg
 

@@ -18,7 +18,7 @@ from ckpt_hooks._core.stack import is_recomputing
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import node_number, sequence_number
-from ckpt_hooks._torch.operators import OVERLOAD
+from ckpt_hooks._torch.functions import OVERLOAD
 
 __all__ = ["NOWHERE", "Known", "Notes", "OperatorNotes", "Origin"]
 
