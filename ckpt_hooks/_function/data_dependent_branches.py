@@ -18,8 +18,7 @@ import torch
 
 from ckpt_hooks._core.call_sites import site_of
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks._operators.routing_operators import advice_for, chooses
 from ckpt_hooks.errors import DeterminismError
 

@@ -25,8 +25,7 @@ from ckpt_hooks._core.stack import is_recomputing, stack
 from ckpt_hooks._torch.autograd import graph_task_id, is_in_two_backwards, queue_callback
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
-from .facts import OpFacts, facts_of, same_operator
-from .reusable_outputs import Kind
+from .facts import Kind, OpFacts, facts_of, same_operator
 
 __all__ = ["OperatorCount", "OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
 

@@ -9,9 +9,8 @@ import torch
 
 from ckpt_hooks._ambient.threaded_draws import drops_nothing
 from ckpt_hooks._core.threads import is_concurrent
-from ckpt_hooks._operators.facts import OpFacts
+from ckpt_hooks._operators.facts import Kind, OpFacts
 from ckpt_hooks._operators.noted_draws import draw_noting
-from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
 from ckpt_hooks.policies.decisions import ASK, EITHER, RECOMPUTE, SAVE

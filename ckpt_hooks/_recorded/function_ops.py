@@ -21,9 +21,8 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.stack import stack
-from ckpt_hooks._operators.facts import OpFacts, Written, facts_of
+from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
-from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._tensors.containers import build
 from ckpt_hooks._torch.functions import has_setup_context
 from ckpt_hooks.errors import DeterminismError

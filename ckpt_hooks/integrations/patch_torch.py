@@ -12,8 +12,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from ckpt_hooks._checkpoint.context_fn_check import own_contexts
-from ckpt_hooks._checkpoint.running import frame_of_call
+from ckpt_hooks._checkpoint.running import frame_of_call, own_contexts
 from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._core.interrupts import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none

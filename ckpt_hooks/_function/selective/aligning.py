@@ -23,8 +23,7 @@ from ckpt_hooks._ambient.threaded_draws import num_draw_modes
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_without_values, past_modes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.collector import StopRecompute
-from ckpt_hooks._operators.facts import facts_of, same_operator
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, facts_of, same_operator
 from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._tensors.copies import same_bits
 from ckpt_hooks._torch.autograd import graph_task_id, node_number, sequence_number
