@@ -20,8 +20,8 @@ import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._ambient.threaded_draws import num_draw_modes
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.state import loans
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK

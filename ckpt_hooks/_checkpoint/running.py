@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.interrupts import mark_thread, rewind
+from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn

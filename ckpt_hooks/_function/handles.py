@@ -19,12 +19,10 @@ from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.positions import Position
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, Mark, overlap_error
-from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved_descriptions import Saved, nbytes_of
-from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
-from ckpt_hooks._core.split_backward import Uses
+from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError
 
@@ -87,7 +85,7 @@ class HandleFrame(Frame):
 
     Attributes:
         collector: The collector of the running rerun (:class:`.collector.Collector`); None outside of reruns.
-        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split_backward`).
+        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
         marks: Marks of the regions inside, in forward.
         numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
             number without a handle.

@@ -106,7 +106,7 @@ class RegionOptions:
         preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them unchanged.
         offload_from: The bytes from which inputs go to the host, where no saved-tensor hooks are active around the region; None
             for none.
-        split_backward: Whether values stay for a second backward; see :mod:`ckpt_hooks._core.split_backward`.
+        split_backward: Whether values stay for a second backward; see :mod:`ckpt_hooks._core.scopes`.
     """
 
     check: Check = _DEFAULTS["check"]

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Made, run_on
-from ckpt_hooks._core import interrupts
 from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.mutation import written_unseen
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.containers import instances_in
@@ -314,11 +314,11 @@ def _check_unseen(frame: Replayable) -> None:
 
 def bring_back(replay: Replay, value: Value) -> None:
     """Brings back an expected, absent value, on the devices and streams on which the tape began."""
-    mark = interrupts.mark_thread()
+    mark = mark_thread()
     try:
         run_on(replay.frame.current, _bring_back, replay, value)
     except BaseException as error:
-        interrupts.rewind(mark, error)
+        rewind(mark, error)
         raise
 
 
