@@ -43,7 +43,6 @@ class CheckpointedFunction(Generic[P, R]):
 
     @skipped
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function as a region."""
         result: R = self._region.run(self.function, args, kwargs)
         return result
 
@@ -78,7 +77,6 @@ class CheckpointedModule(Module):
 
     @skipped
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module as a region."""
         return self._region.run(self.__wrapped__, args, kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:

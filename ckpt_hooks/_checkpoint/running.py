@@ -61,7 +61,6 @@ def frame_of_call(
     context_fn: Callable[[], ContextPair],
     settings: Settings,
 ) -> FunctionFrame:
-    """Returns the frame of a call, to be entered around the call, under some settings."""
     contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
     if not (options.debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)

@@ -31,13 +31,11 @@ Mark = tuple[int, int, RegionPath]
 
 
 def mutated_leaf(kept: Kept) -> MutationError:
-    """Returns the error for a kept leaf modified in place since. Plain autograd raises too."""
-    tensor, version, path = kept
+    tensor, version, path = kept  # plain autograd raises for such a leaf too
     return changed_saved(tensor, version, path)
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
-    """Returns the error for a saved tensor needed by two backwards of one group."""
     return OverlapError(
         f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
         f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run the two backwards in "

@@ -67,7 +67,6 @@ ThreadMark = tuple["Hooks | None", int, "Frame | None", bool]
 
 
 def mark_thread() -> ThreadMark:
-    """Returns the state of this thread, for :func:`rewind`."""
     return top_saved_tensors_hooks(False), num_dispatch_modes(), stack.innermost, torch.is_grad_enabled()
 
 

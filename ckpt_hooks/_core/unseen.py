@@ -1,9 +1,4 @@
-"""Work that no operator does: custom autograd functions, whose kernels write by pointer, and such kernels by themselves.
-
-A mode of this kind is told of every custom function called while it is active, and of Triton kernels and ``Tensor.apply_``
-outside of these. While an operator runs no mode is active, so what it does is its own business; torch's own functions are made
-of operators.
-"""
+"""Work that no operator does: custom autograd functions, whose kernels write by pointer, and such kernels by themselves."""
 
 from __future__ import annotations
 
@@ -24,8 +19,10 @@ _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
 class WatchesUnseen(QuietDispatchMode):
-    """A mode which is told of work that no operator does."""
+    """A mode which is told of custom functions called while it is active, and of kernels outside of these."""
 
+    # While an operator runs no mode is active, so what it does is its own business; torch's own functions are made of
+    # operators.
     is_in_function = False  # while a custom function runs, whose work counts as one
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:

@@ -56,7 +56,6 @@ class Container:
         return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-        """Returns the container for a rerun; see :func:`build`."""
         if self.identity in built:
             return built[self.identity]
         if self.shared is not None and self._is_unchanged():
@@ -227,7 +226,6 @@ class Capture:
 
 
 def instances_in(value: Any, kind: type[T]) -> list[T]:
-    """Returns the instances of a class in a value, in order."""
     found: list[T] = []
     _gather(value, kind, found)
     return found

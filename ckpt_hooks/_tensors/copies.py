@@ -19,31 +19,6 @@ from ckpt_hooks._torch.tensors import neg_view, past_all_modes, set_versions, st
 
 from .containers import replaced_in
 
-__all__ = [
-    "PLAIN",
-    "PLAIN_OR_FAKE",
-    "Clones",
-    "Image",
-    "alias_with_history",
-    "as_kind",
-    "copies_of",
-    "copy_from",
-    "copy_in",
-    "copy_of",
-    "copy_with_history",
-    "data_of",
-    "differs",
-    "fill_all",
-    "has_storage",
-    "image_of",
-    "is_dense",
-    "is_plain",
-    "restore_layout",
-    "same_bits",
-    "same_layout",
-    "stand_in_for",
-]
-
 #: Types of tensors without a subclass's behaviour.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
@@ -224,7 +199,6 @@ def _needed(tensor: torch.Tensor) -> int:
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype, device and strides."""
     return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
 
 

@@ -25,8 +25,6 @@ from ckpt_hooks._torch.tensors import nested_parts, storage_of
 
 @dataclass(frozen=True)
 class Check:
-    """The facts and fingerprints to compare."""
-
     # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
     # is wrong, and plain autograd raises as well.
     facts: Callable[[Any], Any]
@@ -37,7 +35,6 @@ _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, in one dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -166,7 +163,6 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_of(determinism_check: Any) -> Check:
-    """Returns the check for a ``determinism_check`` argument."""
     try:
         check = _CHECKS.get(determinism_check)
     except TypeError:  # not hashable

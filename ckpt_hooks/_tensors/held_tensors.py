@@ -289,7 +289,6 @@ _latest_steps: dict[int | None, int] = {}
 
 @functools.cache  # one hook is enough
 def watch_fused_steps() -> None:
-    """Counts the steps of fused optimizers from now on."""
     register_optimizer_step_post_hook(_count_step)
 
 

@@ -204,12 +204,11 @@ class Moved:
         self.storage = weakref.ref(tensor.untyped_storage())
 
     def send(self, shared: Shared) -> None:
-        """Sends the tensor; keeps a witness of its version."""
         tensor, is_unchanged = self._tensor, self._tensor._version == self._version
         if self.batch is None:
             self.batch = Batch()
         self._sent = self.batch.send(tensor, self._transfers, self._stream, self._max_stash_size)
-        self._tensor = version_witness(tensor)
+        self._tensor = version_witness(tensor)  # which keeps no memory alive
         if is_unchanged:  # only now, since another thread may ask for the copy
             shared.add(tensor, self)
 
@@ -230,7 +229,6 @@ class Moved:
         return Holding(reason, why, size_of(tensor), *storage_and_size(tensor), tensor.shape, tensor.dtype, tensor.device)
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor on its device; raises if it was modified since."""
         if self._tensor._version != self._version:
             of_region = self.path is not None and self._sent is not None
             kind = describe_kind(self._sent.host) if of_region and self._sent is not None else "saved"

@@ -13,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Finder", "Loan", "Origin", "Owner", "borrow", "give_back", "is_lent", "owner_of", "register_finder"]
-
 
 class Owner(Protocol):
     """The owner of some tensors' memory. Equal owners are one."""
@@ -39,8 +37,6 @@ Finder = Callable[[torch.Tensor], Origin | None]
 
 
 class _Registered:
-    """The finder of a framework, loaded once the framework is."""
-
     __slots__ = ("_find", "_load", "framework")
 
     def __init__(self, framework: str, load: Callable[[], Finder]) -> None:

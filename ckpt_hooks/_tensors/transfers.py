@@ -1,17 +1,7 @@
-"""Copies of tensors from a device to the host and back.
+"""Copies of tensors from a device to the host and back, on a stream for each direction, which overlap with computing.
 
-Each direction has a stream of its own, so that copies overlap with computing. The memory in use never depends on the progress
-of the device, since the host never asks for it:
-
-- The last few sent tensors are held (the *stash*). To send another tensor, the stream which saved the oldest waits for the
-  oldest copy, and the stash drops that tensor. Later work on that stream may have the memory.
-- A fetched tensor lies in memory of the stream which runs the node of backward. The copy waits for the work queued on that
-  stream so far. If a tensor is dropped before use, the stream waits for the copy first.
-
-Roads not taken: ``Tensor.record_stream`` gives memory back when the host finds a copy complete. A host ahead of its device
-finds none, and allocates more. So it is called only where a tensor is used on another stream than that of its fetch.
-
-Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
+The memory in use never depends on the progress of the device, since the host never asks for it. Source: torchtune's
+``OffloadActivations``, for the threshold, the two streams and the stash.
 """
 
 from __future__ import annotations
@@ -25,8 +15,6 @@ import torch
 from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, queue_callback
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import past_all_modes, set_conj, set_neg
-
-__all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_copies_at_end", "transfers_for"]
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -69,8 +57,7 @@ class Arrival:
 
 
 class _Droppable(Protocol):
-    def drop(self) -> None:
-        """Drops the tensor, if it was not taken."""
+    def drop(self) -> None: ...
 
 
 class _Ahead:
@@ -87,6 +74,13 @@ class _Ahead:
             fetched.drop()
 
 
+# The last few sent tensors are held (the *stash*). To send another tensor, the stream which saved the oldest waits for the
+# oldest copy, and the stash drops that tensor: later work on that stream may have the memory. A fetched tensor lies in memory
+# of the stream which runs the node of backward. The copy waits for the work queued on that stream so far; if the tensor is
+# dropped before use, the stream waits for the copy first.
+#
+# Road not taken: ``Tensor.record_stream`` gives memory back when the host finds a copy complete. A host ahead of its device
+# finds none, and allocates more. So it is called only where a tensor is used on another stream than that of its fetch.
 class Transfers:
     """The copies between one device and the host, in both directions."""
 
@@ -139,7 +133,6 @@ class Transfers:
                 del self._stash[number]
 
     def fetch(self, sent: Sent) -> Arrival:
-        """Starts a copy back."""
         with self.lock:
             # Tensors sent no later may go, since the fetch waits for their copies anyway.
             for number in [number for number in self._stash if number <= sent.number]:

@@ -64,8 +64,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 class SavedTensor(Protocol):
     """A tensor saved by autograd, by way of the saved-tensor hooks active at the time."""
 
-    def unpack(self) -> torch.Tensor:
-        """Returns the tensor; runs the unpack hook, if hooks were active."""
+    def unpack(self) -> torch.Tensor: ...
 
 
 class _SaveInput(torch.autograd.Function):
@@ -187,7 +186,6 @@ def packed_of(saved: Any) -> Any:
 
 
 def is_packed(saved: Any) -> bool:
-    """Whether saved-tensor hooks have packed a saved tensor."""
     return type(saved) is NodeSavedTensor or saved.unpack_hook is not None
 
 

@@ -1,8 +1,7 @@
-"""Regions in functions that ``torch.compile`` traces.
+"""Regions in functions that ``torch.compile`` traces: calls of torch's own function, which Dynamo knows by its identity.
 
-Dynamo knows ``torch.utils.checkpoint.checkpoint`` by its identity, and tells the compiler to compute the activations of its
-function again. So a region that Dynamo traces is a call of torch's function. Dynamo must not compile the code of this package
-that runs regions eagerly, after a graph break or in a rerun.
+The compiler decides how to recompute, and draws the random numbers of forward again by itself. Dynamo must not compile the code
+of this package that runs regions eagerly, after a graph break or in a rerun.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def while_tracing(function: F) -> F:
 
 
 def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn: Callable[[], Any] | None) -> Any:
-    """Calls a function as a region while Dynamo traces."""
     if torch.compiler.is_exporting():  # which keeps no activations
         return function(*args, **kwargs)
     if context_fn is None:

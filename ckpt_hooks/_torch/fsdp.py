@@ -1,8 +1,4 @@
-"""Private parts of FSDP2 (``torch.distributed.fsdp.fully_shard``): its parameters' memory, gathered and freed unit by unit.
-
-``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which of
-two forms of shards. Goes with a public way to ask whose memory a tensor has. 2.11 to 2.15, but where another version is named.
-"""
+"""Private parts of FSDP2 (``torch.distributed.fsdp.fully_shard``): its parameters' memory, gathered and freed unit by unit."""
 
 from __future__ import annotations
 
@@ -14,6 +10,10 @@ from torch.distributed import _composable_state
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ckpt_hooks._torch.tensors import storage_of
+
+# ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which
+# of two forms of shards. Goes with a public way to ask whose memory a tensor has. 2.11 to 2.15, but where another version is
+# named.
 
 
 def num_units() -> int:

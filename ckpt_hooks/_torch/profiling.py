@@ -45,8 +45,6 @@ _ONE = threading.Lock()
 
 
 class profile_memory:  # noqa: N801  # a context manager, as torch's own
-    """Profiles a block, memory included."""
-
     # The public profiler gives allocations without addresses, and not in one order with ranges: the tree of events has both.
     # 2.11 to 2.15. Goes with a public way.
     def __init__(self) -> None:
