@@ -18,8 +18,8 @@ if "free-threading" in _sys.version or not getattr(_sys, "_is_gil_enabled", lamb
 from ._ambient.named_random_sources import track_rng
 from ._checkpoint.checkpoint import checkpoint, set_checkpoint_early_stop
 from ._checkpoint.sequential import checkpoint_sequential
-from ._core.groups import GraphExecGroup
-from ._core.stack import is_recomputing
+from ._core.frame import is_recomputing
+from ._core.scopes import GraphExecGroup
 from ._function.contexts import noop_context_fn
 from ._tensors.refilling import register_finder as _register_finder
 from .device_states import DefaultDeviceType, get_device_states, set_device_states

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ._core.mutation import Why, mutated
-from ._tensors.shared_host_copies import Moved, Shared
+from ._tensors.offloaded import Moved, Shared
 from ._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, MAX_STASH_SIZE, transfers_for
 from ._torch.autograd import sequence_number
 from ._torch.modes import is_traced, num_dispatch_modes, num_function_modes

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import torch
 from typing_extensions import Never, ParamSpec, Self
 
+from ._core.frame import stack
 from ._core.holdings import Holding
-from ._core.interrupts import ThreadMark, mark_thread, rewind
+from ._core.hooks import ThreadMark, mark_thread, rewind
 from ._core.misuse import check_curried, described_as, name_of_callable
-from ._core.stack import stack
 from ._function.callables import UNRUN, check_runs, is_policy, refuse_unrun, warn_of_transform
 from ._function.options import Form, defaults_of, values_of
 from ._recorded.frame import RecordedFrame

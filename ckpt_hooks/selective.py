@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch.utils.checkpoint
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ._function.selective.modes import Recompute, Record
 from ._function.selective.selection import Selection
-from ._operators.reusable_outputs import SAC_IGNORED_OPS
 from ._torch.checkpoint import is_compiled
 from .policies.base import policy_from
 from .policies.decisions import asks_for_torch

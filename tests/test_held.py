@@ -8,8 +8,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from ckpt_hooks import checkpoint_region
 from ckpt_hooks._core.holdings import BY_POLICY, Reason
+from ckpt_hooks._tensors.containers import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, hold_tensor, recomputes
-from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks

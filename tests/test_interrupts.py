@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import ckpt_hooks
 from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.state import loans
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
@@ -227,9 +227,9 @@ class Moving(nn.Module):
     [
         ("_ambient/__init__.py:_enter_cpu", torch.float32),
         ("_ambient/__init__.py:leave", torch.float32),
-        ("_ambient/rng.py:_enter_others", torch.float32),
-        ("_ambient/flags.py:_read_unguarded", torch.float64),
-        ("_ambient/flags.py:write", torch.float64),
+        ("_ambient/streams.py:_enter_others", torch.float32),
+        ("_ambient/switches.py:_read_unguarded", torch.float64),
+        ("_ambient/switches.py:write", torch.float64),
         ("_function/state/attributes.py:restore", torch.float32),
         ("_function/state/contents_undo.py:restore", torch.float32),
         ("_function/state/loans.py:_write", torch.float32),

@@ -37,8 +37,8 @@ def test_private_torch_is_called_in_one_place(module):
 
 @pytest.mark.parametrize("module", MODULES, ids=names)
 def test_modules_have_room_for_one_idea(module):
-    """400 lines is the soft cap."""
-    assert len(module.read_text().splitlines()) <= 400
+    """Most have 150 to 400 lines, and none over 600."""
+    assert len(module.read_text().splitlines()) <= 600
 
 
 @pytest.mark.slow

@@ -22,8 +22,8 @@ from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import buffers
 from ckpt_hooks._function.state.container_contents import contents_kind_of
 from ckpt_hooks._function.state.reached_values import facts_of_code
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.held_tensors import HeldByHooks
-from ckpt_hooks._tensors.nested_values import instances_in
 from tests.measure import Frames, Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_hooks._operators.facts import KNOWN, facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import KNOWN, Kind, facts_of
 
 aten = torch.ops.aten
 

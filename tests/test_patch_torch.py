@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 import ckpt_hooks
 from ckpt_hooks import is_recomputing, patch_torch
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.interrupts import mark_thread, rewind
+from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations

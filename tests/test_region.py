@@ -14,7 +14,7 @@ from torch.autograd import grad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
 from ckpt_hooks import MutationError, checkpoint_name, checkpoint_region, is_recomputing, policies
-from ckpt_hooks._core.stack import stack
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._function import callables
 from ckpt_hooks.report import saved_tensors_report
 from tests.measure import CountOps, leaf

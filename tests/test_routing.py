@@ -17,8 +17,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, checkpoint_region
-from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks.policies import dots_saveable, routing_saveable, save_from_both_policies, save_ops
 from tests.measure import CountOps, Log, as_library, leaf
 

@@ -16,8 +16,7 @@ import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, policies
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._function.selective.selection import Selection
-from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, facts_of
 from tests.measure import CountOps, Log, Token, leaf
 
 aten = torch.ops.aten

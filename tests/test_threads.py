@@ -70,7 +70,7 @@ def test_rule_11_two_backwards_over_one_frame_at_once():
 
 def test_rule_11_one_recompute_for_two_threads_of_one_backward():
     """Two threads that unpack under one key, as two engine threads do: the second one waits and finds the values there."""
-    from ckpt_hooks._core.groups import GraphExecGroup, group_scope
+    from ckpt_hooks._core.scopes import GraphExecGroup, group_scope
     from ckpt_hooks._function.handles import FIRST, HandleFrame
     from ckpt_hooks._function.packing import unpack
     from ckpt_hooks._torch.autograd import set_graph_exec_group

@@ -27,7 +27,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt_hooks._torch.devices import address_of_generator
+from ckpt_hooks._torch.modes import address_of_generator
 
 from . import streams
 from .streams import TORCH_NAMES, device_streams, find_devices

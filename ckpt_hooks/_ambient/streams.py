@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.nn import Module, RNNBase
 
-from ckpt_hooks._torch.devices import private_backend_name
+from ckpt_hooks._torch.modes import private_backend_name
 from ckpt_hooks._torch.tensors import past_all_modes
 
 

@@ -28,10 +28,10 @@ import torch
 # compiler. Autocast and gradient mode, which it compares too, are not set from here. 2.11 to 2.15.
 from torch._C._dynamo.guards import GlobalStateGuard
 
-from ckpt_hooks._torch.devices import is_any_autocast_enabled
 from ckpt_hooks._torch.modes import (
     function_mode_at,
     global_device_mode,
+    is_any_autocast_enabled,
     num_function_modes,
     pop_function_mode,
     push_function_mode,

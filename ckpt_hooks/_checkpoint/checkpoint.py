@@ -20,8 +20,6 @@ from ckpt_hooks._torch.compiling import run_traced, skipped
 from .curried import curried
 from .running import run
 
-__all__ = ["checkpoint", "noop_context_fn", "set_checkpoint_early_stop"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

@@ -23,10 +23,7 @@ from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.traced_policies import key_for
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
-from .context_fn_check import own_contexts
-from .running import run
-
-__all__ = ["Curried", "curried"]
+from .running import own_contexts, run
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,13 +32,7 @@ _PASSED_ON = defaults_of(Form.CURRIED)
 
 
 class CheckpointedFunction(Generic[P, R]):
-    """A function whose calls are regions: the result of :func:`checkpoint` in its curried form.
-
-    Binds to instances as the function does, and is copied with the function (``copy.deepcopy`` of a model).
-
-    Attributes:
-        function: The function to call.
-    """
+    """A function whose calls are regions; binds to instances and is copied as the function is."""
 
     __qualname__: str  # of the function
 
@@ -52,7 +43,6 @@ class CheckpointedFunction(Generic[P, R]):
 
     @skipped
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Calls the function as a region."""
         result: R = self._region.run(self.function, args, kwargs)
         return result
 
@@ -76,13 +66,10 @@ class CheckpointedFunction(Generic[P, R]):
 
 
 class CheckpointedModule(Module):
-    """A module whose calls are regions: the result of :func:`checkpoint` in its curried form, for a module.
+    """A module whose calls are regions, with the attributes and the class of the module; hooks run inside the region."""
 
-    It has the attributes of the module as its own, in the same dictionary, and the module's class among its classes. So a model
-    may hold it in place of the module: names of parameters, buffers and submodules are the same, and so are ``isinstance``,
-    ``train()``, ``state_dict()`` and whatever else the module's class overrides. Hooks run inside the region.
-    """
-
+    # It shares the module's dictionary, and has its class as a base. So a model may hold it in the module's place: names of
+    # parameters and submodules, ``isinstance``, ``train()``, ``state_dict()`` and what else the class overrides are the same.
     __slots__ = ("__wrapped__", "_region")
 
     __wrapped__: Module  # as a wrapped function has it
@@ -90,7 +77,6 @@ class CheckpointedModule(Module):
 
     @skipped
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module as a region."""
         return self._region.run(self.__wrapped__, args, kwargs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
@@ -142,12 +128,7 @@ def checkpointed_module(module: Module, region: Curried) -> Module:
 
 @dataclasses.dataclass(frozen=True)
 class Curried:
-    """Options of :func:`checkpoint`, to be called with a function.
-
-    Attributes:
-        options: Options of recomputes.
-        context_fn: Makes the contexts of a region.
-    """
+    """Options of :func:`checkpoint`, to be called with a function."""
 
     options: RegionOptions
     context_fn: Callable[[], ContextPair]
@@ -165,17 +146,11 @@ class Curried:
 
     @skipped
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls a function as a region."""
         return run(function, args, kwargs, self.options, self.context_fn)
 
 
 def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
-    """Checks the options of the curried form: those of the direct form, made already, and its own by their names.
-
-    Raises:
-        ValueError: If an option is unknown.
-        TypeError: If an option has a value of another kind.
-    """
+    """Checks the options of the curried form: those of the direct form, made already, and its own by their names."""
     policy = own_options.pop("policy", None)
     if policy is not None:
         is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)

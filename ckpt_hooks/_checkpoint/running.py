@@ -1,4 +1,4 @@
-"""Running a call as a region."""
+"""Running a call as a region, and the contexts of a ``context_fn`` checked."""
 
 from __future__ import annotations
 
@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.interrupts import mark_thread, rewind
+from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.settings import Settings, current_settings
 from ckpt_hooks._function.callables import UNRUN, refuse_unrun, warn_of_transform
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, noop_context_fn, without_selection
 from ckpt_hooks._function.frame import FunctionFrame
 from ckpt_hooks._function.options import RegionOptions
-from ckpt_hooks._tensors.fused_steps import watch_fused_steps
+from ckpt_hooks._function.selective.modes import Recompute, Record
+from ckpt_hooks._tensors.held_tensors import watch_fused_steps
+from ckpt_hooks._torch.checkpoint import SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE
 from ckpt_hooks._torch.compiling import run_traced, skipped
 from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_dispatch_modes, num_function_modes
 from ckpt_hooks.report.debug import OperatorLogs
-
-from .context_fn_check import own_contexts
-
-__all__ = ["frame_of_call", "run"]
+from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
 
 @skipped
@@ -75,7 +74,6 @@ def frame_of_call(
     context_fn: Callable[[], ContextPair],
     settings: Settings,
 ) -> FunctionFrame:
-    """Returns the frame of a call, to be entered around the call, under some settings."""
     contexts = None if context_fn is noop_context_fn else own_contexts(call_context_fn(context_fn))
     if not (options.debug if settings.debug is None else settings.debug):
         return FunctionFrame(function, args, kwargs, options, contexts, settings)
@@ -84,3 +82,45 @@ def frame_of_call(
     frame = FunctionFrame(function, args, kwargs, options, own if contexts is None else both(contexts, own), settings)
     frame.call.explain = logs.explain
     return frame
+
+
+_SELECTIVE = (Record, Recompute, SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE)
+
+
+def own_contexts(contexts: ContextPair) -> ContextPair:
+    """Returns the contexts of a region, with the package's own in place of torch's selective contexts."""
+    forward: Any
+    recompute: Any
+    forward, recompute = contexts
+    if type(forward) is Record and type(recompute) is Recompute and forward.selection is recompute.selection:
+        return contexts
+    if type(forward) is SELECTIVE_FORWARD and type(recompute) is SELECTIVE_RECOMPUTE and forward.storage is recompute.storage:
+        # Torch's reuse outputs by how often an operator ran before, and know nothing of restored buffers, of random streams or
+        # of a second backward.
+        return create_selective_checkpoint_contexts(forward.policy_fn)
+    for context in contexts:
+        if not (hasattr(type(context), "__enter__") and hasattr(type(context), "__exit__")):
+            raise TypeError(
+                "context_fn should return two context managers, one for forward and one for recomputes, but one of them is "
+                f"{context!r} of type {type(context).__name__}. Where there is nothing to do, return contextlib.nullcontext()."
+            )
+    if type(forward) in _SELECTIVE or type(recompute) in _SELECTIVE:
+        are_of_two_calls = (type(forward), type(recompute)) in (
+            (Record, Recompute),
+            (SELECTIVE_FORWARD, SELECTIVE_RECOMPUTE),
+        )
+        raise TypeError(
+            "context_fn should return both contexts of one call of create_selective_checkpoint_contexts, the one for forward "
+            f"first, but returned {_in_words(forward)} and {_in_words(recompute)}"
+            f"{', of two calls' if are_of_two_calls else ''}. Return what that call returns. For "
+            "other contexts around them, write checkpoint(policy=policy, context_fn=others)(function)."
+        )
+    return contexts
+
+
+def _in_words(context: Any) -> str:
+    kind = type(context)
+    if kind not in _SELECTIVE:
+        return f"a {kind.__name__}"
+    whose = "a " if kind in (Record, Recompute) else "torch's "
+    return f"{whose}selective context for {'forward' if kind in (Record, SELECTIVE_FORWARD) else 'recomputes'}"

@@ -11,8 +11,6 @@ from ckpt_hooks._core.misuse import Misuse, reentrant_error
 
 from .checkpoint import checkpoint
 
-__all__ = ["checkpoint_sequential"]
-
 
 def checkpoint_sequential(
     functions: torch.nn.Sequential | torch.nn.ModuleList | Sequence[Callable[[Any], Any]],
@@ -81,8 +79,6 @@ def checkpoint_sequential(
 
 
 class _Segment:
-    """One segment of :func:`checkpoint_sequential`, as a function."""
-
     __slots__ = ("__qualname__", "steps")
 
     def __init__(self, steps: list[Callable[[Any], Any]], start: int) -> None:

@@ -1,8 +1,7 @@
-"""Frames: the common part of both kinds of region.
+"""Frames, the common part of both kinds of region, and the stack of a thread's open frames.
 
-Ownership is the whole of Rule 9. Autograd owns handles, a handle owns its frame, the frame does not own its handles. So a frame
-lives exactly as long as some node of the graph may still ask for one of its tensors, and everything the frame holds (saved
-inputs, ambient state, recomputed values) dies with the last such node, by reference counting alone.
+Autograd owns handles, a handle owns its frame, the frame does not own its handles. So a frame lives exactly as long as some
+node may still ask for one of its tensors, and what it holds dies with the last such node, by reference counting alone (Rule 9).
 """
 
 from __future__ import annotations
@@ -24,8 +23,6 @@ from .paths import RegionPath, format_path, region_in_words
 from .saved_descriptions import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 
-__all__ = ["Frame", "Mark", "describe_packed", "frame_of", "is_in_recompute", "mutated_leaf", "overlap_error"]
-
 R = TypeVar("R")
 
 # Left by a region inside a frame: how many tensors the frame had saved before, how many the region saves in it, and the region.
@@ -33,13 +30,11 @@ Mark = tuple[int, int, RegionPath]
 
 
 def mutated_leaf(kept: Kept) -> MutationError:
-    """Returns the error for a kept leaf modified in place since. Plain autograd raises too."""
-    tensor, version, path = kept
+    tensor, version, path = kept  # plain autograd raises for such a leaf too
     return mutated(Why.SAVED, format_path(path), tensor, version)
 
 
 def overlap_error(path: RegionPath, index: int) -> OverlapError:
-    """Returns the error for a saved tensor needed by two backwards of one group."""
     return OverlapError(
         f"Performing two backward calls that overlap (i.e. require the same saved tensor) inside one GraphExecGroup is not "
         f"allowed: tensor {index} of {region_in_words(path)} was already unpacked in this group. Run the two backwards in "
@@ -52,18 +47,7 @@ _NO_ENDINGS: tuple[Ending, ...] = ()
 
 
 class Frame(abc.ABC):
-    """One checkpointed region, of either kind: owns the tensors packed in the region, and brings these back.
-
-    Attributes:
-        passes: Values brought back, by the key of the scope that they were brought back for.
-        kind: ``"function"`` or ``"recorded"``.
-        path: The region's name and the names of the regions around.
-        complete: Whether forward has ended. Backward inside forward meets incomplete frames.
-        recomputing: Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
-        watch: Tells observers of the frame's events; None without observers.
-        current: Current devices and streams of forward; None without an accelerator in use.
-        release: Makes the pack hook let go of the frame; set during forward.
-    """
+    """One checkpointed region, of either kind: owns the tensors packed in the region, and brings these back."""
 
     __slots__ = (
         "__weakref__",
@@ -79,22 +63,26 @@ class Frame(abc.ABC):
         "watch",
     )
 
-    kind: ClassVar[str]
-    release: Callable[[], None]
+    kind: ClassVar[str]  # "function" or "recorded"
+    release: Callable[[], None]  # makes the pack hook let go of the frame; set during forward
 
     def __init__(
         self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
     ) -> None:
+        # Values brought back, by the key of the scope that they were brought back for.
         self.passes = NO_PASSES
         self._endings = _NO_ENDINGS
         self.parent = parent
         self.path: RegionPath = (name, None if parent is None else parent.path)
+        # Whether forward has ended: backward inside forward meets incomplete frames.
         self.complete = False
+        # Whether a recompute is running, which makes this the outermost frame of its thread meanwhile.
         self.recomputing = False
         self.watch: Watch | None = None
         # Reentrant, since user code that runs in a recompute may itself call backward over this frame. Locks are taken from
         # a frame towards its parents only, so two threads cannot wait for each other.
         self._lock = threading.RLock()
+        # Devices and streams of forward; None without an accelerator in use.
         self.current: Any = None
         if observers:
             outer = None if parent is None else parent.watch
@@ -109,7 +97,6 @@ class Frame(abc.ABC):
         """Returns each tensor kept alive by this frame, with the reason; leaves which require grad are left out."""
 
     def policy_in_words(self) -> str | None:
-        """Returns the policy on outputs to keep, in words; None without a policy."""
         return None
 
     @abc.abstractmethod
@@ -128,13 +115,7 @@ class Frame(abc.ABC):
         return None
 
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
-        """Runs a recompute, and tells observers.
-
-        Args:
-            recompute: The recompute.
-            *args: The arguments.
-            in_order: Whether forward's operators run in their order, all at once.
-        """
+        """Runs a recompute, and tells observers, also whether it runs forward's operators in their order, all at once."""
         watch = self.watch
         if watch is None:
             return recompute(*args)
@@ -167,11 +148,7 @@ def is_in_recompute(frame: Frame | None) -> bool:
 
 
 def describe_packed(packed: Any) -> Saved | None:
-    """Describes a saved tensor in autograd's graph, without recomputing.
-
-    Returns:
-        The description; None for the result of a pack hook other than a region's.
-    """
+    """Describes a saved tensor in autograd's graph, without recomputing; None for other pack hooks than a region's."""
     packed = getattr(packed, "packed", packed)
     if isinstance(packed, list) and list(map(type, packed[1:])) == [int, tuple] and isinstance(packed[0], torch.Tensor):
         tensor, _, path = packed
@@ -186,3 +163,37 @@ def frame_of(packed: Any) -> Frame | None:
     packed = getattr(packed, "packed", packed)
     frame = packed[0] if isinstance(packed, tuple) and len(packed) == 2 else getattr(packed, "frame", None)
     return frame if isinstance(frame, Frame) else None
+
+
+# Autograd's own stack of hooks gives each saved tensor to the innermost frame (Rule 1); this one has the frame's parents. A
+# recompute exchanges the stack for its own, and runs as if no frame were active (Rule 3).
+class FrameStack(threading.local):
+    """One thread's open frames: the innermost one, which links to the frame around, and so on."""
+
+    innermost: Frame | None = None  # whose forward or recompute is running
+
+
+stack = FrameStack()
+
+
+def is_recomputing() -> bool:
+    """Whether this thread is inside the recompute of a region.
+
+    A function frame runs its function again during backward, with all side effects; a recorded region, the forward of a custom
+    ``autograd.Function``. Code which must not happen twice (a log
+    line, a counter, an auxiliary loss) asks here.
+
+    Returns:
+        True inside a recompute, at whatever depth; False in forward and outside of regions.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import checkpoint, is_recomputing
+        >>> def block(x):
+        ...     if not is_recomputing():
+        ...         print("forward")
+        ...     return x.sin().cos()
+        >>> checkpoint(block, torch.ones(2, requires_grad=True)).sum().backward()
+        forward
+    """
+    return is_in_recompute(stack.innermost)

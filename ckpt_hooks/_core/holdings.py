@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt_hooks._torch.graphs import SAVED_TENSORS, packed_of
+from ckpt_hooks._torch.autograd import SAVED_TENSORS, packed_of
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
 from .descriptions import dtype_and_shape, kind_in_words

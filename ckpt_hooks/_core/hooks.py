@@ -1,4 +1,8 @@
-"""Saved-tensor hooks of frames: telling frames' hooks from the user's, and ending a forward."""
+"""Saved-tensor hooks of frames: whose they are, and taking them off a thread when a forward ends, well or by an exception.
+
+Ctrl-C raises between any two steps of Python code: after a hook was pushed and before anybody knows, or where a context manager
+is about to be left. So a region notes beforehand how its thread is, and an exception that leaves the region brings that back.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +11,27 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks.errors import CheckpointError
 
-from .frame import Frame
+from .frame import Frame, stack
+from .modes import is_quiet, leave_modes
 from .paths import RegionPath, format_path
-from .stack import stack
-
-__all__ = ["UNPACKS", "HandBack", "are_of_frame", "close_frame"]
 
 
 class HandBack:
-    """The unpack hook of the graph that a rerun makes, in which values stand by their numbers.
+    """The unpack hook of the graph that a rerun makes, in which values stand by their numbers."""
 
-    A result that escapes (to a global list, say) keeps its graph. If that graph held the values, one escaped tensor would keep
-    all that the rerun has saved. So it holds numbers, and only a backward inside the function gets the values.
-    """
-
+    # A result that escapes (to a global list, say) keeps its graph. If that graph held the values, one escaped tensor would
+    # keep all that the rerun has saved. So it holds numbers, and only a backward inside the function gets the values.
     __slots__ = ("_path", "_values")
 
     def __init__(self, values: Sequence[torch.Tensor], path: RegionPath) -> None:
-        """Takes the values of the rerun, by the number before theirs; the sequence is emptied when the rerun ends."""
+        # The values by the number before theirs; emptied when the rerun ends.
         self._values, self._path = values, path
 
     def __call__(self, packed: int | torch.Tensor) -> torch.Tensor:
-        """Returns the value with a number, or the tensor itself.
-
-        Raises:
-            CheckpointError: If the rerun has ended.
-        """
         if isinstance(packed, torch.Tensor):
             return packed
         if packed > len(self._values):
@@ -52,7 +48,7 @@ class HandBack:
 UNPACKS: list[Callable[[Any], torch.Tensor]] = []
 
 
-def are_of_frame(hooks: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> bool:
+def are_of_frame(hooks: Hooks) -> bool:
     """Whether a pair of hooks belongs to a frame, in forward or in a rerun."""
     return hooks[1] in UNPACKS or type(hooks[1]) is HandBack
 
@@ -64,3 +60,50 @@ def close_frame(frame: Frame) -> None:
     pop_saved_tensors_hooks()
     stack.innermost, frame.parent = frame.parent, None
     release()
+
+
+#: The innermost saved-tensor hooks, the number of dispatch modes, the innermost frame, and whether gradients are enabled.
+ThreadMark = tuple["Hooks | None", int, "Frame | None", bool]
+
+
+def mark_thread() -> ThreadMark:
+    return top_saved_tensors_hooks(False), num_dispatch_modes(), stack.innermost, torch.is_grad_enabled()
+
+
+def rewind(mark: ThreadMark, error: BaseException | None) -> None:
+    """Takes hooks and modes of regions off this thread, and closes open frames, down to a mark."""
+    hooks, modes, frame, grad_enabled = mark
+    # With nothing of a region left over, hooks and modes of the user's stay.
+    if isinstance(error, Exception) and not _is_anything_left(mark):
+        return
+    while top_saved_tensors_hooks(False) not in (hooks, None):
+        pop_saved_tensors_hooks()
+    leave_modes(modes)
+    left, stack.innermost = stack.innermost, frame
+    while left is not None and left is not frame:
+        if hasattr(left, "release"):
+            left.release()
+            del left.release
+        parent, left.parent = left.parent, None
+        left = parent
+    if torch.is_grad_enabled() != grad_enabled:
+        torch.set_grad_enabled(grad_enabled)
+
+
+def undo(step: Callable[..., object], *args: Any) -> None:
+    """Calls an undo step; once more if an exception, such as Ctrl-C, interrupts it."""
+    try:
+        step(*args)
+    except BaseException:
+        step(*args)
+        raise
+
+
+def _is_anything_left(mark: ThreadMark) -> bool:
+    hooks, modes, frame, _ = mark
+    top = top_saved_tensors_hooks(False)
+    return (
+        stack.innermost is not frame
+        or (top is not None and top != hooks and are_of_frame(top))
+        or (num_dispatch_modes() > modes and is_quiet(dispatch_mode_at(num_dispatch_modes() - 1)))
+    )

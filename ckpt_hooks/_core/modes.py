@@ -24,34 +24,9 @@ from ckpt_hooks._torch.modes import (
     push_function_mode,
 )
 
-__all__ = [
-    "QuietDispatchMode",
-    "count_writes",
-    "is_compiled_code_running",
-    "is_quiet",
-    "is_without_values",
-    "leave_modes",
-    "modes_in_words",
-    "only_quiet_modes",
-    "past_modes",
-    "pause_modes",
-    "resume_modes",
-    "unseen",
-    "users_modes",
-]
-
 
 class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode without effect on Dynamo: neither imported, nor kept from running compiled functions.
-
-    By itself it passes operators on, and is there: some operators of torch take other ways under any dispatch mode.
-
-    Operators run by the package for its own purposes, and operators of a recompute in the middle of a region, are not the
-    region's. They run while the modes of regions are paused, and a paused mode passes operators on.
-
-    Attributes:
-        paused: The number of pauses in force.
-    """
+    """A dispatch mode without effect on Dynamo, which passes operators on: some take other ways under any mode."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)  # type: ignore[no-untyped-call]
@@ -62,7 +37,9 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
-        self.paused = 0  # and nothing of torch's: that is for its way to enter a mode
+        # Pauses in force, for operators run by the package for its own purposes, and those of a recompute in the middle of a
+        # region, which are not the region's. And nothing of torch's: that is for its way to enter a mode.
+        self.paused = 0
         self._ranges = 0
 
     # Without this Dynamo would be imported to wrap the handler.
@@ -92,12 +69,7 @@ class QuietDispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Called when the mode was taken off its thread without an exit."""
 
     def note_range(self, operator: Any, args: Any) -> None:
-        """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters.
-
-        Args:
-            operator: An operator which begins or ends a profiler's range.
-            args: The operator's arguments.
-        """
+        """Pauses the mode while FSDP gathers parameters, as marked for the profiler: a recompute finds gathered parameters."""
         # Nothing but the name of the range tells that FSDP made it.
         if "exit" in operator._schema.name:
             if self._ranges:
@@ -141,16 +113,11 @@ def is_compiled_code_running() -> bool:
 
 
 def is_quiet(mode: Any) -> bool:
-    """Whether a dispatch mode is the package's own."""
     return isinstance(mode, QuietDispatchMode)
 
 
 def leave_modes(count: int) -> None:
-    """Takes the innermost dispatch modes off this thread, all but some.
-
-    Args:
-        count: How many stay.
-    """
+    """Takes the innermost dispatch modes off this thread, all but the first ``count``."""
     while num_dispatch_modes() > count:
         mode = pop_dispatch_mode(None)
         if is_quiet(mode):
@@ -161,7 +128,6 @@ _NO_MODES: Sequence[QuietDispatchMode] = ()
 
 
 def pause_modes() -> Sequence[QuietDispatchMode]:
-    """Pauses the active pausable modes of this thread; returns the modes, for :func:`resume_modes`."""
     if not num_dispatch_modes():
         return _NO_MODES
     modes = [mode for mode in _active_modes() if isinstance(mode, QuietDispatchMode)]
@@ -186,7 +152,6 @@ def is_without_values() -> bool:
 
 
 def resume_modes(paused: Sequence[QuietDispatchMode]) -> None:
-    """Ends :func:`pause_modes`."""
     for mode in paused:
         mode.paused -= 1
 

@@ -1,11 +1,10 @@
-"""Scopes: the life of recomputed values.
+"""Scopes: the life of recomputed values, by graph task, by group, or by the two parts of a split backward.
 
 A *pass* holds the values brought back for one frame by one backward. A pass belongs to a *scope*: a graph task of autograd, or
 a :class:`ckpt_hooks.GraphExecGroup`. The owner alone holds a scope: a graph task by way of its callbacks, which it runs at its
 end and drops on failure; a group as its attribute. A frame holds its passes, and with each pass a weak reference to the scope,
 whose callback removes the pass. So unclaimed values go when the backward ends or fails, also where the frame outlives the
-backward (``retain_graph=True``). Where the frame goes first, as is usual, its passes go along, and nothing is left to do at the
-end.
+backward (``retain_graph=True``). Where the frame goes first, as is usual, its passes go along, and nothing is left to do.
 
 Roads not taken: a dictionary for each frame, by graph task, with weak handles as keys, as in torch. Unclaimed values live as
 long as the graph then, and each frame pays for a weak dictionary. And a list of frames in each scope: a loop in Python at the
@@ -19,19 +18,11 @@ import weakref
 from functools import partial
 from typing import Any
 
-from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id, keeps_graph, queue_callback
+import torch
+from typing_extensions import Self
 
-__all__ = [
-    "MISSING",
-    "NO_PASSES",
-    "SPLIT",
-    "Ending",
-    "Scope",
-    "drop_at_end",
-    "graph_task_scope",
-    "is_last_backward",
-    "new_group_scope",
-]
+from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id, keeps_graph, queue_callback, set_graph_exec_group
+from ckpt_hooks._torch.tensors import storage_of, version_witness
 
 
 class _Missing:
@@ -57,27 +48,18 @@ SPLIT = -1 << 62
 
 
 class Scope:
-    """One backward, or one group of backwards; dies when the last one ends.
-
-    Attributes:
-        key: The key of passes in frames: the id of a graph task (0 and up), or a number below -1 for a group.
-    """
+    """One backward, or one group of backwards; dies when the last one ends."""
 
     __slots__ = ("__weakref__", "key")
 
     def __init__(self, key: int) -> None:
-        self.key = key
+        self.key = key  # the id of a graph task (0 and up), or a number below -1 for a group
 
 
 #: A weak reference to a scope, which does something when that ends, as long as somebody holds the reference.
 Ending = weakref.ref[Scope]
 
 _group_keys = itertools.count(-2, -1)
-
-
-def new_group_scope() -> Scope:
-    """Returns a scope whose key no graph task and no other group has."""
-    return Scope(next(_group_keys))
 
 
 def is_last_backward() -> bool:
@@ -89,10 +71,8 @@ _latest: Ending | None = None
 
 
 def graph_task_scope(key: int) -> Scope:
-    """Returns a scope which ends with this thread's graph task.
-
-    A task gets another scope where other tasks recompute in between, or on other threads. All end with the task.
-    """
+    """Returns a scope which ends with this thread's graph task."""
+    # A task gets another scope where other tasks recompute in between, or on other threads. All end with the task.
     global _latest
     scope = None if _latest is None else _latest()
     if scope is None or scope.key != key:
@@ -106,3 +86,97 @@ def drop_at_end(scope: Scope, passes: dict[int, Any]) -> Ending:
     """Returns what to hold for a scope's pass to be taken out of a frame's passes when the scope ends."""
     # ``pop`` is given the reference too, as the default for a pass that is gone already.
     return weakref.ref(scope, partial(passes.pop, scope.key))
+
+
+class GraphExecGroup:
+    """Several backwards which together recompute each region at most once.
+
+    Pipeline schedules run the backward of a stage in parts: gradients of the inputs first, gradients of the weights later. Each
+    part is a graph task and would recompute the stage's regions again. Inside one group the parts share the values. The same
+    instance may be entered again for a later part. The group keeps unused values until the group or the graph is
+    deleted, so keep the object no longer than the schedule needs.
+
+    The parts must be disjoint: two backwards in one group which need the same saved tensor raise, also under
+    ``retain_graph=True``, since a value goes with its use. Groups do not nest. ``torch.utils.checkpoint`` has groups of the
+    same name, and each package honours the other's.
+
+    Raises:
+        RuntimeError: On entering a group inside another one.
+
+    Example:
+        >>> import torch
+        >>> from ckpt_hooks import GraphExecGroup, checkpoint
+        >>> x = torch.ones(2, requires_grad=True)
+        >>> first, second = checkpoint(lambda x: (x.sin(), x.cos()), x)
+        >>> with GraphExecGroup():  # one recompute serves both
+        ...     first.sum().backward(retain_graph=True)
+        ...     second.sum().backward()
+    """
+
+    def __enter__(self) -> Self:
+        current = graph_exec_group()
+        if current is not None:
+            raise RuntimeError(
+                f"GraphExecGroup contexts cannot be nested: already inside group {current}. Leave it first, or run this "
+                "backward in the outer group."
+            )
+        set_graph_exec_group(self)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        set_graph_exec_group(None)
+
+
+def group_scope(group: Any) -> Scope:
+    """Returns the scope of a group, ours or torch's, and makes it on first use."""
+    # An attribute of the group, so that the scope ends when the group is deleted.
+    try:
+        scope: Scope = group._ckpt_hooks_scope
+    except AttributeError:
+        # Two threads may both come here; ``setdefault`` lets one of them win.
+        scope = vars(group).setdefault("_ckpt_hooks_scope", Scope(next(_group_keys)))
+    return scope
+
+
+# A pipeline schedule runs gradients of inputs and gradients of weights as two backwards. One recompute serves both: each value
+# stays until its handle was unpacked twice, or died (Rules 3 and 4). A backward which frees its graph unpacks each for the last
+# time. A value in memory which a backward wrote to is brought back anew, since the next must not see the write.
+class Uses:
+    """The uses of one frame's values by a backward in two parts (``split_backward=True``)."""
+
+    __slots__ = ("_handed_out", "_task", "_versions", "used")
+
+    def __init__(self) -> None:
+        self._task = graph_task_id()
+        # A witness and the version of each tensor handed out, by the address of its storage. A view made by a replay does not
+        # count versions with its base.
+        self._handed_out: dict[int, list[tuple[torch.Tensor, int]]] = {}
+        # The version of each tensor without a storage, such as a sparse one, by the index of its handle: a witness of such a
+        # tensor is an alias, which would hold the memory.
+        self._versions: dict[int, int] = {}
+        # Indices of the handles unpacked once, and kept for a second time.
+        self.used: set[int] = set()
+
+    def is_next_part(self) -> bool:
+        """Whether another backward than the latest asks, so that values of dead handles may go."""
+        latest, self._task = self._task, graph_task_id()
+        return latest != self._task
+
+    def is_untouched(self, index: int, tensor: torch.Tensor) -> bool:
+        """Whether no backward has written to the memory of a handle's value."""
+        storage = storage_of(tensor)
+        if storage is None:
+            return self._versions.get(index, tensor._version) == tensor._version
+        return all(witness._version == version for witness, version in self._handed_out.get(storage, ()))
+
+    def hand_out(self, index: int, tensor: torch.Tensor) -> bool:
+        """Notes that a handle is unpacked; returns whether the value stays for a second time."""
+        storage = storage_of(tensor)
+        if storage is None:
+            self._versions[index] = tensor._version
+        else:
+            self._handed_out.setdefault(storage, []).append((version_witness(tensor), tensor._version))
+        if index in self.used or not keeps_graph():
+            return False
+        self.used.add(index)
+        return True

@@ -1,7 +1,6 @@
-"""Settings of blocks, for all regions inside: one context variable.
+"""Settings of blocks, for all regions inside; a region reads them once, when its forward begins.
 
-A region reads the settings once, when its forward begins. Unlike a module's global, settings belong to one thread and context:
-a region of another thread does not see these.
+One context variable: unlike a module's global, a setting belongs to one thread and context.
 """
 
 from __future__ import annotations
@@ -14,22 +13,14 @@ from typing import Any
 
 from .events import Observer
 
-__all__ = ["DEFAULTS", "Settings", "current_settings", "observe", "override"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of the blocks around a region; None leaves a setting to the region.
-
-    Attributes:
-        early_stop: Whether recomputes stop early.
-        debug: Whether operators are logged.
-        observers: The observers, the outermost first.
-    """
+    """The settings of the blocks around a region; None leaves a setting to the region."""
 
     early_stop: bool | None = None
     debug: bool | None = None
-    observers: tuple[Observer, ...] = ()
+    observers: tuple[Observer, ...] = ()  # the outermost first
 
 
 #: The settings outside of any block.
@@ -53,10 +44,7 @@ def override(**changes: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Makes an observer watch every region whose forward begins in this block, on this thread; backward included.
-
-    Blocks nest; outer observers go on watching.
-    """
+    """Makes an observer watch every region whose forward begins in this block, on this thread; backward included."""
     # Without observers the price is one look-up a region and one attribute test a restored tensor. Packing pays nothing: a
     # watched region has pack hooks of its own.
     with override(observers=(*_current.get().observers, observer)):

@@ -1,9 +1,4 @@
-"""Work that no operator does: custom autograd functions, whose kernels write by pointer, and such kernels by themselves.
-
-A dispatch mode sees operators alone. A mode of this kind is told of every custom function called while the mode is active, and
-of Triton kernels and ``Tensor.apply_`` outside of these. While an operator runs, no mode is active, so what an operator does
-is the operator's own business. Torch's own functions are made of operators.
-"""
+"""Work that no operator does: custom autograd functions, whose kernels write by pointer, and such kernels by themselves."""
 
 from __future__ import annotations
 
@@ -19,30 +14,19 @@ from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 
 from .modes import QuietDispatchMode
 
-__all__ = ["WatchesUnseen", "run_watched"]
-
 #: Packages whose custom functions are made of operators.
 _OF_OPERATORS = frozenset({"torch", "ckpt_hooks"})
 
 
 class WatchesUnseen(QuietDispatchMode):
-    """A mode which is told of work that no operator does.
+    """A mode which is told of custom functions called while it is active, and of kernels outside of these."""
 
-    Attributes:
-        is_in_function: Whether a custom function is running, whose work counts as one.
-    """
-
-    is_in_function = False
+    # While an operator runs no mode is active, so what it does is its own business; torch's own functions are made of
+    # operators.
+    is_in_function = False  # while a custom function runs, whose work counts as one
 
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of a custom function.
-
-        Args:
-            around: The watching modes around, outermost first.
-            function: The function's class.
-            *args: The positional arguments.
-            **kwargs: The keyword arguments.
-        """
+        """Runs a call of a custom function; ``around`` are the watching modes around, outermost first."""
         return run_watched(around, function, args, kwargs)
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
@@ -60,7 +44,6 @@ class WatchesUnseen(QuietDispatchMode):
         super().__exit__(*exc_info)
 
     def abandoned(self) -> None:
-        """See :meth:`QuietDispatchMode.abandoned`."""
         AT_WORK.discard(weakref.ref(self))
 
 
@@ -89,14 +72,7 @@ def _run_of(function: Any) -> Callable[..., Any] | None:
 
 
 def run_watched(watching: list[WatchesUnseen], function: Any, args: Any, kwargs: Any) -> Any:
-    """Runs a call of a custom function, watched by modes.
-
-    Args:
-        watching: The modes, outermost first.
-        function: The function's class.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-    """
+    """Runs a call of a custom function, watched by modes, outermost first."""
     if watching:
         return watching.pop().run_function(watching, function, *args, **kwargs)
     return apply(function, args, kwargs)

@@ -21,8 +21,7 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
 from ckpt_hooks._tensors.copies import alias_with_history, as_kind, restore_layout
-from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
-from ckpt_hooks._tensors.saved_inputs import save_all
+from ckpt_hooks._tensors.held_tensors import num_fused_steps, save_all, stepped_since
 from ckpt_hooks._torch.autograd import SavedTensor, has_tangent, top_saved_tensors_hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_of
 from ckpt_hooks.errors import CheckpointError

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from torch.nn import Module
 
-from ckpt_hooks._torch.operators import OPERATOR_PACKET, OPERATORS
+from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 from ckpt_hooks.policies.base import Policy
 
 #: Types of the results of calls which have not run the function.

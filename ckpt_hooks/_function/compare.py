@@ -16,9 +16,8 @@ from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._tensors.determinism import Check, version_of
+from ckpt_hooks._tensors.determinism import Check, may_be_unfilled, version_of
 from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint
-from ckpt_hooks._tensors.fingerprints import may_be_unfilled
 from ckpt_hooks.errors import DeterminismError
 
 from .collector import Collector

@@ -1,7 +1,6 @@
 """The two context managers of ``context_fn``: one around the forward of a region, the other around each recompute.
 
-The second is entered by each recompute, from any thread, perhaps inside another recompute (a function whose rerun runs backward
-over the same region). So each entry has a state of its own.
+Each recompute enters the second, from any thread, perhaps inside another recompute. So each entry has a state of its own.
 """
 
 from __future__ import annotations
@@ -19,21 +18,6 @@ from ckpt_hooks._operators.operator_events import OperatorCount, OperatorWatch, 
 from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks.errors import DeterminismError
 
-__all__ = [
-    "ContextPair",
-    "Selects",
-    "both",
-    "call_context_fn",
-    "check_context_fn",
-    "noop_context_fn",
-    "reusable",
-    "selection_of",
-    "suppressed_error",
-    "telling_operators",
-    "under_modes",
-    "without_selection",
-]
-
 #: The context of a forward, and the context of each of its recomputes.
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -44,11 +28,6 @@ def noop_context_fn() -> ContextPair:
 
 
 def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
-    """Calls a ``context_fn``, and returns the two context managers.
-
-    Raises:
-        TypeError: If the result is not two context managers, or ``context_fn`` no function.
-    """
     try:
         contexts = context_fn()
     except TypeError:
@@ -63,11 +42,7 @@ def call_context_fn(context_fn: Callable[[], ContextPair]) -> ContextPair:
 
 
 def check_context_fn(context_fn: Any) -> None:
-    """Checks a ``context_fn`` without calling it.
-
-    Raises:
-        TypeError: If ``context_fn`` is no function.
-    """
+    """Checks a ``context_fn`` without calling it."""
     if not callable(context_fn):
         raise TypeError(
             "context_fn should be a function that returns two context managers, but got "
@@ -84,7 +59,6 @@ def reusable(context: AbstractContextManager[Any]) -> AbstractContextManager[Any
 
 
 def both(outer: ContextPair, inner: ContextPair) -> ContextPair:
-    """Joins two pairs into one pair."""
     return _Both(outer[0], inner[0]), _Both(outer[1], inner[1])
 
 
@@ -101,12 +75,7 @@ def under_modes(contexts: ContextPair | None) -> ContextPair | None:
 
 
 def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> ContextPair:
-    """Returns the contexts of a region with observers of operators.
-
-    Args:
-        contexts: The region's own contexts, if any.
-        parent: The outer frame. If its observers hear of operators, the mode there reports the operators of this region too.
-    """
+    """Returns the contexts of a region with observers of operators, which the mode of an outer frame may serve."""
     in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
     if contexts is None:
         return in_forward, OperatorWatch()
@@ -117,15 +86,12 @@ def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> Con
 
 
 class _Both(AbstractContextManager[None]):
-    """Two nested context managers."""
-
     def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
         self._outer, self._inner = outer, inner
         self._entered: list[AbstractContextManager[None]] = []
         self.selection = selection_of(outer) or selection_of(inner)
 
     def without_selection(self) -> _Both:
-        """Returns the two context managers without selective policies."""
         return _Both(without_selection(self._outer), without_selection(self._inner))
 
     def __enter__(self) -> None:
@@ -145,7 +111,6 @@ def _one_in_the_other(outer: AbstractContextManager[Any], inner: AbstractContext
 
 
 def suppressed_error(error: BaseException) -> RuntimeError:
-    """Returns the error for a forward context that suppresses an exception of forward."""
     return RuntimeError(
         "the forward context provided by context_fn suppressed an exception raised during the checkpointed forward "
         f"({error!r}). There is no value to return for a forward that failed: let the exception pass, and handle it "
@@ -163,37 +128,29 @@ def without_selection(context: AbstractContextManager[Any]) -> AbstractContextMa
 class Selects(Protocol):
     """The interface of a selective policy's memory (:class:`ckpt_hooks._function.selective.selection.Selection`)."""
 
+    # ``attach`` and ``close`` begin and end forward, ``prepare`` and ``settle`` a recompute. ``recompute`` reruns the region,
+    # twice if need be; ``check`` looks at an ended or failed one up to an index, before its values are handed out.
     policy_in_words: Callable[[], str] | None
 
-    def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None:
-        """Prepares for forward."""
+    def attach(self, numbers: list[int], path: Any, hooks: Any, *, respect_hooks: bool) -> None: ...
 
-    def close(self, parent: Any, *, early_stop: bool) -> None:
-        """Ends a successful forward."""
+    def close(self, parent: Any, *, early_stop: bool) -> None: ...
 
-    def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None:
-        """Prepares for a recompute."""
+    def prepare(self, values: list[torch.Tensor], *, last: bool, has_stopped: Callable[[], bool]) -> None: ...
 
-    def settle(self) -> None:
-        """Ends a recompute."""
+    def settle(self) -> None: ...
 
-    def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes a tensor saved by forward, perhaps a kept output."""
+    def note_saved(self, index: int, tensor: torch.Tensor) -> None: ...
 
-    def fate_at(self, index: int) -> Reason:
-        """Returns the fate of a saved tensor."""
+    def fate_at(self, index: int) -> Reason: ...
 
-    def kept_operators(self) -> Collection[Any]:
-        """Returns the operators with a kept output."""
+    def kept_operators(self) -> Collection[Any]: ...
 
-    def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Reruns the region, twice if need be."""
+    def recompute(self, rerun: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]: ...
 
-    def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None:
-        """Checks an ended or failed recompute up to an index, before its values are handed out."""
+    def check(self, index: int, explain: Callable[[DeterminismError], None], cause: Exception | None = None) -> None: ...
 
 
 def selection_of(context: AbstractContextManager[Any]) -> Selects | None:
-    """Returns the selection of a selective policy's context manager; None for other context managers."""
     selection: Selects | None = getattr(context, "selection", None)
     return selection if hasattr(selection, "attach") else None

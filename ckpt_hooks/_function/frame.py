@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
-from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.misuse import explain_refusal
@@ -18,9 +18,8 @@ from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.draws import DrawWatch
-from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
+from ckpt_hooks._tensors.offloaded import hooks_for_inputs
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import num_dispatch_modes
 

@@ -1,10 +1,4 @@
-"""Handles of function frames, which stand in the graph for dropped tensors, and the values brought back by one backward.
-
-Before a recompute a frame has to know the living handles. A handle is a tuple of its frame and a number. The number is an
-integer object held only by the handle and the frame's list of numbers: while the number has a holder besides the list, its
-handle is alive. (A weak reference to each handle does the same, at the cost of a class of handles and a third more time for
-each saved tensor.)
-"""
+"""Handles of function frames, which stand in the graph for dropped tensors, and the values brought back by one backward."""
 
 from __future__ import annotations
 
@@ -19,23 +13,21 @@ from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.positions import Position
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, Mark, overlap_error
-from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved_descriptions import Saved, nbytes_of
-from ckpt_hooks._core.scopes import MISSING, SPLIT, graph_task_scope
-from ckpt_hooks._core.split_backward import Uses
+from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError
-
-__all__ = ["FIRST", "Handle", "HandleFrame", "Pass"]
 
 #: The number of a frame's first saved tensor. Up here every sum is a new object; small integers are shared by all their
 #: users, and the count of their holders would tell nothing.
 FIRST = 1 << 20
 
 # Stands in autograd's graph for one saved tensor: the frame which can bring the tensor back, and the number of tensors saved
-# before by the frame, counted from FIRST.
+# before by the frame, counted from FIRST. The number is an object held only by the handle and the frame's list of numbers:
+# while it has a holder besides the list, its handle is alive. (A weak reference to each handle does the same, at the cost of a
+# class of handles and a third more time for each saved tensor.)
 Handle = tuple["HandleFrame", int]
 
 # The result of ``getrefcount`` for a number held by a list of numbers alone.
@@ -43,21 +35,15 @@ _UNHELD = next(map(getrefcount, [FIRST + 1]))
 
 
 class Pass:
-    """The values which a recompute brought back for one frame in one scope.
-
-    Attributes:
-        values: An entry for each handle, in the order of saving: the tensor, or :data:`MISSING`. A dictionary where the pass
-            is for one handle.
-        made: The devices and streams which made the values, to hand these to other streams; None without a device.
-        taken: Indices in the order of their taking.
-    """
+    """The values which a recompute brought back for one frame in one scope."""
 
     __slots__ = ("made", "taken", "values")
 
     def __init__(self, values: list[torch.Tensor] | dict[int, torch.Tensor], made: Made | None = None) -> None:
+        # An entry for each handle, in the order of saving: the tensor, or MISSING. A dictionary in a pass for one handle.
         self.values: Any = values
         self.made = made
-        self.taken: list[int] = []
+        self.taken: list[int] = []  # indices in the order of their taking
 
 
 class SplitPass(Pass):
@@ -70,34 +56,14 @@ class SplitPass(Pass):
         self.uses = Uses()
 
     def value_at(self, index: int, alive: Callable[[], list[bool]]) -> torch.Tensor:
-        """Returns a value, :data:`MISSING` if the value is not there, or a backward has written to its memory.
-
-        Args:
-            index: The index of the handle.
-            alive: Returns for each handle whether it is alive. Values of dead handles are dropped, once in each backward.
-        """
-        if self.uses.is_next_part():
+        """Returns a value; :data:`MISSING` if it is not there, or a backward has written to its memory."""
+        if self.uses.is_next_part():  # once in each backward
             self.values = [value if lives else MISSING for value, lives in zip(self.values, alive(), strict=False)]
         value: torch.Tensor = self.values[index] if index < len(self.values) else MISSING
         return value if value is MISSING or self.uses.is_untouched(index, value) else MISSING
 
 
 class HandleFrame(Frame):
-    """A function frame with handles, and with their values in one backward.
-
-    Attributes:
-        collector: The collector of the running rerun (:class:`.collector.Collector`); None outside of reruns.
-        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split_backward`).
-        marks: Marks of the regions inside, in forward.
-        numbers: A number for each packed tensor, in order, held by this list and by a living handle only. A kept tensor has a
-            number without a handle.
-        facts: Metadata of each packed tensor, compared on recompute. Kept tensors have the metadata of :data:`MISSING`.
-        positions: How far random streams had moved, by the indices of packed tensors before which they had; at index -1 where
-            they began. None where a rerun draws anew.
-        fingerprints: Fingerprints of the values of each packed tensor; empty if values are not compared.
-        without_grad: The numbers of packed tensors that require no grad.
-    """
-
     __slots__ = ("collector", "facts", "fingerprints", "is_split", "marks", "numbers", "positions", "without_grad")
 
     kind = "function"
@@ -107,21 +73,23 @@ class HandleFrame(Frame):
         self, name: str, parent: Frame | None, observers: tuple[Observer, ...], module: torch.nn.Module | None = None
     ) -> None:
         Frame.__init__(self, name, parent, observers, module)
-        self.collector: Any = None
-        self.is_split = False
-        self.marks: list[Mark] = []
+        self.collector: Any = None  # of the running rerun
+        self.is_split = False  # whether values stay for a second backward
+        self.marks: list[Mark] = []  # of the regions inside, in forward
+        # A number for each packed tensor, in order, held by this list and by a living handle only: a kept tensor has no handle.
         self.numbers: list[int] = []
+        # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.
         self.facts: list[Any] = []
+        # How far random streams had moved, by the indices of packed tensors before which they had; at index -1 where they
+        # began. None where a rerun draws anew.
         self.positions: dict[int, Position] | None = None
-        self.fingerprints: Sequence[Any] = ()
-        self.without_grad: list[int] = []
+        self.fingerprints: Sequence[Any] = ()  # of values; empty if values are not compared
+        self.without_grad: list[int] = []  # the numbers of packed tensors that require no grad
 
     def saved(self) -> list[Saved]:
-        """Returns the tensors which backward may still ask for; see :meth:`Frame.saved`."""
         return [self._describe(index) for index, alive in enumerate(self.alive()) if alive]
 
     def describe(self, packed: Any) -> Saved:
-        """Returns a description of a handle's tensor; see :meth:`Frame.describe`."""
         return self._describe(packed[1] - FIRST)
 
     def _describe(self, index: int) -> Saved:
@@ -135,42 +103,27 @@ class HandleFrame(Frame):
         """Notes a tensor dropped for a handle, where observers watch."""
 
     def fate_at(self, index: int) -> Reason:
-        """Returns the fate of a tensor dropped for a handle."""
         return Reason.DROPPED
 
     def alive(self) -> list[bool]:
-        """Returns for each packed tensor whether its handle is alive."""
         return list(map(_UNHELD.__lt__, map(getrefcount, self.numbers)))
 
+    # Under the frame's lock; leaves the frame as it was, whether it returns or raises. MISSING stands for a tensor not wanted,
+    # or modified in the course of the recompute, which has to be asked for alone.
     @abc.abstractmethod
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Brings tensors back, and tells observers.
-
-        Called with the frame's lock held. Leaves the frame as it was, whether the recompute returns or raises.
-
-        Args:
-            wanted: Indices of the handles to fill; None for all living handles.
-
-        Returns:
-            An entry for each handle, up to the last one wanted: the detached tensor, or :data:`MISSING` for a tensor not
-            wanted, or modified in the course of the recompute; the latter has to be asked for alone.
-        """
+        """Brings back tensors, of all living handles if None: an entry for each handle, up to the last one wanted."""
 
     def made(self) -> Made | None:
         """Returns the devices and streams of a recompute's values, to hand these to other streams; None without a device."""
         return None if self.current is None else Made(self.current)
 
     def open_pass(self, index: int) -> Pass:
-        """Returns this frame's pass in the scope of this thread; recomputes if there is none yet (Rule 3).
-
-        Args:
-            index: The handle being unpacked. Outside of a backward nothing tells when values may go, so that handle alone is
-                brought back, for the caller alone.
-        """
+        """Returns this frame's pass in the scope of this thread; recomputes if there is none yet (Rule 3)."""
         group = graph_exec_group()
         key = graph_task_id() if group is None else group_scope(group).key
         with self._lock:
-            if key == -1:
+            if key == -1:  # nothing tells when values may go, so this handle alone is brought back, for the caller alone
                 return Pass(self.recompute((index,)), self.made())
             if self.is_split and graph_task_id() != -1:
                 return self._open_split_pass(index)
@@ -195,11 +148,7 @@ class HandleFrame(Frame):
         return Pass({index: value}, kept.made)
 
     def reopen_pass(self, opened: Pass, index: int) -> torch.Tensor:
-        """Brings back a value missing in a pass: taken before, or packed after the recompute.
-
-        Raises:
-            OverlapError: In a group, whose backwards must not share a tensor.
-        """
+        """Brings back a value missing in a pass: taken before, or packed after the recompute."""
         with self._lock:
             taken = opened.taken
             wanted = [index]

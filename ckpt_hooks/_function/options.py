@@ -14,12 +14,8 @@ from ckpt_hooks._core.misuse import checked_flag, flag_or_none
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.determinism import Check, check_of
 
-__all__ = ["DEFAULT_OPTIONS", "OPTIONS", "Form", "RegionOptions", "defaults_of", "options_of", "values_of"]
-
 
 class Form(enum.Flag):
-    """The forms of a region which take options."""
-
     DIRECT = enum.auto()  # checkpoint(function, *args), and torch's calls of the kind under patch_torch
     CURRIED = enum.auto()  # checkpoint(...), by whatever makes functions and modules regions
     RECORDED = enum.auto()  # checkpoint_region(...), likewise
@@ -35,20 +31,11 @@ def _offload_from(is_on: Any, name: str) -> int | None:
 
 
 class Option(NamedTuple):
-    """An option.
-
-    Attributes:
-        forms: The forms which take the option.
-        default: The default, as users write it.
-        check: Returns the value for frames, or raises, given a value and the option's name. None where each form deals with
-            the option, and no frame knows it.
-        field: The name in frames, if another.
-    """
-
     forms: Form
-    default: Any = None
+    default: Any = None  # as users write it
+    # Returns the value for frames, or raises, given a value and the option's name; None where no frame knows the option.
     check: Any = None
-    field: str = ""
+    field: str = ""  # the name in frames, if another
 
 
 #: The table. Forms pass values on in this order, and errors list names in it.
@@ -70,7 +57,6 @@ OPTIONS = {
 
 
 def options_of(form: Form) -> list[str]:
-    """Returns the names of the options of a form."""
     return [name for name, option in OPTIONS.items() if form in option.forms]
 
 
@@ -94,29 +80,14 @@ _DEFAULTS = {option.field or name: option.check(option.default, name) for name, 
 
 @dataclasses.dataclass(frozen=True)
 class RegionOptions:
-    """Options of a function frame.
-
-    Attributes:
-        check: The comparison with forward.
-        debug: Whether errors name the first operator that differs.
-        early_stop: Whether a rerun ends with the last value needed, or runs the function to its end.
-        preserve_rng_state: Whether a rerun draws the random numbers of forward.
-        respect_hooks: Whether outputs kept by a selective policy go through the saved-tensor hooks around the region.
-        name: The region's name in errors and reports; the function's own if None.
-        preserve_buffers: Whether a rerun finds buffers and the like as forward found them, and leaves them unchanged.
-        offload_from: The bytes from which inputs go to the host, where no saved-tensor hooks are active around the region; None
-            for none.
-        split_backward: Whether values stay for a second backward; see :mod:`ckpt_hooks._core.split_backward`.
-    """
-
     check: Check = _DEFAULTS["check"]
     debug: bool = _DEFAULTS["debug"]
     early_stop: bool = _DEFAULTS["early_stop"]
     preserve_rng_state: bool = _DEFAULTS["preserve_rng_state"]
     respect_hooks: bool = _DEFAULTS["respect_hooks"]
-    name: str | None = None
+    name: str | None = None  # None for the function's own
     preserve_buffers: bool = _DEFAULTS["preserve_buffers"]
-    offload_from: int | None = _DEFAULTS["offload_from"]
+    offload_from: int | None = _DEFAULTS["offload_from"]  # bytes from which inputs go to the host; None for none
     split_backward: bool = _DEFAULTS["split_backward"]
 
 

@@ -1,12 +1,7 @@
 """The pack and unpack hooks of function frames, and opening a frame for a forward.
 
-Autograd keeps both hooks with each tensor passed through them, kept leaves included. So the unpack hook is one function of this
-file. The pack hook is a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
-
-A leaf that requires grad is kept, not dropped. This costs no memory, since the graph holds the leaf as well, and spares a
-handle, a comparison and a place in the recompute. Plain autograd keeps the same object. A *view* of a leaf does not qualify:
-where a framework gives a parameter another storage after forward (``param.data = ...``), the view would hold the storage to be
-freed.
+Autograd keeps both hooks with each tensor passed through them. So the unpack hook is one function of this file, and the pack
+hook a closure which lets go of its frame when forward ends: a frame must not outlive its handles (Rule 9).
 """
 
 from __future__ import annotations
@@ -19,27 +14,20 @@ import torch
 
 from ckpt_hooks._ambient.positions import where_streams_are
 from ckpt_hooks._core.event_sender import Watch
-from ckpt_hooks._core.frame import mutated_leaf
+from ckpt_hooks._core.frame import mutated_leaf, stack
 from ckpt_hooks._core.hooks import UNPACKS
 from ckpt_hooks._core.saved_descriptions import Kept
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.stack import stack
-from ckpt_hooks._tensors.fingerprints import Fingerprints
+from ckpt_hooks._tensors.determinism import Fingerprints
 from ckpt_hooks._torch.autograd import graph_task_id, push_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 
 from .handles import FIRST, Handle, HandleFrame
 
-__all__ = ["open_frame", "unpack", "unpack_watched"]
-
 
 @skipped
 def unpack(packed: Any) -> torch.Tensor:
-    """Returns the tensor of a handle, and lets go of the tensor (Rule 4).
-
-    Args:
-        packed: A handle, or the list which stands for a kept leaf.
-    """
+    """Returns the tensor of a handle, and lets go of the tensor (Rule 4); or a kept leaf."""
     if type(packed) is list:
         leaf: torch.Tensor = packed[0]
         if leaf._version != packed[1]:
@@ -68,7 +56,6 @@ def unpack(packed: Any) -> torch.Tensor:
 
 @skipped
 def unpack_watched(packed: Any) -> torch.Tensor:
-    """Unpacks as :func:`unpack` does, and tells observers."""
     if not isinstance(packed, WatchedHandle):
         return unpack([*packed])
     tensor = unpack(packed)
@@ -84,7 +71,6 @@ class WatchedHandle(tuple[HandleFrame, int]):
 
     @property
     def watch(self) -> Watch:
-        """The watch of the handle's frame, which tells observers."""
         watch = self[0].watch
         assert watch is not None
         return watch
@@ -97,7 +83,6 @@ class WatchedHandle(tuple[HandleFrame, int]):
 def _pack_watched(
     watch: Watch, pack: Callable[[torch.Tensor], Handle | Kept], positions: Sequence[int]
 ) -> Callable[[torch.Tensor], Handle | Kept]:
-    """Returns a pack hook which tells observers."""
 
     def pack_watched(tensor: torch.Tensor) -> Handle | Kept:
         packed = pack(tensor)
@@ -133,22 +118,9 @@ def open_frame(
     fingerprint: Callable[[torch.Tensor], Any] | None = None,
     left_out: Collection[int | None] = (),
 ) -> Callable[[], None] | None:
-    """Makes a frame the innermost frame of this thread.
-
-    Args:
-        frame: The frame, which has packed nothing yet.
-        facts: Returns the metadata of a tensor, or of :data:`MISSING`.
-        fingerprint: Returns the fingerprint of a tensor's values; None to compare no values.
-        left_out: Storages of tensors left out of the comparison: an operator writes to these after saving them.
-
-    Returns:
-        The function to call when forward has ended, if any.
-
-    Raises:
-        RuntimeError: Where saved-tensor hooks are disabled, with the message given to
-            ``torch.autograd.graph.disable_saved_tensors_hooks``. The frame is not open then.
-    """
+    """Makes a frame the innermost frame of this thread; returns the function to call when forward has ended, if any."""
     next_number, append, note = count(FIRST).__next__, frame.numbers.append, frame.facts.append
+    # ``left_out``: storages of tensors that are not compared, since an operator writes to these after saving them.
     path, without_grad = frame.path, frame.without_grad
     latest = missing = facts(MISSING)
     where, positions = where_streams_are(watched=frame.positions is not None), frame.positions
@@ -165,6 +137,9 @@ def open_frame(
             positions[number - FIRST] = position, where[1]
         if tensor.is_leaf:  # or has no graph
             if tensor.requires_grad:
+                # Kept, which costs no memory, since the graph holds the leaf as well, and spares a handle, a comparison and a
+                # place in the recompute. A *view* of a leaf is not: where a framework gives a parameter another storage after
+                # forward (``param.data = ...``), the view would hold the storage to be freed.
                 note(missing)
                 return [tensor, tensor._version, path]
             without_grad.append(number - FIRST)

@@ -16,13 +16,12 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.streams import default_generators_lock
-from ckpt_hooks._core.hooks import HandBack
-from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
+from ckpt_hooks._core.frame import stack
+from ckpt_hooks._core.hooks import HandBack, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.draws import DrawFound, DrawWatch
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms

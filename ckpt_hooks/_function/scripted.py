@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.saved_descriptions import Kept
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.scripting import divert_scripted, flags_of, latest_plan

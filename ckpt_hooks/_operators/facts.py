@@ -1,27 +1,57 @@
-"""The facts known of an operator before it runs: the places of tensors, the writes, and the outputs.
+"""What there is to know of an operator before it runs, once: its kind, the places of tensors, the writes, the outputs.
 
-Most facts come from schemas. Facts missing or wrong in schemas are in :mod:`.schema_gaps`. Function frames, recorders, policies
-and the modes which watch parameters all read this record, made once for each operator.
+Most facts follow from the schema. Facts missing or wrong there are in :mod:`.schema_gaps`.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.checkpoint import SAC_IGNORED_OPS
 
 from ckpt_hooks._ambient import switches
 from ckpt_hooks._ambient.switches import heeds
-from ckpt_hooks._torch.operators import OVERLOAD
+from ckpt_hooks._torch.functions import OVERLOAD, has_effects
 
 from . import schema_gaps
-from .reusable_outputs import Kind, operator_kind
 
-__all__ = ["KNOWN", "OpFacts", "Written", "facts_of", "routing_advice", "same_operator"]
+
+class Kind(enum.Enum):
+    """The actions open to a recompute for an operator: a view or a write is not done by returning a kept output."""
+
+    #: Does no work, or comes and goes: not part of the common sequence of forward and recompute.
+    IGNORED = enum.auto()
+    #: The same; begins or ends a named range of a profiler.
+    RANGE = enum.auto()
+    #: A cast of a leaf, which autocast makes once and keeps until its block ends: sometimes in the sequence, sometimes not.
+    CAST = enum.auto()
+    #: A view of its input: has to be made again, and is not part of the sequence either, since autograd makes some views anew
+    #: where their base was written to.
+    VIEW = enum.auto()
+    #: Has to run again, since it writes to its arguments.
+    WRITES = enum.auto()
+    #: Like ``WRITES``, but neither schema nor versions tell of the write.
+    REWRITES = enum.auto()
+    #: Has to run again, since its outputs share the input's memory, which the schema denies, but not the version counter.
+    ALIASES = enum.auto()
+    #: Runs again without need: it costs little, and the user got not the result itself but a view with a version counter of its
+    #: own.
+    FACTORY = enum.auto()
+    #: May be skipped where its output is at hand.
+    SAVEABLE = enum.auto()
+    #: The same, but the output is complete only after a wait: it is kept as it is, and copied nowhere.
+    COLLECTIVE = enum.auto()
+    #: The same, but draws random numbers, or may.
+    RANDOM = enum.auto()
+    #: The same, but has an effect, ordered with others of this kind: runs again only where a policy insists.
+    EFFECT = enum.auto()
+
 
 #: Kinds whose outputs can stand in for running the operator again; for writing kinds only outputs which are new.
 _ASKED = frozenset({Kind.CAST, Kind.SAVEABLE, Kind.COLLECTIVE, Kind.RANDOM, Kind.EFFECT})
@@ -29,19 +59,12 @@ _WRITING = frozenset({Kind.WRITES, Kind.REWRITES})
 
 
 class Written(NamedTuple):
-    """An argument written to by an operator.
+    """An argument written to by an operator."""
 
-    Attributes:
-        position: The place among positional arguments.
-        name: The argument's name.
-        counted: Whether the version counts the write.
-        overwritten: Whether nothing is left of the old content.
-    """
-
-    position: int
+    position: int  # among positional arguments
     name: str
-    counted: bool
-    overwritten: bool
+    counted: bool  # by the version
+    overwritten: bool  # nothing is left of the old content
 
     def of(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Returns the argument of a call; None where left out."""
@@ -49,49 +72,7 @@ class Written(NamedTuple):
 
 
 class OpFacts:
-    """The facts of an operator.
-
-    Attributes:
-        is_function: Whether this is a call of a custom ``autograd.Function``, recorded as one operator, which has
-            ``rerun`` in place of ``call``.
-        operator: The operator.
-        call: The callable which runs the operator.
-        name: The name, without library and overload.
-        kind: The kind.
-        tensors: The positions of tensors, for each number of positional arguments.
-        lists: Positions of arguments which are lists of tensors.
-        full_name: The name, as in ``"aten.mm.default"``.
-        keywords: Names of arguments which are tensors or lists of tensors.
-        written: The arguments written to.
-        single: Whether the operator returns one tensor.
-        has_buffered_masks: Whether a call may drop out by masks from a buffer, which a second call would not draw again.
-        has_effect: Whether there is an ordered effect, for which results are kept.
-        has_shape_from_data: Whether a result has a shape from data, or decides shapes.
-        has_fresh: Whether a result is neither an argument nor a view of an argument.
-        is_fast: Whether the operator only takes tensors by position and returns tensors.
-        is_view: Whether the output is a view of the input, with the same version counter.
-        is_detach: Whether the operator is ``detach``. ``tensor.data`` runs ``detach`` too, and has a version of its own.
-        is_random: Whether the operator draws random numbers, or may.
-        may_drop_out: Whether the operator draws only with a dropout probability.
-        is_repeatable: Whether a second run writes the same again.
-        may_be_left_out: Whether random streams and the world are the same without the operator.
-        is_uninitialized: Whether the result is uninitialised memory.
-        is_like: Whether the operator reads only the shape of its first argument.
-        is_asked_about: Whether the output can stand in for another run, so that policies are asked.
-        is_fresh: Whether all results are new, and maybe worth keeping.
-        is_inplace_view: Whether the operator turns a tensor into a view of itself.
-        is_mark: Whether the operator only tells the allocator of a stream which uses a tensor.
-        is_opaque: Whether the effects on arguments are unknown.
-        replaces_storage: Whether a written tensor may be in another storage afterwards.
-        is_collective: Whether the result is complete only after a wait.
-        is_trusted: Whether outputs are new, or share memory with arguments.
-        is_never_kept: Whether the output is a view or alias of the input: the operator runs again whatever a policy says.
-        is_routing: Whether routes or shapes depend on the result; None if the arguments tell (:meth:`routes`).
-        looks_at_switches: Whether the result depends on switches of the process which change without notice.
-        looks_at_all_switches: Whether all of these switches matter, not only the common ones.
-        looks_at_grad: Whether the result depends on the arguments' ``requires_grad``.
-    """
-
+    # A call of a custom ``autograd.Function`` is recorded as one operator, which has ``rerun`` in place of ``call``.
     is_function = False
     rerun: Callable[..., list[Any]]
     __slots__ = (
@@ -142,20 +123,26 @@ class OpFacts:
         namespace, _, name = ("", "", self.full_name) if schema is None else schema.name.partition("::")
         self.name: str = name
         aten = namespace == "aten"
+        # What it does to its arguments is unknown.
         self.is_opaque = schema is None or (kind is Kind.REWRITES and not aten)
         arguments = [] if schema is None else schema.arguments
         types = [str(argument.type) for argument in arguments]
         positions = tuple(index for index, one in enumerate(types) if one in ("Tensor", "Optional[Tensor]"))
+        # Positions of lists of tensors; of tensors, for each number of positional arguments; names of both.
         self.lists = tuple(index for index, one in enumerate(types) if "Tensor" in one and index not in positions)
         self.tensors = [tuple(index for index in positions if index < count) for count in range(len(arguments) + 1)]
         self.keywords = frozenset(arguments[index].name for index in (*positions, *self.lists))
         tags = () if schema is None else operator.tags
         self.is_inplace_view = torch.Tag.inplace_view in tags
+        # A written tensor may be in another storage afterwards.
         self.replaces_storage = self.name in schema_gaps.REPLACES_STORAGE
+        # It only tells the allocator of a stream which uses a tensor.
         self.is_mark = operator is schema_gaps.RECORD_STREAM
         self.written = () if schema is None or self.is_mark else _written(schema, self.name)
+        # A result is neither an argument nor a view of one.
         self.has_fresh = schema is None or any(returned.alias_info is None for returned in schema.returns)
         self.single = schema is not None and [str(returned.type) for returned in schema.returns] == ["Tensor"]
+        # With the version counter of its input, unlike an alias.
         self.is_view = (
             schema is not None
             and not schema.is_mutable
@@ -163,22 +150,30 @@ class OpFacts:
             and kind is not Kind.ALIASES
         )
         self.is_never_kept = kind in (Kind.VIEW, Kind.ALIASES)
+        # An output can stand in for another run, so policies are asked.
         self.is_asked_about = kind in _ASKED or (kind in _WRITING and self.has_fresh and not self.is_opaque)
         self.is_fresh = kind in (Kind.SAVEABLE, Kind.RANDOM)
         self.has_effect = kind is Kind.EFFECT
+        # ``tensor.data`` runs ``detach`` too, and has a version of its own.
         self.is_detach = self.name == "detach" and self.is_view
         self.is_random = kind in (Kind.RANDOM, Kind.EFFECT) or torch.Tag.nondeterministic_seeded in tags
         self.is_uninitialized = aten and self.name in schema_gaps.UNINITIALIZED
+        # It reads only the shape of its first argument.
         self.is_like = aten and self.name in schema_gaps.LIKE
+        # It draws only with a dropout probability.
         self.may_drop_out = self.is_random and "dropout_p" in {argument.name for argument in arguments}
         self.is_collective = kind is Kind.COLLECTIVE
+        # Outputs are new, or share memory with arguments.
         self.is_trusted = namespace in schema_gaps.TRUSTED
         self.looks_at_all_switches = not aten or heeds(self.name, switches.FURTHER)
         self.looks_at_switches = self.looks_at_all_switches or heeds(self.name, switches.COMMON)
+        # It may drop out by masks from a buffer, which a second call would not draw again.
         self.has_buffered_masks = aten and self.name in schema_gaps.BUFFERED_MASKS
+        # Routes or shapes depend on the result; None if the arguments tell.
         self.is_routing = _is_routing(operator)
         self.has_shape_from_data = self.is_routing is True or torch.Tag.dynamic_output_shape in tags
         self.is_repeatable = self.name in schema_gaps.REPEATABLE
+        # Random streams and the world are the same without it.
         self.may_be_left_out = not (
             schema is None
             or kind is Kind.RANDOM
@@ -187,6 +182,7 @@ class OpFacts:
             or torch.Tag.nondeterministic_seeded in tags
         )
         self.looks_at_grad = aten and self.name in schema_gaps.LOOKS_AT_GRAD
+        # It only takes tensors by position and returns tensors.
         self.is_fast = self.is_trusted and not (
             self.is_opaque
             or self.has_effect
@@ -250,6 +246,40 @@ class OpFacts:
 def _call_under(mode: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with mode:
         return call(*args, **kwargs)
+
+
+def operator_kind(operator: Any) -> Kind:
+    if operator in SAC_IGNORED_OPS or operator is schema_gaps.RECORD_STREAM:
+        return Kind.IGNORED
+    schema = getattr(operator, "_schema", None)
+    if schema is None:  # a higher-order operator
+        if has_effects(operator):
+            return Kind.EFFECT
+        return Kind.SAVEABLE if str(operator) in schema_gaps.PURE_HIGHER_ORDER else Kind.REWRITES
+    library, _, name = schema.name.partition("::")
+    if library == "profiler":
+        return Kind.RANGE
+    if library == "prim" or (name in schema_gaps.LAYOUT and library == "aten"):
+        return Kind.IGNORED
+    if library in schema_gaps.REWRITING or (library == "aten" and name in schema_gaps.WRITES):
+        return Kind.REWRITES
+    if schema.is_mutable:
+        return Kind.WRITES
+    if name in schema_gaps.ALIASES:
+        return Kind.ALIASES
+    if any(returned.alias_info is not None for returned in schema.returns):
+        return Kind.VIEW
+    if name == "_to_copy" and library == "aten":
+        return Kind.CAST
+    if library == "_c10d_functional":
+        return Kind.COLLECTIVE
+    if has_effects(operator):
+        return Kind.EFFECT
+    takes_tensor = any("Tensor" in str(argument.type) for argument in schema.arguments)
+    if library == "aten" and (name.endswith("_like") or name in schema_gaps.UNINITIALIZED or not takes_tensor):
+        return Kind.FACTORY
+    draws = torch.Tag.nondeterministic_seeded in operator.tags or library not in schema_gaps.TAGGED
+    return Kind.RANDOM if draws else Kind.SAVEABLE
 
 
 def _written(schema: Any, name: str) -> tuple[Written, ...]:
@@ -328,7 +358,6 @@ KNOWN: dict[int, OpFacts] = {}
 
 
 def facts_of(operator: Any) -> OpFacts:
-    """Returns the facts of an operator, made once."""
     found = KNOWN.get(id(operator))
     if found is None:
         found = KNOWN[id(operator)] = OpFacts(operator)

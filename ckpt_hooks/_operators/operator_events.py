@@ -17,17 +17,14 @@ from typing_extensions import Self
 from ckpt_hooks._core.call_sites import site_of
 from ckpt_hooks._core.event_sender import OperatorRun
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
-from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.frame import Frame, is_recomputing, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._core.order import Position
 from ckpt_hooks._core.settings import observe
-from ckpt_hooks._core.stack import is_recomputing, stack
-from ckpt_hooks._torch.autograd import graph_task_id, queue_callback
-from ckpt_hooks._torch.graphs import is_in_two_backwards
+from ckpt_hooks._torch.autograd import graph_task_id, is_in_two_backwards, queue_callback
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
-from .facts import OpFacts, facts_of, same_operator
-from .reusable_outputs import Kind
+from .facts import Kind, OpFacts, facts_of, same_operator
 
 __all__ = ["OperatorCount", "OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
 

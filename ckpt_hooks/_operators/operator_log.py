@@ -18,8 +18,7 @@ from ckpt_hooks._core.descriptions import kind_in_words
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._torch.autograd import graph_task_id
 
-from .facts import KNOWN, facts_of
-from .reusable_outputs import Kind
+from .facts import KNOWN, Kind, facts_of
 
 __all__ = ["Entry", "OperatorLog"]
 

@@ -1,8 +1,4 @@
-"""Operators with facts missing in their schemas, with a sentence on each list. Names without a library are of ``aten``.
-
-Another uncounted write is in :mod:`ckpt_hooks._core.modes`, since rooms below this one need it: in-place operators over lists
-of tensors (``_foreach_mul_``) count versions only where no dispatch mode is active (``count_writes``).
-"""
+"""Operators with facts missing in their schemas, with a sentence on each list. Names without a library are of ``aten``."""
 
 from __future__ import annotations
 
@@ -10,25 +6,7 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "ALIASES",
-    "BUFFERED_MASKS",
-    "LAYOUT",
-    "LIKE",
-    "LOOKS_AT_GRAD",
-    "OVERWRITES",
-    "PURE_HIGHER_ORDER",
-    "RECORD_STREAM",
-    "REPEATABLE",
-    "REPLACES_STORAGE",
-    "REWRITING",
-    "TAGGED",
-    "TRUSTED",
-    "UNINITIALIZED",
-    "WRITES",
-]
-
-# Writes
+# Writes. Another uncounted write is in ``_core/modes.py`` (``count_writes``), since rooms below this one need it.
 
 #: Arguments written to although their schemas say inputs: running statistics.
 WRITES = dict.fromkeys(

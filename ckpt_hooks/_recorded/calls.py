@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._operators.draws import draw_noting, drops_nothing
-from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, OpFacts
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
 from ckpt_hooks.policies.decisions import ASK, EITHER, RECOMPUTE, SAVE

@@ -8,19 +8,17 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.frame import mutated_leaf
+from ckpt_hooks._core.frame import mutated_leaf, stack
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
 from ckpt_hooks._core.saved_descriptions import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.operator_events import watch_forward
-from ckpt_hooks._tensors.fused_steps import watch_fused_steps
-from ckpt_hooks._tensors.held_tensors import Hooks
-from ckpt_hooks._tensors.offloaded_inputs import hooks_for_inputs
-from ckpt_hooks._torch.autograd import graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._tensors.held_tensors import watch_fused_steps
+from ckpt_hooks._tensors.offloaded import hooks_for_inputs
+from ckpt_hooks._torch.autograd import Hooks, graph_task_id, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.modes import num_dispatch_modes
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, storage_address, storage_of

@@ -12,10 +12,11 @@ import torch
 
 from ckpt_hooks._core.holdings import Cause
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._operators.reusable_outputs import Kind
-from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, Hooks, hold_tensor
+from ckpt_hooks._operators.facts import Kind
+from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, hold_tensor
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
+from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway
 from ckpt_hooks.policies.decisions import OFFLOAD
 

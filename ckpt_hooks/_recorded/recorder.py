@@ -20,8 +20,7 @@ from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.modes import count_writes, is_compiled_code_running
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._operators.draws import drops_nothing
-from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import KNOWN, Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.compiling import skipped

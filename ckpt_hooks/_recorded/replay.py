@@ -19,14 +19,14 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Made, run_on
-from ckpt_hooks._core import interrupts
 from ckpt_hooks._core.frame import Frame
+from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
 from ckpt_hooks._tensors.held_tensors import HeldRefilled
-from ckpt_hooks._tensors.nested_values import instances_in
 from ckpt_hooks._tensors.refilling import Owner
 from ckpt_hooks._torch.tensors import storage_address
 from ckpt_hooks.errors import CheckpointError, DeterminismError, MutationError
@@ -315,11 +315,11 @@ def _check_unseen(frame: Replayable) -> None:
 
 def bring_back(replay: Replay, value: Value) -> None:
     """Brings back an expected, absent value, on the devices and streams on which the tape began."""
-    mark = interrupts.mark_thread()
+    mark = mark_thread()
     try:
         run_on(replay.frame.current, _bring_back, replay, value)
     except BaseException as error:
-        interrupts.rewind(mark, error)
+        rewind(mark, error)
         raise
 
 

@@ -11,12 +11,10 @@ import torch
 
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, overlap_error
-from ckpt_hooks._core.groups import group_scope
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved_descriptions import Saved, TrackedKept
-from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, graph_task_scope
-from ckpt_hooks._core.split_backward import Uses
+from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
 from ckpt_hooks._torch.functions import num_holders
@@ -119,7 +117,7 @@ class ReplayedFrame(Replayable):
     Attributes:
         externals: Stand-ins for saved tensors from outside.
         handles: The frame's handles.
-        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.split_backward`).
+        is_split: Whether values stay for a second backward (:mod:`ckpt_hooks._core.scopes`).
     """
 
     __slots__ = ("_children", "externals", "handles", "is_split")

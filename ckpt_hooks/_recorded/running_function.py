@@ -14,7 +14,7 @@ import torch
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._operators.draws import draw_noting, drops_nothing
 from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._tensors.nested_values import instances_in
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import storage_address, storage_of
 from ckpt_hooks.policies.decisions import RECOMPUTE

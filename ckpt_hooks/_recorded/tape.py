@@ -21,10 +21,9 @@ from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
-from ckpt_hooks._tensors.fused_steps import num_fused_steps
-from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, Hooks, Lost
+from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, Lost, num_fused_steps
 from ckpt_hooks._tensors.refilling import owner_of
-from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.autograd import Hooks, graph_task_id
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import is_below_counting, is_kept_anyway, storage_address, storage_of
 from ckpt_hooks.policies.context import SelectiveCheckpointContext

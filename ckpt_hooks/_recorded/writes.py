@@ -22,11 +22,11 @@ from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
 from ckpt_hooks._core.paths import RegionPath
-from ckpt_hooks._operators.facts import OpFacts, Written
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, OpFacts, Written
+from ckpt_hooks._tensors.containers import instances_in, tensors_in
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout
-from ckpt_hooks._tensors.held_tensors import HeldByHooks, Hooks, Lost
-from ckpt_hooks._tensors.nested_values import instances_in, tensors_in
+from ckpt_hooks._tensors.held_tensors import HeldByHooks, Lost
+from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_address, storage_of
 from ckpt_hooks.policies.decisions import OFFLOAD, RECOMPUTE, SAVE
 

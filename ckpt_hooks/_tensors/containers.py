@@ -1,8 +1,7 @@
-"""Arguments taken apart: containers at any depth, with a stand-in for each tensor.
+"""Nested values: walks over them, and arguments taken apart, with a stand-in for each tensor.
 
-Lists and dicts are captured with their entries of forward, and so are objects with tensors in them. A rerun gets containers of
-its own, and sees no later change to the originals, be it by the caller or by the function. All else is handed on as the same
-object.
+Containers are captured with their entries of forward. A rerun gets containers of its own, and sees no later change to the
+originals; all else is handed on as the same object.
 """
 
 from __future__ import annotations
@@ -13,12 +12,14 @@ import io
 import types
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["ATOMS", "Capture", "Container", "TensorAt", "build"]
+from ckpt_hooks._core.inner_tensors import inner_tensors
+
+T = TypeVar("T")
 
 #: Types whose values neither are nor hold tensors.
 ATOMS = frozenset({type(None), bool, int, float, complex, str, bytes, torch.Size, torch.dtype, torch.device})
@@ -34,36 +35,27 @@ class TensorAt:
 
 
 class Container:
-    """Stands for a list, tuple, dict or dataclass, subclasses included.
-
-    Attributes:
-        original: The captured object; dropped when the walk is over.
-        kind: The object's type.
-        entries: Captured entries of a list or tuple, captured values of a dict with their keys.
-        identity: The ``id`` of the object in forward.
-        slots: Captured attributes in slots, by their descriptors.
-        variables: Captured attributes in ``__dict__``, by name.
-        is_namespace: Whether the object is a dict and its own ``__dict__``.
-        shared: The captured object, if without tensors: a rerun gets the object itself while unchanged.
-    """
+    """Stands for a list, tuple, dict or dataclass, subclasses included."""
 
     __slots__ = ("entries", "identity", "is_namespace", "kind", "original", "shared", "slots", "variables")
 
     def __init__(self, original: Any) -> None:
-        self.original = original
+        self.original = original  # dropped when the walk is over
         self.kind, self.identity = type(original), id(original)
+        # Captured entries of a list or tuple; of a dict, keys with captured values.
         self.entries: list[Any] = []
+        # Captured attributes in slots, by their descriptors, and in ``__dict__``, by name.
         self.slots: list[tuple[Any, Any]] = []
         self.variables: list[tuple[str, Any]] = []
+        # A dict which is its own ``__dict__``.
         self.is_namespace = False
+        # The captured object, if without tensors: a rerun gets the object itself while unchanged.
         self.shared: Any = None
 
     def attributes(self) -> list[tuple[str, Any]]:
-        """Returns all captured attributes by name."""
         return [*((slot.__name__, captured) for slot, captured in self.slots), *self.variables]
 
     def build(self, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-        """Returns the container for a rerun; see :func:`build`."""
         if self.identity in built:
             return built[self.identity]
         if self.shared is not None and self._is_unchanged():
@@ -76,7 +68,9 @@ class Container:
             made = kind(items) if hasattr(kind, "n_sequence_fields") else tuple.__new__(kind, items)
             built[self.identity] = made
         else:
-            made = built[self.identity] = _new(kind)
+            # What a subclass's own ``__new__`` does, which may want arguments, is among the captured attributes.
+            new: Any = _builtin_of(kind).__new__
+            made = built[self.identity] = new(kind)
             if issubclass(kind, list):
                 list.extend(made, (build(entry, tensors, built) for entry in self.entries))
             elif issubclass(kind, dict):
@@ -111,28 +105,13 @@ def _is_still(captured: Any, value: Any) -> bool:
     return captured is value
 
 
-def _new(kind: type[Any]) -> Any:
-    """Returns an empty instance, made by the builtin base class of a subclass.
-
-    The work of a subclass's ``__new__``, which may want arguments, is among the captured attributes.
-    """
-    new: Any = _builtin_of(kind).__new__
-    return new(kind)
-
-
 def _builtin_of(kind: type[Any]) -> type[Any]:
     """Returns the builtin class from which a class derives, ``object`` if no other."""
     return next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType))
 
 
 def build(captured: Any, tensors: Sequence[torch.Tensor], built: dict[int, Any]) -> Any:
-    """Returns the value for a captured stand-in.
-
-    Args:
-        captured: The stand-in, or the value itself.
-        tensors: The tensors.
-        built: The containers of this rerun, by the ``id`` of those of forward; gets those that are made.
-    """
+    """Returns the value for a captured stand-in, given the tensors and the containers already built in this rerun."""
     kind = type(captured)
     if kind is TensorAt:
         return tensors[captured.position]
@@ -146,18 +125,13 @@ def _stands_for_something(captured: Any) -> bool:
 
 
 class Capture:
-    """A walk over the arguments of one call.
-
-    Attributes:
-        tensors: The tensors met, in order.
-        objects: The objects met and not taken apart.
-    """
+    """A walk over the arguments of one call."""
 
     __slots__ = ("_containers", "_seen", "objects", "tensors")
 
     def __init__(self, tensors: list[torch.Tensor] | None = None) -> None:
         self.tensors: list[torch.Tensor] = [] if tensors is None else tensors
-        self.objects: list[Any] = []
+        self.objects: list[Any] = []  # those not taken apart
         self._seen: dict[int, Any] = {}
         self._containers: list[Container] = []
 
@@ -168,12 +142,7 @@ class Capture:
         return [container.identity for container in self._containers]
 
     def value(self, value: Any, path: str) -> Any:
-        """Returns the stand-in for a value.
-
-        Args:
-            value: The value.
-            path: The place, in the notation of users.
-        """
+        """Returns the stand-in for a value at ``path``, a place in the notation of users."""
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if type(value) in ATOMS:
@@ -254,3 +223,40 @@ class Capture:
             return container
         self._seen[id(container.original)] = container.original
         return container.original
+
+
+def instances_in(value: Any, kind: type[T]) -> list[T]:
+    found: list[T] = []
+    _gather(value, kind, found)
+    return found
+
+
+def _gather(value: Any, kind: type[T], found: list[T]) -> None:
+    if isinstance(value, kind):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            _gather(one, kind, found)
+    elif isinstance(value, dict):
+        for one in value.values():
+            _gather(one, kind, found)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns every tensor in a value in order, then the inner tensors of wrapper subclasses at any depth."""
+    if type(value) is torch.Tensor:
+        return [value]
+    found = instances_in(value, torch.Tensor)
+    for tensor in found:  # including tensors added in the loop
+        if type(tensor) is not torch.Tensor:
+            found += inner_tensors(tensor)
+    return found
+
+
+def replaced_in(value: Any, kind: type[T], function: Callable[[T], Any]) -> Any:
+    """Returns the same lists and tuples with each instance of a class replaced by a function's result."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, (list, tuple)):
+        return type(value)([replaced_in(one, kind, function) for one in value])
+    return value

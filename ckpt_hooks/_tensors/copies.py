@@ -1,10 +1,7 @@
 """Copies of tensors, and the restoring of content, strides and version.
 
-Frames restore tensors in two cases: a tensor was written to and is put back for a rerun, or went through saved-tensor hooks.
-
-Hooks which copy (``torch.autograd.graph.save_on_cpu``) bring back a dense tensor at version 0, whatever was packed. Plain
-autograd does not mind; a rerun of a function does. A transposed input takes other kernels than a dense input, with other
-roundings and other saved tensors. And versions tell whether a saved tensor was modified since.
+Hooks which copy (``save_on_cpu``) bring back a dense tensor at version 0, whatever was packed. A rerun does mind: a transposed
+input takes other kernels than a dense one, and versions tell whether a saved tensor was modified since.
 """
 
 from __future__ import annotations
@@ -20,32 +17,7 @@ from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.tensors import neg_view, past_all_modes, set_versions, storage_address, storage_of
 
-from .nested_values import replaced_in
-
-__all__ = [
-    "PLAIN",
-    "PLAIN_OR_FAKE",
-    "Clones",
-    "Image",
-    "alias_with_history",
-    "as_kind",
-    "copies_of",
-    "copy_from",
-    "copy_in",
-    "copy_of",
-    "copy_with_history",
-    "data_of",
-    "differs",
-    "fill_all",
-    "has_storage",
-    "image_of",
-    "is_dense",
-    "is_plain",
-    "restore_layout",
-    "same_bits",
-    "same_layout",
-    "stand_in_for",
-]
+from .containers import replaced_in
 
 #: Types of tensors without a subclass's behaviour.
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -70,13 +42,7 @@ def as_kind(tensor: torch.Tensor, kind: type[torch.Tensor]) -> torch.Tensor:
 
 
 def restore_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None, version: int) -> torch.Tensor:
-    """Returns a tensor of the same values and gradient edge, with given strides and version.
-
-    Args:
-        tensor: The tensor.
-        strides: One number a dimension, in elements; None if any will do.
-        version: The version to set.
-    """
+    """Returns a tensor of the same values and gradient edge, with these strides (None for any) and this version."""
     if (strides is None or tensor.stride() == strides) and tensor._version == version:
         return tensor
     with torch.enable_grad():
@@ -86,7 +52,7 @@ def restore_layout(tensor: torch.Tensor, strides: tuple[int, ...] | None, versio
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns ``tensor.data`` past all dispatch modes, since a tracing mode would return a fake tensor."""
+    # Past all modes, since a tracing mode would return a fake tensor.
     data: torch.Tensor = past_all_modes(tensor, getattr, tensor, "data")
     return data
 
@@ -113,18 +79,12 @@ def _copy_of(tensor: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Ten
     return copy
 
 
-#: Storages and their copies, by the address of the original.
+#: Storages and their copies, by the address of the original, which is held so that no other storage takes the address.
 Clones = dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]]
 
 
 def copy_in(tensor: torch.Tensor, clones: Clones) -> torch.Tensor:
-    """Returns a copy of a tensor with the same strides, made past dispatch modes.
-
-    Args:
-        tensor: The tensor.
-        clones: Storages and their copies, by the address of the original. The original is held, so that no other storage takes
-            its address. Tensors which share memory share memory in the copies too.
-    """
+    """Returns a copy of a tensor with the same strides; tensors which share memory share it in the copies too."""
     copy: torch.Tensor = past_all_modes(tensor, _copy_in, tensor, clones)
     return copy
 
@@ -239,7 +199,6 @@ def _needed(tensor: torch.Tensor) -> int:
 
 
 def same_layout(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have the same shape, dtype, device and strides."""
     return _kind_of(one) == _kind_of(other) and one.stride() == other.stride()
 
 
@@ -265,8 +224,8 @@ Image = bytes | torch.Tensor
 
 
 def image_of(tensor: torch.Tensor) -> Image:
-    """Returns the content of a dense tensor. Bytes of a small tensor take a tenth of the time of a copy."""
     if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        # Of a small tensor in a tenth of the time of a copy.
         return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
     return copy_of(tensor)
 
@@ -285,7 +244,6 @@ def _differ(one: torch.Tensor, other: torch.Tensor) -> bool | torch.Tensor:
 
 
 def copy_from(image: Image, tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an image of a tensor as a tensor."""
     copy: torch.Tensor = image if isinstance(image, torch.Tensor) else past_all_modes(tensor, _copy_from, image, tensor)
     return copy
 

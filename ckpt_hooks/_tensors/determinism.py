@@ -1,18 +1,14 @@
-"""The comparison of a recompute with its forward.
+"""The comparison of a recompute with its forward: facts of each saved tensor, and fingerprints of values where asked for.
 
-Forward notes a few facts of each saved tensor. After a rerun, the same facts of the rerun's saved tensors are compared with
-forward's: two lists, in one operation (:mod:`ckpt_hooks._function.collector`). By default the facts are shape, dtype, device
-and version, for which no value is read and no device waits.
-
-To compare values as well, users ask for fingerprints. Fingerprints which are tensors stay on their device and are compared at
-once, so that a recompute waits for a device once.
+For facts no value is read and no device waits. Fingerprints which are tensors stay on their device and are compared at once, so
+that a recompute waits for a device once.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,33 +16,25 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ckpt_hooks._core.inner_tensors import parts_of
+from ckpt_hooks._core.modes import past_modes
+from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.operators import wait_for_collective
-from ckpt_hooks._torch.tensors import nested_parts
-
-__all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
+from ckpt_hooks._torch.tensors import nested_parts, storage_of
 
 
 @dataclass(frozen=True)
 class Check:
-    """The facts and fingerprints to compare.
-
-    Attributes:
-        facts: Returns the facts of a tensor: shape, dtype, device and version, or the version alone. The version, which counts
-            modifications in place, is compared in any case: a saved value modified afterwards is wrong, and plain autograd
-            raises as well.
-        fingerprint: Returns the fingerprint of a tensor's values; None if values are not compared.
-    """
-
+    # Shape, dtype, device and version, or the version alone, which is compared in any case: a saved value modified afterwards
+    # is wrong, and plain autograd raises as well.
     facts: Callable[[Any], Any]
-    fingerprint: Callable[[torch.Tensor], Any] | None = None
+    fingerprint: Callable[[torch.Tensor], Any] | None = None  # None: no values
 
 
 _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a tensor, in one dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -85,10 +73,7 @@ _PER_TENSOR = (torch.per_tensor_affine, torch.per_tensor_symmetric)
 
 
 def _of_parts(fingerprint: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Returns the fingerprints of the inner tensors of another class or layout; None for a tensor without values.
-
-    Inner tensors are the local shard of a DTensor, say, or indices and values of a sparse tensor.
-    """
+    """Returns the fingerprints of what makes up a tensor of another class or layout; None for a tensor without values."""
     if isinstance(tensor, FAKE) or tensor.is_meta:
         return None
     if hasattr(tensor, "trigger_wait"):  # the result of a collective, for which the program still has to wait by itself
@@ -116,10 +101,7 @@ def _integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def hash_of(tensor: torch.Tensor) -> Any:
-    """Returns a hash of a tensor's bits, on its device, without regard to their places; None for a tensor without values.
-
-    The hash is the same for any layout of the tensor.
-    """
+    """Returns a hash of a tensor's bits, on its device, the same for any layout; None for a tensor without values."""
     # ``torch.hash_tensor`` reads a fraction of the bytes in a second. It is an exclusive or of values, which takes an even
     # number of ones for an even number of zeros.
     if not _has_bits(tensor):
@@ -153,9 +135,8 @@ def sample_of(tensor: torch.Tensor) -> Any:
         return samples.view(torch.uint8).clone()
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=1024)  # computing it is a third of the time of a sample
 def _sampled(shape: tuple[int, ...], stride: tuple[int, ...]) -> tuple[list[int], list[int], int]:
-    """Returns sizes, strides and offset of the samples of a tensor; kept, since that is a third of the time of a sample."""
     sizes, strides, offset, left = list(shape), list(stride), 0, _SAMPLES
     # Small dimensions first, so that large ones share evenly what is left.
     for rank, dimension in enumerate(sorted(range(len(sizes)), key=sizes.__getitem__)):
@@ -182,11 +163,6 @@ _CHECKS: dict[str, Check] = {
 
 
 def check_of(determinism_check: Any) -> Check:
-    """Returns the check for a ``determinism_check`` argument.
-
-    Raises:
-        ValueError: If the argument is neither a choice nor callable.
-    """
     try:
         check = _CHECKS.get(determinism_check)
     except TypeError:  # not hashable
@@ -228,16 +204,11 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | None:
-    """Returns the position of the first differing fingerprint, or None; waits for each device once.
-
-    Args:
-        expected: Fingerprints of forward.
-        found: Fingerprints of the recompute, as many; None in either stands for no fingerprint.
-    """
+    """Returns the position of the first differing fingerprint, or None; waits for each device once."""
     differs: list[int] = []
     tensors: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, (one, other) in enumerate(zip(expected, found, strict=True)):
-        if one is None or other is None:
+        if one is None or other is None:  # no fingerprint in one of the runs
             continue
         if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
             if not _equal(one, other):
@@ -251,3 +222,107 @@ def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | Non
         if not torch.equal(one, other):
             differs.append(next(i for i in indices if not torch.equal(_bits(expected[i]), _bits(found[i]))))
     return min(differs, default=None)
+
+
+def _is_random_state(tensor: torch.Tensor) -> bool:
+    """Whether a tensor saved by attention may be a generator's state, which attention fills only under dropout."""
+    # Two integers of 64 bits, or one number each for seed and offset. Lengths of sequences, saved as well, have 32 bits.
+    return tensor.dtype in _LONG or tensor.dim() == 0
+
+
+def _is_bytes(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a workspace of cuDNN's or MIOpen's, of which only the library knows the filled part."""
+    return tensor.dtype is torch.uint8
+
+
+def _is_any(tensor: torch.Tensor) -> bool:
+    return True
+
+
+_RRELU = "RreluWithNoiseBackward"
+_LONG = (torch.int64, torch.uint64)
+
+#: Nodes of operators which save memory partly unfilled, with a test for such tensors, all without gradient: oneDNN's workspace,
+#: the paths of shorter sequences, the noise of a leaky rectifier in evaluation, the generator's state of attention without
+#: dropout, and workspaces of cuDNN and MIOpen.
+_UNFILLED: dict[str, Callable[[torch.Tensor], bool]] = {
+    "MkldnnRnnLayerBackward": _is_any,
+    "CtcLossBackward": _is_any,
+    _RRELU: _is_any,
+    "ScaledDotProductFlashAttentionBackward": _is_random_state,
+    "ScaledDotProductEfficientAttentionBackward": _is_random_state,
+    "ScaledDotProductCudnnAttentionBackward": _is_random_state,
+    "ScaledDotProductFusedAttentionOverrideableBackward": _is_random_state,
+    "FlashAttentionBackward": _is_random_state,
+    "EfficientAttentionBackward": _is_random_state,
+    "CudnnAttentionBackward": _is_random_state,
+    "CudnnRnnBackward": _is_bytes,
+    "MiopenRnnBackward": _is_bytes,
+    "CudnnBatchNormBackward": _is_bytes,
+    "MiopenBatchNormBackward": _is_bytes,
+    "NativeBatchNormBackward": _is_bytes,
+    "BatchNormWithUpdateBackward": _is_bytes,
+    "BatchNormNoUpdateBackward": _is_bytes,
+}
+
+
+def _unfilled_by(node: Any) -> Callable[[torch.Tensor], bool] | None:
+    """Returns a test for possibly unfilled tensors without gradient saved by a node; None for a node without such tensors."""
+    if node is None:
+        return None
+    name = node.name().rstrip("0123456789")
+    return None if name == _RRELU and node._saved_training else _UNFILLED.get(name)
+
+
+def may_be_unfilled(node: Any, tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor without gradient may be memory unfilled by the node's operator."""
+    is_unfilled = _unfilled_by(node)
+    return is_unfilled is not None and is_unfilled(tensor)
+
+
+def _node_at_work(tensor: torch.Tensor) -> Any:
+    """Returns the node which is saving its own result ``tensor``; None if the tensor is no result of that node."""
+    node = None if tensor._is_view() else tensor.grad_fn  # asking a view may make another node
+    return None if node is None or node_number(node) != sequence_number() - 1 else node
+
+
+class Fingerprints:
+    """Fingerprints of tensors saved in forward, each taken past all modes, once the value is complete."""
+
+    __slots__ = ("_fingerprint", "_is_unfilled", "_left_out", "_sequence", "_unfilled", "_waiting", "taken")
+
+    def __init__(self, fingerprint: Callable[[torch.Tensor], Any], left_out: Collection[int | None]) -> None:
+        self._fingerprint = fingerprint
+        self._left_out = left_out
+        self._waiting: list[tuple[int, torch.Tensor, int]] = []
+        self._sequence = self._unfilled = -1
+        self._is_unfilled: Callable[[torch.Tensor], bool] = _is_any
+        self.taken: list[Any] = []
+
+    def note(self, tensor: torch.Tensor, *, kept: bool = False) -> None:
+        """Takes the fingerprint of a saved tensor, now or later; a kept tensor leaves nothing to compare."""
+        if self._waiting and self._sequence != sequence_number():
+            self.finish()
+        if self._left_out and storage_of(tensor) in self._left_out:
+            self.taken.append(None)
+        elif kept or tensor.requires_grad:
+            is_unfilled = _unfilled_by(_node_at_work(tensor))
+            if is_unfilled is not None:
+                self._unfilled, self._is_unfilled = sequence_number(), is_unfilled
+            self.taken.append(None if kept else past_modes(self._fingerprint, tensor))
+        else:
+            # An operator may save a tensor before filling it: this one waits until another operator saves, or forward ends.
+            self._sequence = sequence_number()
+            self.taken.append(None)
+            self._waiting.append((len(self.taken) - 1, tensor, tensor._version))
+
+    def finish(self) -> None:
+        """Takes the waiting fingerprints, except for tensors modified meanwhile or never filled."""
+        for index, tensor, version in self._waiting:
+            if tensor._version == version and not (self._sequence == self._unfilled and self._is_unfilled(tensor)):
+                self.taken[index] = past_modes(self._fingerprint, tensor)
+        self._waiting.clear()
+
+    def close(self) -> None:
+        self.finish()
+        self.taken = []  # the frame has them, and the pack hook keeps this object alive

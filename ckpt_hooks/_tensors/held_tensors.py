@@ -1,18 +1,17 @@
-"""Tensors held until backward: as they are, in memory filled again, through saved-tensor hooks, on the host, or lost.
+"""Tensors held until backward besides handles: as they are, refilled by their owner, by hooks, on the host, or lost.
 
-Frames of both kinds hold tensors besides their handles: a selective function frame the outputs kept by its policy, a recorded
-frame also the tensors from outside which its operators read. :meth:`HeldTensor.sealed` decides between the kinds when versions
-begin to tell of writes: for a selective frame at once, for a recorded frame when its outermost region ends.
-:meth:`HeldTensor.get` returns the tensor of forward or raises :class:`MutationError`. A recorded frame passes the error on. A
-selective frame runs the operator again instead, since a held output is only a cache.
+:meth:`HeldTensor.sealed` decides between these; :meth:`HeldTensor.get` returns the tensor of forward, or raises
+:class:`MutationError`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
@@ -23,65 +22,52 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.saved_descriptions import nbytes_of
 from ckpt_hooks._core.tensor_numbers import storage_and_size
-from ckpt_hooks._torch.autograd import graph_task_id
+from ckpt_hooks._torch.autograd import (
+    Hooks,
+    SavedTensor,
+    graph_task_id,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    save_tensor,
+)
 from ckpt_hooks._torch.tensors import counted_detach, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
+from .containers import instances_in
 from .copies import Clones, copy_in, stand_in_for
-from .fused_steps import num_fused_steps, stepped_since
-from .nested_values import instances_in
-from .offloaded import Batch
+from .offloaded import Batch, Moved
 from .refilling import Origin
-from .shared_host_copies import Moved
 from .transfers import Transfers
-
-__all__ = ["HeldByHooks", "HeldOnHost", "HeldRefilled", "HeldTensor", "Hooks", "Lost", "hold_tensor", "recomputes"]
-
-Hooks = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 _LOST = Cause(Reason.LOST)
 
 
 class HeldTensor:
-    """A tensor held as it is.
+    """A tensor held as it is."""
 
-    Attributes:
-        tensor: The tensor; None where hooks or the host have it.
-        version: The version when sealed; None before, and where writes are not counted.
-        cause: The reason for holding.
-        path: The region which needs the tensor.
-        is_fickle: Whether later writes are likely, as for a tensor written to by the region.
-        is_on_host: Whether the tensor was moved to the host.
-        is_packed: Whether getting the tensor takes work, which a replay does once for all readers.
-        steps: The number of steps of fused optimizers when sealed; unset before.
-    """
-
+    # ``is_packed``: getting the tensor takes work, which a replay does once for all readers.
     is_on_host = is_packed = False
     __slots__ = ("cause", "is_fickle", "path", "steps", "tensor", "version")
 
-    tensor: torch.Tensor | None
-    version: int | None
+    tensor: torch.Tensor | None  # None where hooks or the host have it
+    version: int | None  # when sealed; None before, and where writes are not counted
     cause: Cause
     path: RegionPath
-    is_fickle: bool
-    steps: int
+    is_fickle: bool  # later writes are likely, as by the region itself
+    steps: int  # the fused steps when sealed; unset before
 
     @property
     def by_policy(self) -> bool:
-        """Whether a policy asked for the tensor."""
         return self.cause.reason in (Reason.POLICY, Reason.NAME)
 
     def copy(self, clones: Clones) -> None:
-        """Holds a copy instead, before a write to the tensor; see :func:`copy_in`."""
+        """Holds a copy instead, before a write to the tensor."""
         assert self.tensor is not None
         self.tensor, self.version = copy_in(self.tensor, clones), None
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Returns the holder of the tensor from now on, when versions begin to tell of writes.
-
-        Args:
-            hooks: Saved-tensor hooks for the tensor, if any.
-        """
+        """Returns the holder of the tensor from now on, when versions begin to tell of writes."""
+        # For a selective frame that is at once, for a recorded frame when its outermost region ends.
         tensor = self.tensor
         assert tensor is not None
         if tensor.is_inference():
@@ -101,11 +87,7 @@ class HeldTensor:
         return self
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor.
-
-        Raises:
-            MutationError: If the tensor was modified since forward, or its memory was freed.
-        """
+        """Returns the tensor; raises if it was modified since forward, or its memory was freed."""
         tensor = self.tensor
         assert tensor is not None
         if self.version is not None and (
@@ -129,14 +111,7 @@ def hold_tensor(tensor: torch.Tensor, path: RegionPath, cause: Cause) -> HeldTen
 
 
 class HeldRefilled(HeldTensor):
-    """A tensor in memory which its owner frees, and fills again with the same contents; never copied, never given to hooks.
-
-    Attributes:
-        owner: The owner of the memory.
-        source: The tensor from which the owner fills the memory.
-        source_version: The version of the source in forward.
-        source_steps: The number of steps of fused optimizers in forward.
-    """
+    """A tensor in memory which its owner frees, and fills again with the same contents; never copied, never given to hooks."""
 
     __slots__ = ("owner", "source", "source_steps", "source_version")
 
@@ -150,10 +125,9 @@ class HeldRefilled(HeldTensor):
         """Returns no report: the memory is the owner's."""
 
     def copy(self, clones: Clones) -> None:
-        """Does nothing: the owner writes to the memory what was there. Another write shows in the version."""
+        """Does nothing: the owner writes to the memory what was there, and another write shows in the version."""
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Returns itself, with an alias for a tensor which has a history."""
         tensor = self.tensor
         assert tensor is not None
         if self.version is None:
@@ -163,11 +137,7 @@ class HeldRefilled(HeldTensor):
         return self
 
     def unmodified(self) -> torch.Tensor:
-        """Returns the tensor, whose memory may be freed, to be borrowed before a read.
-
-        Raises:
-            MutationError: If the tensor, or the tensor from which it is filled, was modified since forward.
-        """
+        """Returns the tensor, to be borrowed before a read if its memory is freed; raises if it or its source was modified."""
         tensor, source = self.tensor, self.source
         assert tensor is not None
         if self.version is not None and tensor._version != self.version:
@@ -180,11 +150,6 @@ class HeldRefilled(HeldTensor):
         return tensor
 
     def get(self) -> torch.Tensor:
-        """Returns the tensor.
-
-        Raises:
-            MutationError: If the tensor or its source was modified since forward, or its memory is freed.
-        """
         tensor = self.unmodified()
         if is_freed(tensor):
             raise self._mutated(tensor, None)
@@ -196,8 +161,6 @@ def _version_of(tensor: torch.Tensor) -> int | None:
 
 
 class HeldByHooks(HeldTensor):
-    """A tensor packed by saved-tensor hooks."""
-
     is_packed = True
     __slots__ = ("_kind", "_packed", "_storage", "_strides", "_unpack")
 
@@ -213,17 +176,14 @@ class HeldByHooks(HeldTensor):
             self._packed: Any = pack(tensor)
 
     def holding(self, cause: Cause) -> Holding | None:
-        """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself.
-
-        Of other hooks the report has the memory of the tensors in their result, or the size of the held tensor if none show.
-        """
+        """Returns a report of the held tensor; None for hooks of a frame, which lists the tensor itself."""
         if recomputes(self._unpack):
             return None
         if type(self._packed) is Moved:
             return self._packed.holding(cause)
         found = _holding(Reason.HOOKS, cause, self._kind, None)
         packed = instances_in(self._packed, torch.Tensor)
-        if not packed:
+        if not packed:  # the size of the held tensor has to do
             return found
         sizes = tuple(storage_and_size(part) for one in packed for part in dense_parts(one))
         nbytes = sum(map(size_of, packed))
@@ -233,22 +193,16 @@ class HeldByHooks(HeldTensor):
 
     @property
     def is_on_host(self) -> bool:  # type: ignore[override]
-        """Whether the tensor was moved to the host, as an input of a region."""
         return type(self._packed) is Moved
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Returns itself."""
         return self
 
     @unseen
     def get(self) -> torch.Tensor:
-        """Returns the tensor unpacked by the hooks, with its strides in forward. Hooks of a frame check versions themselves.
-
-        Raises:
-            MutationError: If the hooks bring back the tensor itself, modified or freed since.
-        """
+        """Returns the tensor unpacked by the hooks, with its strides in forward."""
         tensor: torch.Tensor = self._unpack(self._packed)
-        if not recomputes(self._unpack):
+        if not recomputes(self._unpack):  # those of a frame check versions themselves
             if is_freed(tensor):
                 raise self._mutated(tensor, None)
             if storage_of(tensor) == self._storage and tensor._version > (self.version or 0):
@@ -258,8 +212,6 @@ class HeldByHooks(HeldTensor):
 
 
 class HeldOnHost(HeldTensor):
-    """A tensor on the host."""
-
     is_on_host = is_packed = True
     __slots__ = ("_kind", "_sent", "_witness")
 
@@ -272,7 +224,6 @@ class HeldOnHost(HeldTensor):
         self._sent = batch.send(tensor, transfers)
 
     def holding(self, cause: Cause) -> Holding:
-        """Returns a report of the copy on the host."""
         return _holding(Reason.OFFLOADED, cause, self._kind, torch.device("cpu"))
 
     def copy(self, clones: Clones) -> None:
@@ -281,21 +232,18 @@ class HeldOnHost(HeldTensor):
         self._witness = None
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Notes the version; hooks are not asked."""
         if self._witness is not None:
             self.version = self._witness._version
         return self
 
     @unseen
     def get(self) -> torch.Tensor:
-        """Returns the tensor on its device, in an object of the caller's own.
-
-        Raises:
-            MutationError: If the tensor was modified since, maybe during the copy.
-        """
+        """Returns the tensor on its device, in an object of the caller's own."""
+        # A write may have come during the copy, too.
         if self._witness is not None and self.version is not None and self._witness._version != self.version:
             raise self._mutated(self._witness, self.version, kind=kind_in_words(self._kind))
-        self._sent.batch.fetch_in(graph_task_id())
+        if self._sent.batch.task != graph_task_id():
+            self._sent.batch.fetch_with_next()
         return self._sent.get()
 
 
@@ -313,15 +261,9 @@ class Lost(HeldTensor):
         """Does nothing: it is too late."""
 
     def sealed(self, hooks: Hooks | None) -> HeldTensor:
-        """Returns itself."""
         return self
 
     def get(self) -> torch.Tensor:
-        """Raises.
-
-        Raises:
-            MutationError: Always.
-        """
         raise mutated(self._why, format_path(self.path), detail=self._detail)
 
 
@@ -335,3 +277,81 @@ def recomputes(unpack: Callable[[Any], Any]) -> bool:
     """Whether an unpack hook belongs to a region, torch's included, which runs operators again."""
     # Torch makes its hook anew in each call: only the module tells whose it is.
     return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
+
+
+# Steps of fused optimizers. Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
+# recompute would take such a parameter for forward's. Torch's counters stay as they are: plain autograd takes no notice either.
+_num_steps = 0
+# The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
+# address of a dead parameter is younger than that step, which does not count for it.
+_latest_steps: dict[int | None, int] = {}
+
+
+@functools.cache  # one hook is enough
+def watch_fused_steps() -> None:
+    register_optimizer_step_post_hook(_count_step)
+
+
+def num_fused_steps() -> int:
+    return _num_steps
+
+
+def stepped_since(tensor: torch.Tensor, count: int) -> bool:
+    """Whether a step after the first ``count`` ones has written to a tensor, or to its storage."""
+    return _num_steps > count and (_latest_steps.get(id(tensor), 0) > count or _latest_steps.get(storage_of(tensor), 0) > count)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    global _num_steps
+    if torch.compiler.is_compiling():
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            _num_steps += 1
+            written = [parameter for parameter in group["params"] if parameter.grad is not None]
+            _latest_steps.update(dict.fromkeys(map(id, written), _num_steps))
+            _latest_steps.update(dict.fromkeys(map(storage_of, written), _num_steps))
+            _latest_steps.pop(None, None)  # of those without a storage
+
+
+def save_all(
+    tensors: Sequence[torch.Tensor], *, each_occurrence: bool
+) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
+    """Saves inputs through the active saved-tensor hooks (Rule 2); returns the saved tensors, and the kept tensors."""
+    saved: list[SavedTensor | int | None] = []
+    kept: list[torch.Tensor | None] = []
+    positions: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        first = positions.setdefault(id(tensor), position)
+        value = _saved_or_none(tensor) if first == position or each_occurrence else None
+        if first != position:
+            saved.append(first)
+            kept.append(None)
+        else:
+            # A leaf is kept besides: the graph keeps it anyway, and a rerun gets the very object.
+            keep = value is None or (tensor.is_leaf and tensor.requires_grad)
+            saved.append(None if keep else value)
+            kept.append(tensor if keep else None)
+    return saved, kept
+
+
+def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
+    """Returns a tensor as saved, or None where autograd refuses to save: the function may just pass such a tensor on."""
+    if tensor.is_inference():
+        return None
+    try:
+        return save_tensor(tensor)
+    except RuntimeError:
+        # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
+        push_saved_tensors_hooks(_identity, _identity)
+        try:
+            save_tensor(tensor)
+        except RuntimeError:
+            return None
+        finally:
+            pop_saved_tensors_hooks()
+        raise
+
+
+def _identity(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor

@@ -1,45 +1,32 @@
-"""Tensors on the host until backward, single and in batches.
+"""Tensors on the host until backward: single ones, batches, and one copy for all that save the same tensor.
 
-Tensors which move together form a *batch*: the outputs of one region kept by a policy, or a single saved tensor. When backward
-reaches a batch, the whole batch is fetched, and so are some of the batches sent before, which backward reaches next: their
-copies overlap with computing. A backward fetches each tensor once, for any number of nodes, and leaves no fetched but unused
-tensor on the device.
+Tensors which move together form a *batch*: what one region's policy keeps, a region's inputs, or a single saved tensor. When
+backward reaches a batch, it fetches the whole batch and some of the batches sent before, which it reaches next.
 """
 
 from __future__ import annotations
 
+import copy
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import describe_kind
 from ckpt_hooks._core.event_sender import Watch
-from ckpt_hooks._core.stack import stack
-from ckpt_hooks._torch.autograd import graph_task_id
-from ckpt_hooks._torch.tensors import counted_detach, set_versions
+from ckpt_hooks._core.frame import stack
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
+from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.paths import RegionPath, format_path
+from ckpt_hooks._core.tensor_numbers import storage_and_size
+from ckpt_hooks._torch.autograd import Hooks, graph_task_id
+from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway, set_versions, storage_address, version_witness
 
-from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_copies_at_end
-
-__all__ = ["Batch", "Offloaded", "Taker"]
-
-
-class Taker(Protocol):
-    """One of several users of a tensor.
-
-    Attributes:
-        task: The graph task of the latest use.
-    """
-
-    task: int
+from .transfers import MAX_STASH_SIZE, Arrival, Sent, Transfers, drop_copies_at_end, transfers_for
 
 
 class Offloaded:
-    """A tensor on the host, or on its way there or back.
-
-    Attributes:
-        batch: The batch of the tensor.
-        takers: The users of the tensor, if several. Each takes the tensor once in a backward, and all share one fetch.
-    """
+    """A tensor on the host, or on its way there or back. Whoever writes to the tensor later does not use this copy."""
 
     __slots__ = ("__weakref__", "_arrival", "_sent", "_task", "_transfers", "_version", "_watch", "batch", "takers")
 
@@ -51,46 +38,33 @@ class Offloaded:
         stream: Any = None,
         max_stash_size: int = MAX_STASH_SIZE,
     ) -> None:
-        """Sends a tensor.
-
-        Args:
-            tensor: A tensor without later writes. A caller who writes nevertheless does not use this copy.
-            transfers: The copies of the tensor's device.
-            batch: The batch of the tensor.
-            stream: The stream which makes the tensor; the present stream if None.
-            max_stash_size: The largest number of tensors on their way to the host.
-        """
         self.batch = batch
-        self.takers: list[weakref.ref[Taker]] = []
+        # Its users, if several. Each takes it once in a backward, and all share one fetch.
+        self.takers: list[weakref.ref[Moved]] = []
         self._transfers = transfers
         self._version = tensor._version
         self._arrival: Arrival | None = None
         # The graph task that has taken it last.
         self._task = -1
-        self._sent: Sent | None = None
         frame = stack.innermost
         self._watch = batch.watch or (None if frame is None else frame.watch)
-        self._sent = transfers.send(tensor, stream, max_stash_size)
+        self._sent: Sent = transfers.send(tensor, stream, max_stash_size)
         if self._watch is not None:
             self._watch.moved(tensor.nbytes, to_host=True)
 
     def __del__(self) -> None:
-        if self._sent is not None:
+        if hasattr(self, "_sent"):  # not where sending failed
             self._transfers.leave_behind(self._sent.number)
 
     @property
     def host(self) -> torch.Tensor:
-        """The copy on the host."""
-        assert self._sent is not None
         return self._sent.host
 
     def finish_sending(self) -> None:
         """Makes the present stream wait for the copy, so that the tensor may be written to."""
-        assert self._sent is not None
         self._transfers.wait(self._sent)
 
     def _fetch(self) -> Arrival:
-        assert self._sent is not None
         arrival = self._transfers.fetch(self._sent)
         if self._watch is not None:
             self._watch.moved(arrival.tensor.nbytes, to_host=False)
@@ -105,11 +79,7 @@ class Offloaded:
         drop_copies_at_end(self)
 
     def fetch_ahead(self, task: int) -> bool:
-        """Starts the fetch, unless this backward has taken the tensor already; returns whether the tensor is still wanted.
-
-        Args:
-            task: The id of the graph task of this thread.
-        """
+        """Starts the fetch, unless the graph task has taken the tensor already; returns whether the tensor is still wanted."""
         if self._task == task:
             return False
         if self._arrival is None:
@@ -117,16 +87,11 @@ class Offloaded:
         return True
 
     def drop(self) -> None:
-        """Drops the fetched, untaken tensor."""
         with self._transfers.lock:
             self._arrival = None
 
-    def get(self, taker: Taker | None = None) -> torch.Tensor:
-        """Returns the tensor on its device, in an object of the caller's own.
-
-        Args:
-            taker: The user, if several share the tensor. The tensor stays on the device for the others in this backward.
-        """
+    def get(self, taker: Moved | None = None) -> torch.Tensor:
+        """Returns the tensor on its device, in an object of the caller's own; there it stays while other takers want it."""
         task = self._task = graph_task_id()
         stays = False
         if taker is not None and task != -1:
@@ -147,27 +112,22 @@ class Offloaded:
 
 
 class Batch:
-    """Tensors sent in sequence, and wanted together.
+    """Tensors sent in sequence, and wanted together."""
 
-    Attributes:
-        tensors: The sent tensors.
-        before: The previous batch sent from the same device, as long as it is alive.
-        watch: Hears of the copies; None for the watch of the innermost frame.
-    """
-
-    __slots__ = ("__weakref__", "_task", "before", "tensors", "watch")
+    __slots__ = ("__weakref__", "before", "task", "tensors", "watch")
 
     def __init__(self, watch: Watch | None = None) -> None:
+        # Hears of the copies; None for the watch of the innermost frame.
         self.watch = watch
         self.tensors: list[weakref.ref[Offloaded]] = []
+        # The batch sent before from the same device, while it lives.
         self.before: weakref.ref[Batch] | None = None
         # The graph task that has fetched it last.
-        self._task = -1
+        self.task = -1
 
     def send(
         self, tensor: torch.Tensor, transfers: Transfers, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE
     ) -> Offloaded:
-        """Sends a tensor as part of this batch (:meth:`Transfers.send`); returns the holder of the copy."""
         sent = Offloaded(tensor, transfers, self, stream, max_stash_size)
         self.join(sent, transfers)
         return sent
@@ -187,28 +147,15 @@ class Batch:
                 wanted = True
         return wanted
 
-    def fetch_in(self, task: int) -> None:
-        """Does :meth:`fetch_with_next` unless this backward has done so.
-
-        Args:
-            task: The id of the graph task of this thread.
-        """
-        if self._task != task:
-            self.fetch_with_next()
-
     def fetch_with_next(self, ahead: int = 1) -> None:
-        """Fetches this batch, and the batches which backward reaches next; outside of a backward, nothing.
-
-        Args:
-            ahead: The number of batches besides this batch. Batches taken already by this backward, as by a node with several
-                saved tensors, do not count.
-        """
+        """Fetches this batch and the batches which backward reaches next; outside of a backward, nothing."""
         task = graph_task_id()
         if task == -1:
             return
-        self._task = task
+        self.task = task
         self._fetch(task)
         batch = self
+        # Batches that this backward has taken do not count, as by a node with several saved tensors.
         for _ in range(4 * ahead):  # not through all of a long chain that was taken
             before = None if batch.before is None else batch.before()
             if before is None:
@@ -218,3 +165,138 @@ class Batch:
                 ahead -= 1
                 if not ahead:
                     return
+
+
+class Moved:
+    """A saved tensor, on its device until the copy to the host begins."""
+
+    __slots__ = (
+        "__weakref__",
+        "_ahead",
+        "_max_stash_size",
+        "_sent",
+        "_stream",
+        "_tensor",
+        "_transfers",
+        "_version",
+        "batch",
+        "path",
+        "storage",
+        "task",
+    )
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        transfers: Transfers,
+        max_stash_size: int = MAX_STASH_SIZE,
+        batch: Batch | None = None,  # None for one of its own
+        path: RegionPath | None = None,  # None outside of regions
+    ) -> None:
+        self._tensor, self._transfers, self._version = tensor, transfers, tensor._version
+        self._stream, self._max_stash_size = transfers.present_stream(), max_stash_size
+        # How many batches a backward fetches ahead of this: where each is one tensor, as many as may be on their way.
+        self._ahead = max_stash_size if batch is None else 1
+        self._sent: Offloaded | None = None
+        self.batch, self.path = batch, path
+        # The graph task of the latest use, where several saved the tensor.
+        self.task = -1
+        self.storage = weakref.ref(tensor.untyped_storage())
+
+    def send(self, shared: Shared) -> None:
+        tensor, is_unchanged = self._tensor, self._tensor._version == self._version
+        if self.batch is None:
+            self.batch = Batch()
+        self._sent = self.batch.send(tensor, self._transfers, self._stream, self._max_stash_size)
+        self._tensor = version_witness(tensor)  # which keeps no memory alive
+        if is_unchanged:  # only now, since another thread may ask for the copy
+            shared.add(tensor, self)
+
+    def again(self, batch: Batch | None, path: RegionPath | None) -> Moved:
+        """Returns a holder of the same copy for another operator, or another region."""
+        saved, sent = copy.copy(self), self._sent
+        assert sent is not None
+        sent.takers = [*(sent.takers or [weakref.ref(self)]), weakref.ref(saved)]
+        saved.path = path
+        if batch is not None:
+            batch.join(sent, self._transfers)
+            saved.batch = batch
+        return saved
+
+    def holding(self, cause: Cause) -> Holding:
+        sent, why = self._sent, cause.in_words()
+        tensor, reason = (self._tensor, cause.reason) if sent is None else (sent.host, Reason.OFFLOADED)
+        return Holding(reason, why, size_of(tensor), *storage_and_size(tensor), tensor.shape, tensor.dtype, tensor.device)
+
+    def get(self) -> torch.Tensor:
+        if self._tensor._version != self._version:
+            kind = describe_kind(self._tensor if self._sent is None else self._sent.host)
+            why = Why.OFFLOADED if self.path is None else Why.NEEDED
+            raise mutated(why, format_path(self.path), self._tensor, self._version, kind=kind, detail="moved to the host")
+        if self._sent is None:
+            return self._tensor
+        assert self.batch is not None
+        self.batch.fetch_with_next(self._ahead)
+        return self._sent.get(self if self._sent.takers else None)
+
+
+def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
+    return (
+        storage_address(tensor),
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+        tensor._version,
+    )
+
+
+class Shared:
+    """Sent tensors, as long as their graph lives, to be found when another operator or region saves the same tensor."""
+
+    # A tensor without gradient is not looked for: an operator may write to such a tensor without counting the version.
+
+    def __init__(self) -> None:
+        self._sent: weakref.WeakValueDictionary[Any, Moved] = weakref.WeakValueDictionary()
+
+    def find(self, tensor: torch.Tensor, batch: Batch | None = None, path: RegionPath | None = None) -> Moved | None:
+        identity = _identity(tensor)
+        found = self._sent.get(identity)
+        if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
+            return None
+        again = self._sent[identity] = found.again(batch, path)
+        return again
+
+    def add(self, tensor: torch.Tensor, saved: Moved) -> None:
+        self._sent[_identity(tensor)] = saved
+
+
+_inputs = Shared()
+
+
+def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:
+    """Returns saved-tensor hooks for the inputs of one region (``offload_inputs=True``), which are one batch."""
+    batch = Batch(watch)
+
+    def pack(tensor: torch.Tensor) -> Moved | torch.Tensor:
+        # Whoever saves the inputs compares the versions of those that stay. Tensors without gradients do: models hand masks,
+        # say, to all their regions.
+        if not tensor.requires_grad or is_kept_anyway(tensor):
+            return tensor
+        transfers = transfers_for(tensor, min_size)
+        if transfers is None:
+            return counted_detach(tensor)
+        moved = _inputs.find(tensor, batch, path)
+        if moved is None:
+            moved = Moved(tensor, transfers, batch=batch, path=path)
+            moved.send(_inputs)
+        return moved
+
+    return pack, _unpack_input
+
+
+def _unpack_input(packed: Moved | torch.Tensor) -> torch.Tensor:
+    return packed.get() if type(packed) is Moved else packed  # type: ignore[return-value]

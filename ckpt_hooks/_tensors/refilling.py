@@ -1,8 +1,7 @@
 """Memory which its owner frees after forward and can fill again: who owns the memory, and loans of it to replays.
 
-A framework that shards parameters gathers the whole parameters of a unit for the unit's forward and frees them after it. A
-replay which reads such a parameter borrows the memory: the owner fills it, all of a unit's tensors at once, and frees it when
-the last borrower gives it back. A framework registers a finder of owners here. This module knows no framework.
+A framework that shards parameters gathers those of a unit for the unit's forward and frees them after it. A replay borrows the
+memory, which the owner frees when the last borrower gives it back. This module knows no framework: they register finders.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Finder", "Loan", "Origin", "Owner", "borrow", "give_back", "is_lent", "owner_of", "register_finder"]
-
 
 class Owner(Protocol):
     """The owner of some tensors' memory. Equal owners are one."""
@@ -25,20 +22,11 @@ class Owner(Protocol):
     def __eq__(self, other: object, /) -> bool: ...
 
     def fill(self) -> Callable[[], None] | None:
-        """Fills the memory, if it is freed.
-
-        Returns:
-            What frees the memory again; None if the memory was there, or the owner itself is about to use it.
-        """
+        """Fills the memory; returns what frees it again, or None if it was there, or the owner itself is about to use it."""
 
 
 class Origin(NamedTuple):
-    """Where the contents of a tensor come from.
-
-    Attributes:
-        owner: The owner of the memory.
-        source: The tensor from which the owner fills the memory.
-    """
+    """The owner of a tensor's memory, and the tensor from which the owner fills it."""
 
     owner: Owner
     source: torch.Tensor
@@ -49,8 +37,6 @@ Finder = Callable[[torch.Tensor], Origin | None]
 
 
 class _Registered:
-    """The finder of a framework, loaded once the framework is."""
-
     __slots__ = ("_find", "_load", "framework")
 
     def __init__(self, framework: str, load: Callable[[], Finder]) -> None:
@@ -68,30 +54,21 @@ _registered: list[_Registered] = []
 
 
 def register_finder(framework: str, load: Callable[[], Finder]) -> None:
-    """Registers who finds the owners of a framework's memory.
-
-    Args:
-        framework: The framework's module. As long as nobody has imported the module, no question costs more than a look-up.
-        load: Returns the finder, called when the first question comes.
-    """
+    """Registers who finds the owners of a framework's memory: ``load`` returns the finder when the first question comes."""
     _registered.append(_Registered(framework, load))
 
 
 def owner_of(tensor: torch.Tensor) -> Origin | None:
     """Returns where the contents of a tensor come from; None for memory which stays."""
     for registered in _registered:
+        # While nobody has imported the framework, a question costs no more than a look-up.
         if registered.framework in sys.modules and (origin := registered.find(tensor)) is not None:
             return origin
     return None
 
 
 class Loan:
-    """Filled memory, as long as somebody uses it.
-
-    Attributes:
-        free: Frees the memory.
-        users: The number of users.
-    """
+    """Filled memory, as long as somebody uses it."""
 
     __slots__ = ("free", "users")
 
@@ -109,11 +86,7 @@ def is_lent(owner: Owner) -> bool:
 
 
 def borrow(owner: Owner) -> Loan | None:
-    """Has the memory of an owner filled, until :func:`give_back`.
-
-    Returns:
-        The loan; None if the memory was there without one, and so stays.
-    """
+    """Has the memory of an owner filled until :func:`give_back`; returns None if it was there without a loan, and so stays."""
     with _lock:
         free, loan = owner.fill(), _loans.get(owner)
         if loan is None:

@@ -1,21 +1,7 @@
-"""Copies of tensors from a device to the host and back.
+"""Copies of tensors from a device to the host and back, on a stream for each direction, which overlap with computing.
 
-Each direction has a stream of its own, so that copies overlap with computing. The memory in use never depends on the progress
-of the device, since the host never asks for it:
-
-- The last few sent tensors are held (the *stash*). To send another tensor, the stream which saved the oldest waits for the
-  oldest copy, and the stash drops that tensor. Later work on that stream may have the memory.
-- A fetched tensor lies in memory of the stream which runs the node of backward. The copy waits for the work queued on that
-  stream so far. If a tensor is dropped before use, the stream waits for the copy first.
-
-``Tensor.record_stream``, the other way to do this, gives memory back when the host finds a copy complete. A host ahead of its
-device finds none, and allocates more. ``record_stream`` is called only where a tensor is used on another stream than the stream
-of its fetch.
-
-Some tensors stay: tensors on the host, small tensors, tensors whose elements share memory, subclasses, layouts other than
-strided, and tensors of the model (parameters, their views and their casts).
-
-Source: torchtune's ``OffloadActivations``, for the threshold, the two streams and the stash.
+The memory in use never depends on the progress of the device, since the host never asks for it. Source: torchtune's
+``OffloadActivations``, for the threshold, the two streams and the stash.
 """
 
 from __future__ import annotations
@@ -26,12 +12,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ckpt_hooks._torch.autograd import queue_callback
-from ckpt_hooks._torch.graphs import CAST_NODE, LEAF_NODE
+from ckpt_hooks._torch.autograd import CAST_NODE, LEAF_NODE, queue_callback
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes
 from ckpt_hooks._torch.tensors import past_all_modes, set_conj, set_neg
-
-__all__ = ["DEFAULT_MIN_OFFLOAD_SIZE", "MAX_STASH_SIZE", "Arrival", "Sent", "Transfers", "drop_copies_at_end", "transfers_for"]
 
 #: Bytes below which a tensor stays on its device. To start the two copies takes the host some 60 us, in which a device that
 #: computes frees nothing. 256 KiB take 10 us each way at 25 GB/s; a tensor of statistics (of a norm, of attention) is smaller.
@@ -42,61 +25,39 @@ MAX_STASH_SIZE = 5
 
 
 class _Leaving(NamedTuple):
-    """A tensor on its way to the host.
-
-    Attributes:
-        storage: The memory being read.
-        stream: The stream which saved the tensor, and may use the memory again after waiting for the copy.
-        copied: The event at the end of the copy.
-    """
+    """A tensor on its way to the host."""
 
     storage: torch.UntypedStorage
-    stream: Any
-    copied: Any
+    stream: Any  # which saved the tensor, and may use the memory again after waiting for the copy
+    copied: Any  # the event at the end of the copy
 
 
 class Sent(NamedTuple):
-    """A copy on the host.
+    """A copy on the host."""
 
-    Attributes:
-        number: The number among all copies sent by the device.
-        host: The copy.
-        copied: The event at the end of the copy.
-    """
-
-    number: int
+    number: int  # among all copies sent by the device
     host: torch.Tensor
     copied: Any
 
 
 class Arrival:
-    """A tensor on its way back.
-
-    Attributes:
-        tensor: The tensor, on its device.
-        fetched: The event at the end of the copy.
-        stream: The stream which owns the tensor's memory.
-        is_used: Whether a stream has waited for the copy.
-    """
+    """A tensor on its way back."""
 
     __slots__ = ("_back", "fetched", "is_used", "stream", "tensor")
 
     def __init__(self, tensor: torch.Tensor, stream: Any, back: Any) -> None:
         self.tensor, self.stream, self._back = tensor, stream, back
+        # The event at the end of the copy.
         self.fetched: Any = None
         self.is_used = False
 
     def __del__(self) -> None:
-        """Makes the stream wait for an unused copy, since the stream may have the memory afterwards."""
-        if not self.is_used:
+        if not self.is_used:  # the stream, which owns the memory, may have it afterwards
             self.stream.wait_stream(self._back)
 
 
 class _Droppable(Protocol):
-    """A holder of a fetched tensor."""
-
-    def drop(self) -> None:
-        """Drops the tensor, if it was not taken."""
+    def drop(self) -> None: ...
 
 
 class _Ahead:
@@ -113,13 +74,18 @@ class _Ahead:
             fetched.drop()
 
 
+# The last few sent tensors are held (the *stash*). To send another tensor, the stream which saved the oldest waits for the
+# oldest copy, and the stash drops that tensor: later work on that stream may have the memory. A fetched tensor lies in memory
+# of the stream which runs the node of backward. The copy waits for the work queued on that stream so far; if the tensor is
+# dropped before use, the stream waits for the copy first.
+#
+# Road not taken: ``Tensor.record_stream`` gives memory back when the host finds a copy complete. A host ahead of its device
+# finds none, and allocates more. So it is called only where a tensor is used on another stream than that of its fetch.
 class Transfers:
-    """The copies between one device and the host, in both directions.
-
-    Streams and events come from the device's module in torch: ``torch.cuda``, ``torch.xpu``, or another module.
-    """
+    """The copies between one device and the host, in both directions."""
 
     def __init__(self, device: torch.device) -> None:
+        # Streams and events come from the device's module in torch: ``torch.cuda``, ``torch.xpu``, or another.
         self._module: Any = getattr(torch, device.type)
         self._device = device
         self._out: Any = self._module.Stream(device)
@@ -132,24 +98,14 @@ class Transfers:
         self.latest: weakref.ref[Any] | None = None
 
     def host_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns an uninitialised tensor of the same shape, strides and dtype, in pinned memory.
-
-        Torch pools pinned memory in blocks whose sizes are powers of two.
-        """
+        """Returns an uninitialised tensor of the same shape, strides and dtype, in pinned memory."""
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu", pin_memory=True)
 
     def present_stream(self) -> Any:
-        """Returns the stream on which operators of this thread run."""
         return self._module.current_stream(self._device)
 
     def send(self, tensor: torch.Tensor, stream: Any = None, max_stash_size: int = MAX_STASH_SIZE) -> Sent:
-        """Starts a copy to the host, once a stream is done with the tensor.
-
-        Args:
-            tensor: The tensor. Its memory is held while the tensor is in the stash.
-            stream: The stream which makes the tensor; the present stream if None.
-            max_stash_size: The largest number of tensors on their way to the host, this tensor included.
-        """
+        """Starts a copy to the host, once a stream is done with the tensor: the present one, if None."""
         with self.lock:
             while len(self._stash) >= max_stash_size:
                 self.leave_behind(next(iter(self._stash)))
@@ -177,8 +133,8 @@ class Transfers:
                 del self._stash[number]
 
     def fetch(self, sent: Sent) -> Arrival:
-        """Starts a copy back. Tensors sent no later leave the stash, since the fetch waits for their copies anyway."""
         with self.lock:
+            # Tensors sent no later may go, since the fetch waits for their copies anyway.
             for number in [number for number in self._stash if number <= sent.number]:
                 self.leave_behind(number)
         arrival: Arrival = _quietly(sent.host, self._fetch, sent)
@@ -209,7 +165,7 @@ class Transfers:
 
 
 def drop_copies_at_end(fetched: _Droppable) -> None:
-    """Has a tensor that was fetched leave the device when the backward of this thread ends, unless it was taken by then."""
+    """Has a fetched tensor leave the device when the backward of this thread ends, unless it was taken by then."""
     queue_callback([_Ahead(fetched)].clear)
 
 
@@ -235,12 +191,7 @@ _transfers: dict[torch.device, Transfers] = {}
 
 
 def transfers_for(tensor: torch.Tensor, min_offload_size: int | None = None) -> Transfers | None:
-    """Returns the transfers for a tensor, or None if the tensor stays on its device.
-
-    Args:
-        tensor: The tensor.
-        min_offload_size: Bytes below which a tensor stays; :data:`DEFAULT_MIN_OFFLOAD_SIZE` if None.
-    """
+    """Returns the transfers for a tensor; None if it stays, as tensors of the model and on the host do."""
     device = tensor.device
     if device.type in ("cpu", "meta") and device not in _transfers:
         return None

@@ -1,12 +1,11 @@
-"""Private parts of autograd: hooks, graph tasks, nodes, saved tensors.
-
-Each private name says which versions have it, and when it may go.
-"""
+"""Private parts of autograd: hooks, graph tasks, and nodes with their saved tensors, read without running anything."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from .modes import PastFunctionModes
 from .tensors import _past_modes
 
 Hook = Callable[[Any], Any]
+Hooks = tuple[Hook, Hook]
 
 # Pushing the pair of hooks directly costs 0.1 us; ``torch.autograd.graph.saved_tensors_hooks``, the public form, builds an
 # object and enters it, and does nothing else. 2.11 to 2.15. Goes when the public way is as quick.
@@ -25,7 +25,7 @@ pop_saved_tensors_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tens
 
 # The innermost pair of saved-tensor hooks (a parent region's or the user's), or None. Its argument tells whether to look past
 # a trace. There is no public way to ask whether hooks are active. 2.11 to 2.15. Goes with a public way.
-top_saved_tensors_hooks: Callable[[bool], tuple[Hook, Hook] | None] = torch._C._autograd._top_saved_tensors_default_hooks
+top_saved_tensors_hooks: Callable[[bool], Hooks | None] = torch._C._autograd._top_saved_tensors_default_hooks
 
 # Which ``backward`` is running on this thread: a number that is never used twice, or -1 outside of one. 2.11 to 2.15. Goes with
 # a public way.
@@ -64,8 +64,7 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 class SavedTensor(Protocol):
     """A tensor saved by autograd, by way of the saved-tensor hooks active at the time."""
 
-    def unpack(self) -> torch.Tensor:
-        """Returns the tensor; runs the unpack hook, if hooks were active."""
+    def unpack(self) -> torch.Tensor: ...
 
 
 class _SaveInput(torch.autograd.Function):
@@ -94,8 +93,6 @@ class NodeSavedTensor:
 
 
 class _SaveAll(torch.autograd.Function):
-    """Saves tensors for a backward which never runs."""
-
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*tensors)
@@ -103,12 +100,10 @@ class _SaveAll(torch.autograd.Function):
 
 
 def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns a tensor whose ``grad_fn.saved_tensors`` raises ``RuntimeError`` after a write to any of some tensors.
-
-    Autograd compares the versions of many saved tensors in a fifth of the time of as many questions. Active saved-tensor hooks
-    would get the tensors instead, so the hooks are off meanwhile. 2.11 to 2.15. Goes when the public way is as quick.
-    """
-    hooks: list[tuple[Hook, Hook]] = []
+    """Returns a tensor whose ``grad_fn.saved_tensors`` raises ``RuntimeError`` after a write to any of some tensors."""
+    # Autograd compares the versions of many saved tensors in a fifth of the time of as many questions. 2.11 to 2.15. Goes when
+    # the public way is as quick.
+    hooks: list[Hooks] = []  # active ones would get the tensors instead, so they are off meanwhile
     grad_enabled = torch.is_grad_enabled()
     try:
         while (pair := top_saved_tensors_hooks(False)) is not None:
@@ -137,3 +132,77 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a tangent, in the level of forward mode that is in force."""
     # The number of the level is private, 2.11 to 2.15. Goes with a public way to ask whether there is a level.
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
+
+
+# The classes of saved tensors, which have the packed object as ``data``. This and all below: 2.11 to 2.15. Goes with a public
+# way to list the tensors that a node saved, without the unpack hooks.
+SAVED_TENSORS: tuple[type, ...] = (torch._C._autograd.SavedTensor, NodeSavedTensor)
+
+_functions: Any = torch._C._functions
+#: The classes of the nodes of casts, and of the nodes which accumulate the gradients of leaves.
+CAST_NODE, LEAF_NODE = _functions.ToCopyBackward0, _functions.AccumulateGrad
+
+# The attributes which hold saved tensors, by the class of nodes, one for each operator. Custom functions have one attribute.
+_fields: dict[type, tuple[str, ...]] = {}
+_OF_FUNCTIONS = ("_raw_saved_tensors",)
+
+_NOTHING: Sequence[Any] = ()
+
+
+def saved_in(node: Any) -> Iterable[Any]:
+    """Returns the saved tensors of a node; none for a node whose backward has freed them."""
+    # Nodes written in C++ outside of torch's own formulas show none, and neither does the function inside ``CopySlices``.
+    kind = type(node)
+    fields = _fields.get(kind)
+    if fields is None:
+        if issubclass(kind, torch.autograd.function.BackwardCFunction):
+            return _saved(node, _OF_FUNCTIONS)
+        fields = _fields[kind] = tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+    return _saved(node, fields) if fields else _NOTHING
+
+
+def _saved(node: Any, fields: Iterable[str]) -> list[Any]:
+    found: list[Any] = []
+    for field in fields:
+        try:
+            saved = getattr(node, field)
+        except RuntimeError:  # freed by a backward
+            continue
+        if isinstance(saved, (list, tuple)):
+            found += saved
+        elif saved is not None:
+            found.append(saved)
+    return found
+
+
+def packed_of(saved: Any) -> Any:
+    """Returns the tensor itself, or the result of the pack hook; None for a tensor that is undefined, or freed."""
+    if type(saved) is NodeSavedTensor:
+        (saved,) = saved_in(saved.output.grad_fn)
+    try:
+        return saved.data
+    except RuntimeError:  # freed by a backward
+        return None
+
+
+def is_packed(saved: Any) -> bool:
+    return type(saved) is NodeSavedTensor or saved.unpack_hook is not None
+
+
+def attributes_of(node: Any) -> dict[str, Any]:
+    """Returns the attributes on a custom function's ``ctx``; none for other nodes."""
+    return getattr(node, "__dict__", {})
+
+
+# By which every backward is run that Python begins. 2.11 to 2.15. Goes with a public way to tell a backward in a hook.
+_RUN_ENGINE = torch.autograd.graph._engine_run_backward.__code__
+
+
+def is_in_two_backwards() -> bool:
+    """Whether this thread runs a backward in the middle of another, as in a hook. Takes a walk of the stack."""
+    count = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and count < 2:
+        count += frame.f_code is _RUN_ENGINE
+        frame = frame.f_back
+    return count == 2

@@ -1,7 +1,4 @@
-"""Private parts of ``torch.utils.checkpoint``: functions behind the public calls, and global settings.
-
-As in :mod:`._torch`, each has its use, its versions, and when it may go.
-"""
+"""Private parts of ``torch.utils.checkpoint``: functions behind the public calls, selective modes, and global settings."""
 
 from __future__ import annotations
 
@@ -13,16 +10,6 @@ from typing import Any
 
 import torch.utils.checkpoint
 from torch.utils.checkpoint import noop_context_fn
-
-__all__ = [
-    "FUNCTION_OF_ENGINE",
-    "Region",
-    "engine",
-    "is_compiled",
-    "reentrant_engine",
-    "settings_of_torch",
-    "without_composable",
-]
 
 #: A generator function that opens a region, yields for the call of the function, and closes the region:
 #: ``region(function, args, kwargs, **options)``, with the options of ``torch.utils.checkpoint.checkpoint``.
@@ -45,23 +32,17 @@ def _called(*args: Any, **kwargs: Any) -> Any:
 
 
 class _Engine:
-    """Torch's non-reentrant engine, whose calls may be diverted.
+    """Torch's non-reentrant engine, whose calls may be diverted."""
 
-    The function object of torch stays where it is and gets other code. So calls by names imported at any time are diverted, and
-    what Dynamo knows by identity is what it was.
-    """
-
+    # The function object of torch stays where it is and gets other code. So calls by names imported at any time are diverted,
+    # and what Dynamo knows by identity is what it was.
     __slots__ = ("_before", "_choose", "_function", "_own")
 
     def __init__(self) -> None:
         self._before: tuple[Any, Any, Any] | None = None
 
     def divert(self, choose: Callable[[], Region | None]) -> None:
-        """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch.
-
-        Raises:
-            RuntimeError: If torch has no function of that name, or another program has put another callable there.
-        """
+        """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch."""
         if self._before is not None:
             return
         function: Any = getattr(_torchs, FUNCTION_OF_ENGINE, None)
@@ -84,7 +65,6 @@ class _Engine:
         self._before = None
 
     def called(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a call of torch's function."""
         region = self._choose()
         if region is None:
             return self._own(*args, **kwargs)
@@ -123,19 +103,15 @@ def _arguments_first(
 
 
 class _ReentrantEngine:
-    """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``, whose calls may be diverted.
+    """Torch's reentrant engine, ``CheckpointFunction.apply(function, preserve_rng_state, *args)``."""
 
-    The class stays what it is, and has an attribute of its own in front of the inherited one. 2.11 to 2.15. Goes with the
-    reentrant engine.
-    """
-
+    # The class gets an attribute of its own in front of the inherited one. 2.11 to 2.15. Goes with the reentrant engine.
     __slots__ = ("_before", "_class", "_own", "_set")
 
     def __init__(self) -> None:
         self._class: Any = None
 
     def divert(self, choose: Callable[[], Region | None]) -> None:
-        """Sends calls to the region that ``choose`` returns for each call; None leaves a call to torch."""
         if self._class is not None:
             return
         kind: Any = torch.utils.checkpoint.CheckpointFunction
@@ -152,7 +128,6 @@ class _ReentrantEngine:
         kind.apply = self._set
 
     def restore(self) -> None:
-        """Ends :meth:`divert`. What another program has put there since stays."""
         kind, self._class = self._class, None
         if kind is None or vars(kind).get("apply") is not self._set:
             return
@@ -168,44 +143,38 @@ reentrant_engine = _ReentrantEngine()
 
 
 def settings_of_torch() -> tuple[bool | None, bool | None]:
-    """Returns what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch have set, or None for each.
-
-    2.11 to 2.15. Goes with a public way.
-    """
+    """Returns what ``set_checkpoint_early_stop`` and ``set_checkpoint_debug_enabled`` of torch have set, or None for each."""
+    # 2.11 to 2.15. Goes with a public way.
     return _torchs._enable_checkpoint_early_stop, _torchs._checkpoint_debug_enabled
 
 
+# The two dispatch modes of torch's own selective checkpointing. The first has the policy as ``policy_fn``, and both have one
+# ``storage``. A pair is recognised, for the package's own modes to carry it out. 2.11 to 2.15. Goes when torch's modes are
+# exact.
+SELECTIVE_FORWARD: Any = torch.utils.checkpoint._CachingTorchDispatchMode
+SELECTIVE_RECOMPUTE: Any = torch.utils.checkpoint._CachedTorchDispatchMode
+
+# Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. Goes with
+# torch 2.12.
 _RUNS_FOR_SHAPES = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
 
 def is_compiled() -> bool:
-    """Whether a compiler traces the operators of this thread.
-
-    Where torch 2.11 and 2.12 run a graph for the shapes of its results, ``torch.compiler.is_compiling()`` is False. 2.11 to
-    2.15. Goes with torch 2.12.
-    """
+    """Whether a compiler traces the operators of this thread."""
     return torch.compiler.is_compiling() or (_RUNS_FOR_SHAPES and torch._guards.TracingContext.try_get() is not None)
 
 
+# There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute. 2.11
+# to 2.15. Goes with a public way.
 _COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
 
 
 def without_composable(
     context: AbstractContextManager[Any],
 ) -> tuple[AbstractContextManager[Any] | None, AbstractContextManager[Any]] | None:
-    """Takes apart the context of a recompute that the composable ``checkpoint`` of torch makes.
-
-    There the user's context is inside ``_no_hook(module, context)``, by which the hooks of the module rest in a recompute.
-    2.11 to 2.15. Goes with a public way.
-
-    Args:
-        context: The context, not entered.
-
-    Returns:
-        The user's context or None, and the context under which the hooks rest; None for contexts of others.
-    """
+    """Takes apart the context of a recompute by torch's composable ``checkpoint``: the user's or None, and the other one."""
     function: Any = getattr(context, "func", None)
     if getattr(function, "__module__", None) != _COMPOSABLE or function.__name__ != "_no_hook":
-        return None
+        return None  # of others
     module, users = (*context.args, None)[:2]  # type: ignore[attr-defined]
     return users, contextlib.contextmanager(function)(module)

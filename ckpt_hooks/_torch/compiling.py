@@ -1,10 +1,7 @@
-"""Regions in functions that ``torch.compile`` traces.
+"""Regions in functions that ``torch.compile`` traces: calls of torch's own function, which Dynamo knows by its identity.
 
-Dynamo knows ``torch.utils.checkpoint.checkpoint`` by its identity: it traces the function of a call into an operator of
-operators, and tells the compiler to compute the activations again in backward. So a region that Dynamo traces is a call of
-torch's function. The compiler then decides how to recompute, and draws the random numbers of forward again by itself.
-
-Dynamo must not compile the code of this package that runs regions eagerly, after a graph break or in a rerun.
+The compiler decides how to recompute, and draws the random numbers of forward again by itself. Dynamo must not compile the code
+of this package that runs regions eagerly, after a graph break or in a rerun.
 """
 
 from __future__ import annotations
@@ -17,25 +14,13 @@ import torch
 import torch.utils.checkpoint
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
-__all__ = [
-    "at_end_of_compilation",
-    "num_traced_nodes",
-    "run_traced",
-    "set_compile_configs",
-    "skipped",
-    "while_tracing",
-]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 _SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)
 
 
 def skipped(function: F) -> F:
-    """Marks a function, and the functions in its body, as not to be compiled when called eagerly; returns the function.
-
-    The functions called by these are not compiled either.
-    """
+    """Marks a function, and the functions in its body, as not to be compiled when called eagerly, nor what they call."""
     todo = [function.__code__]
     while todo:
         code = todo.pop()
@@ -45,23 +30,13 @@ def skipped(function: F) -> F:
 
 
 def while_tracing(function: F) -> F:
-    """Marks a function for Dynamo to call while it traces, with the result for a constant; returns the function.
-
-    As ``torch.compiler.assume_constant_result`` does, which imports Dynamo.
-    """
+    """Marks a function for Dynamo to call while it traces, with the result for a constant."""
+    # As ``torch.compiler.assume_constant_result`` does, which imports Dynamo.
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def run_traced(function: Callable[..., Any], args: Any, kwargs: Any, context_fn: Callable[[], Any] | None) -> Any:
-    """Calls a function as a region while Dynamo traces.
-
-    Args:
-        function: The function.
-        args: The positional arguments.
-        kwargs: The keyword arguments.
-        context_fn: Makes the contexts of a policy; None without a policy.
-    """
     if torch.compiler.is_exporting():  # which keeps no activations
         return function(*args, **kwargs)
     if context_fn is None:
@@ -77,10 +52,8 @@ def num_traced_nodes() -> int:
 
 
 def set_compile_configs(joint_pass: Callable[[Any, Any], Any] | None, tag: str) -> tuple[Any, str]:
-    """Sets the pass on joint graphs, and the tag in the key of the compile cache; returns those before.
-
-    2.11 to 2.15. Goes with a public way to tell the partitioner of a block.
-    """
+    """Sets the pass on joint graphs, and the tag in the key of the compile cache; returns those before."""
+    # 2.11 to 2.15. Goes with a public way to tell the partitioner of a block.
     functorch: Any = torch._functorch.config
     before = functorch.joint_custom_pass, torch.compiler.config.cache_key_tag
     functorch.joint_custom_pass, torch.compiler.config.cache_key_tag = joint_pass, tag

@@ -1,9 +1,4 @@
-"""Private parts of FSDP2 (``torch.distributed.fsdp.fully_shard``): its parameters' memory, gathered and freed unit by unit.
-
-A unit has one or more groups of parameters, gathered together. ``FSDPModule.unshard`` and ``reshard``, which are public, do not
-tell whether the parameters were there before, and in which of two forms of shards. To go with a public way to ask whose memory
-a tensor has. All of 2.11 to 2.15, but where another version is named.
-"""
+"""Private parts of FSDP2 (``torch.distributed.fsdp.fully_shard``): its parameters' memory, gathered and freed unit by unit."""
 
 from __future__ import annotations
 
@@ -16,7 +11,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from ckpt_hooks._torch.tensors import storage_of
 
-__all__ = ["addresses_of", "gather", "num_units", "parameters_by_group", "shard_of"]
+# ``FSDPModule.unshard`` and ``reshard``, which are public, do not tell whether the parameters were there before, and in which
+# of two forms of shards. Goes with a public way to ask whose memory a tensor has. 2.11 to 2.15, but where another version is
+# named.
 
 
 def num_units() -> int:
@@ -57,11 +54,7 @@ def shard_of(parameter: Any) -> torch.Tensor:
 
 
 def gather(group: Any) -> Callable[[], None] | None:
-    """Gathers the parameters of a group, unless they are there.
-
-    Returns:
-        What brings back the shards as they were; None if FSDP has gathered the parameters, or has begun to, for its own use.
-    """
+    """Gathers the parameters of a group; returns what brings back the shards, or None if FSDP gathers them for its own use."""
     if group.is_unsharded:
         return None
     found = group._training_state

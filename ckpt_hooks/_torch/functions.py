@@ -1,8 +1,7 @@
-"""Calls of custom autograd functions, and writes past all operators, diverted to a watcher of the package.
+"""What programs run: operators, and custom autograd functions, whose calls are diverted to a watcher of the package.
 
 A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
 every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for one look.
-2.11 to 2.15. Goes when dispatch modes are told of custom functions.
 """
 
 from __future__ import annotations
@@ -18,18 +17,22 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
-__all__ = [
-    "APPLY_CODE",
-    "AT_WORK",
-    "FunctionCtx",
-    "apply",
-    "bound",
-    "divert_functions",
-    "divert_triton",
-    "has_setup_context",
-    "num_holders",
-]
+# What operators are: overloads, and operators of operators; several overloads of one name are a packet. 2.11 to 2.15. Goes when
+# these classes are public.
+OVERLOAD: Any = torch._ops.OpOverload
+OPERATORS: Any = (torch._ops.OpOverload, torch._ops.HigherOrderOperator)
+OPERATOR_PACKET: Any = torch._ops.OpOverloadPacket
 
+# Whether an operator has an effect that must not be repeated: one registered by ``torch.library``, or that of an object of
+# TorchBind among its arguments. The module is there as soon as torch is; its policies ask it since 2.15. 2.11 to 2.15. Goes
+# with a public way.
+has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
+
+# Returns a tensor that a collective fills, when it is complete; to wait for it again does no harm. 2.11 to 2.15. Goes when the
+# operator is public.
+wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
+
+# Custom functions, diverted: 2.11 to 2.15. Goes when dispatch modes are told of custom functions.
 # 2.11 to 2.14: ``Function.apply`` calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
 # 2.15: ``Function.apply`` is this one, and binds defaults of arguments itself. Names bound before the first region end here.
 IS_BOUND_EARLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
@@ -94,14 +97,9 @@ _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 
 
 def divert_functions(find: _Find, unseen: _Unseen, missed: Callable[[Any], None]) -> None:
-    """Diverts calls of custom functions, and of methods which write by a Python function.
-
-    Args:
-        find: Returns the callable for a call of a custom function; None for a plain call.
-        unseen: Runs a method.
-        missed: Told of each function which saves tensors, called in whatever way; where calls by some names are not diverted.
-    """
+    """Diverts calls of custom functions to what ``find`` returns, and methods which write by a Python function."""
     global _find, _missed
+    # ``missed`` is told of each function which saves tensors, called in whatever way.
     _find, _missed = find, missed
     base: Any = torch.autograd.Function if IS_BOUND_EARLY else _SingleLevelFunction
     base.apply = _Apply()

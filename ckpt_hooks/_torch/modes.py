@@ -1,7 +1,4 @@
-"""Private parts of modes: dispatch and function modes, traces, transforms.
-
-Each private name says which versions have it, and when it may go.
-"""
+"""Private parts of what a thread is under: dispatch and function modes, traces, transforms, autocast, devices and streams."""
 
 from __future__ import annotations
 
@@ -104,14 +101,9 @@ _BATCHED_GRADS = torch._C._dispatch_key_parse("VmapMode")
 
 
 def suspend_transforms() -> tuple[list[object], int] | None:
-    """Takes every ``torch.func`` transform, and every map over gradients, off this thread.
-
-    The rerun of a region runs outside of transforms, as forward did, although backward may run under a transform:
-    ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
-
-    Returns:
-        The argument of :func:`resume_transforms`; None without transforms.
-    """
+    """Takes every ``torch.func`` transform, and every map over gradients, off this thread; None without any."""
+    # The rerun of a region runs outside of transforms, as forward did, although backward may run under one:
+    # ``torch.autograd.grad(..., is_grads_batched=True)`` maps over the gradients only.
     if not (_is_included(_BATCHED_GRADS) or is_any_transform_active()):
         return None
     level = _enter_batched_grads() - 1
@@ -121,9 +113,24 @@ def suspend_transforms() -> tuple[list[object], int] | None:
 
 
 def resume_transforms(suspended: tuple[list[object], int]) -> None:
-    """Undoes :func:`suspend_transforms`."""
     transforms, level = suspended
     for transform in reversed(transforms):
         _push_transform(transform)
     for _ in range(level):
         _enter_batched_grads()
+
+
+# 0.06 us for a question that takes one public call a device type. 2.11 to 2.15. Goes when the public way is as quick.
+is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
+
+
+# The current device of CUDA, and number, device and kind of a device's current stream, without a look whether CUDA is
+# initialised and without an object: 0.1 us each. None in builds without CUDA. 2.11 to 2.15. Goes when the public way is as
+# quick.
+cuda_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+cuda_stream_data: Callable[[int], tuple[int, int, int]] | None = getattr(torch._C, "_cuda_getCurrentStream", None)
+
+# The name under which a backend outside of torch has registered, ``"privateuseone"`` if none has. 2.11 to 2.15. Goes with a
+# public way.
+private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name

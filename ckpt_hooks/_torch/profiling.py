@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.autograd.profiler import profile
 
-__all__ = ["IS_ALLOCATION", "NOT_OPERATORS", "is_profiling", "named_range", "profile_memory", "profiler_range"]
-
 # A named range of the profiler, as a context manager: without an operator, which dispatch modes would see, and in a tenth of
 # the time of ``torch.profiler.record_function``. 2.11 to 2.15. Goes with a public way.
 profiler_range: Any = torch._C._profiler._RecordFunctionFast
@@ -28,10 +26,8 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 @contextlib.contextmanager
 def named_range(name: str) -> Iterator[None]:
-    """Names a block in the profiler, and its allocations in snapshots of CUDA's memory, as ``user_metadata``.
-
-    The names of snapshots are private to torch, in 2.11 to 2.15. Goes with a public way.
-    """
+    """Names a block in the profiler, and its allocations in snapshots of CUDA's memory, as ``user_metadata``."""
+    # The names of snapshots are private to torch, in 2.11 to 2.15. Goes with a public way.
     with profiler_range(name):
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             yield
@@ -49,12 +45,8 @@ _ONE = threading.Lock()
 
 
 class profile_memory:  # noqa: N801  # a context manager, as torch's own
-    """Profiles a block, memory included.
-
-    The public profiler gives allocations without addresses, and not in one order with ranges: the tree of events has both.
-    2.11 to 2.15. Goes with a public way.
-    """
-
+    # The public profiler gives allocations without addresses, and not in one order with ranges: the tree of events has both.
+    # 2.11 to 2.15. Goes with a public way.
     def __init__(self) -> None:
         # On an accelerator too its allocator reports to the CPU's part of the profiler; kernels are of no use here.
         self._profile = profile(use_cpu=True, profile_memory=True, use_kineto=True)

@@ -1,7 +1,4 @@
-"""Private parts of tensors: storages, versions, detaching past modes, inner tensors.
-
-Each private name says which versions have it, and when it may go.
-"""
+"""Private parts of tensors: storages, versions, detaching past modes, inner tensors."""
 
 from __future__ import annotations
 
@@ -59,29 +56,20 @@ def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: Any) -> Any:
-    """Calls a function past dispatch modes, torch's modes for tracing included.
-
-    A fake tensor makes others under its own mode, active or not. 2.11 to 2.15. Goes with a public way.
-
-    Args:
-        tensor: The function's tensor: a plain tensor, among others of the kind, or a tensor of another class.
-        function: The function.
-        *args: The arguments.
-    """
+    """Calls a function past dispatch modes, torch's modes for tracing included, given one of the tensors it works on."""
     if not num_dispatch_modes():
         return function(*args)
     if type(tensor) in _PLAIN:
         return _past_modes(function, *args)
+    # A fake tensor makes others under its own mode, active or not. 2.11 to 2.15. Goes with a public way.
     with torch.utils._python_dispatch._disable_current_modes():
         return function(*args)
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an empty tensor with the version counter of another tensor, which keeps no memory alive.
-
-    For a subclass, or a tensor which is not dense, the witness is an alias, since its data cannot be exchanged.
-    """
+    """Returns an empty tensor with the version counter of another tensor, which keeps no memory alive."""
     witness = counted_detach(tensor)
+    # Others stay aliases: the data of a subclass cannot be exchanged.
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
         empty = _past_modes(functools.partial(torch.empty, 0, dtype=tensor.dtype, device=tensor.device))
         _past_modes(setattr, witness, "data", empty)
@@ -114,10 +102,8 @@ set_versions: Callable[[tuple[torch.Tensor, ...], tuple[int, ...]], None] = torc
 
 
 def storage_of(tensor: torch.Tensor) -> int | None:
-    """Returns the address of a tensor's storage object, the same for all views; None for a tensor without a storage.
-
-    The public ``data_ptr`` is 0 for freed memory, and makes a lazy copy a real copy.
-    """
+    """Returns the address of a tensor's storage object, the same for all views; None for a tensor without a storage."""
+    # The public ``data_ptr`` is 0 for freed memory, and makes a lazy copy a real copy.
     try:
         return storage_address(tensor)
     except (NotImplementedError, RuntimeError):
@@ -125,10 +111,8 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a leaf which requires grad, a parameter mostly, which costs nothing to keep; False for views.
-
-    ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.
-    """
+    """Whether a tensor is a leaf which requires grad, a parameter mostly, which costs nothing to keep; False for views."""
+    # ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.
     return tensor.requires_grad and not tensor._is_view() and tensor.is_leaf
 
 

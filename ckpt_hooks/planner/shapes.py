@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 
 from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words, warn_user
-from ckpt_hooks._tensors.nested_values import instances_in
+from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.modules.forward import RegionRunner
 from ckpt_hooks.policies import save_indices

@@ -12,9 +12,8 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.descriptions import warn_user
-from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
-from ckpt_hooks._torch.operators import OPERATOR_PACKET, OPERATORS
+from ckpt_hooks._operators.facts import Kind, facts_of
+from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 
 from .traced_policies import made_while_tracing
 

@@ -16,9 +16,8 @@ from typing import Any, Final
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.modes import is_compiled_code_running
-from ckpt_hooks._operators.facts import OpFacts, facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
-from ckpt_hooks._torch.operators import OVERLOAD
+from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
+from ckpt_hooks._torch.functions import OVERLOAD
 
 from .base import Policy, decision_of
 from .context import SelectiveCheckpointContext

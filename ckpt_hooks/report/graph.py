@@ -14,8 +14,7 @@ from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved_descriptions import Saved, cause_of_kept
 from ckpt_hooks._core.tensor_numbers import storage_and_size
-from ckpt_hooks._torch.autograd import node_number
-from ckpt_hooks._torch.graphs import attributes_of, is_packed, packed_of, saved_in
+from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
 
 from .notes import NOWHERE, Known, Notes, Origin

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.graphs import LEAF_NODE
+from ckpt_hooks._torch.autograd import LEAF_NODE
 
 __all__ = ["ParameterViews"]
 

@@ -22,10 +22,9 @@ import torch
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_without_values, past_modes
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._function.collector import StopRecompute
-from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, facts_of
+from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._tensors.copies import same_bits
-from ckpt_hooks._tensors.nested_values import tensors_in
 from ckpt_hooks._torch.autograd import graph_task_id, node_number, sequence_number
 from ckpt_hooks._torch.tensors import is_kept_anyway
 

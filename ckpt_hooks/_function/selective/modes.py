@@ -15,16 +15,15 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._function.collector import StopRecompute
 from ckpt_hooks._operators.draws import watch_draw
-from ckpt_hooks._operators.facts import KNOWN, OpFacts, facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import KNOWN, Kind, OpFacts, facts_of
 from ckpt_hooks._torch.autograd import graph_task_id, sequence_number, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.tensors import is_kept_anyway

@@ -31,13 +31,13 @@ from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
 from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.draws import skip_draw
-from ckpt_hooks._operators.facts import OpFacts
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, OpFacts
+from ckpt_hooks._tensors.containers import instances_in, replaced_in, tensors_in
 from ckpt_hooks._tensors.copies import copies_of, restore_layout
-from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, HeldTensor, Hooks, hold_tensor, recomputes
-from ckpt_hooks._tensors.nested_values import instances_in, replaced_in, tensors_in
+from ckpt_hooks._tensors.held_tensors import HeldByHooks, HeldOnHost, HeldTensor, hold_tensor, recomputes
 from ckpt_hooks._tensors.offloaded import Batch
 from ckpt_hooks._tensors.transfers import transfers_for
+from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 

@@ -39,10 +39,9 @@ from torch.utils._pytree import tree_leaves
 
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.mutation import GONE
-from ckpt_hooks._operators.facts import OpFacts, facts_of
-from ckpt_hooks._operators.reusable_outputs import Kind
+from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN, copy_of, fill_all
-from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since
+from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
 from ckpt_hooks._torch.tensors import is_freed, storage_of
 from ckpt_hooks.errors import MutationError
 
