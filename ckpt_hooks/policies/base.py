@@ -199,7 +199,6 @@ class OpsPolicy(Policy):
         return self
 
     def for_op(self, op: Any) -> CheckpointPolicy:
-        """Returns the decision for an operator."""
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
 
 

@@ -105,7 +105,6 @@ class Decisions:
             self.policy.warn_of_view(facts.operator)
 
     def of_name(self, name: str) -> int:
-        """Returns the decision on a tensor with a name."""
         if self.names is not None:
             self.names.add(name)
         answer = self.policy.for_name(name)
