@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt_hooks._core.holdings import Reason
+
     from .advice import Advice, Waste
     from .ledger.allocations import Allocation, Change, Hold, Maker, Origin
     from .ledger.holders import Holder, LedgerPeak
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from .pictures.panels import compare
     from .pictures.picture import Picture
     from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
-    from .saved_entries import Reason, Residual, SavedResiduals
+    from .saved_entries import Residual, SavedResiduals
     from .steps import Drift, RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
 

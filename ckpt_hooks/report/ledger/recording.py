@@ -8,7 +8,7 @@ from typing import Any, overload
 
 from ckpt_hooks._core.misuse import described_as
 from ckpt_hooks._torch.profiling import is_profiling, profile_memory
-from ckpt_hooks.report.out_of_memory import noting_out_of_memory
+from ckpt_hooks.report.formatting import noting_out_of_memory
 
 from .ledger import MemoryLedger
 from .marks import Marks
