@@ -19,8 +19,7 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.saved_descriptions import Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.profiling import profile_memory
-from ckpt_hooks.report.ledger.marks import Marks, Moment
-from ckpt_hooks.report.ledger.rows import rows_of
+from ckpt_hooks.report.ledger.rows import Marks, Moment, rows_of
 from ckpt_hooks.report.ledger.watching import OlderMemory
 
 

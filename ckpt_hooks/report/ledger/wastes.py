@@ -10,11 +10,8 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.report.advice import Advice, Waste
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
 
-from .allocations import Allocation, Hold, Maker
+from .allocations import Allocation, Hold, Maker, RegionEntry
 from .data import LedgerData
-from .regions import RegionEntry
-
-__all__ = ["wastes_of"]
 
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
@@ -38,11 +35,7 @@ _Edit = tuple[int, int, int]
 
 
 def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
-    """Returns the wastes of a step, the largest first.
-
-    Args:
-        ledger: The ledger.
-    """
+    """Returns the wastes of a step, the largest first."""
     again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
     found = [*_held_inputs(ledger), *_saving_nothing(ledger), *_held_outside(ledger), *_nested(ledger)]
     worth = [
