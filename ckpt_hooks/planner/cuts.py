@@ -29,7 +29,7 @@ class Choice:
 
 
 class _Graph:
-    """The needs among a block's operators. An operator which writes to a result belongs to the result's maker."""
+    """The needs among a block's operators; one which writes to a result belongs to the result's maker."""
 
     def __init__(self, profile: Profile, entry: BlockCall, lasting: Collection[int]) -> None:
         owner: dict[int, int] = {}  # of an allocation, the operator which made it

@@ -97,10 +97,7 @@ class OtherShapes:
 
 
 class PlannedRunner(RegionRunner):
-    """Calls a block as its plan says: as a region which keeps some results, or plainly.
-
-    A call of other shapes is a region which keeps nothing.
-    """
+    """Calls a block as its plan says: as a region which keeps some results, or plainly; of other shapes it keeps nothing."""
 
     def __init__(self, name: str, kept: Mapping[Shapes, Runs | None], on_other: Callable[[str, Shapes], None]) -> None:
         # ``kept``: the runs to keep, by the shapes of the call; None for a plain call.
@@ -146,10 +143,8 @@ class PlannedRunner(RegionRunner):
 
 
 def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
-    """Returns a function for each block, by the block's name, which calls the block as planned.
-
-    Of two blocks for the same shapes, as in several plans, the latter counts.
-    """
+    """Returns a function for each block, by the block's name, which calls the block as planned."""
+    # Of two blocks for the same shapes, as in several plans, the latter counts.
     kept: dict[str, dict[Shapes, Runs | None]] = {}
     for block in blocks:
         runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)

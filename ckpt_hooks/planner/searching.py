@@ -133,13 +133,11 @@ _LARGEST = 0.25
 
 
 def _blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Module]:
-    """Returns the blocks of a model, by name.
-
-    Without a selection, the model's tree is descended until a module saves at most a quarter of all that backward needs. A
-    leaf is no block: a region around one operator drops nothing.
-    """
+    """Returns the blocks of a model, by name."""
     if select is not None:
         return _selected(model, select)
+    # The model's tree is descended until a module saves at most a quarter of all that backward needs. A leaf is no block: a
+    # region around one operator drops nothing.
     saved: collections.Counter[str] = collections.Counter()
     for one in ledger.allocations:
         if one.origin.module is not None and any(hold.reason is Reason.SAVED for hold in one.holds):

@@ -24,7 +24,7 @@ _Key = tuple[str, str]
 
 
 class _SaveIndices(Policy):
-    """Keeps the outputs of single runs. Made of names and numbers alone, so that it can be pickled and compared."""
+    """Keeps the outputs of single runs; made of names and numbers alone, so that it can be pickled and compared."""
 
     title = "save_indices"
 

@@ -150,12 +150,9 @@ def _same_line(one: Entry, other: Entry) -> bool:
 
 
 def _behind(forward: Sequence[Entry], place: int, recompute: Sequence[Entry], found: int, *, is_whole: bool) -> _Divergence:
-    """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends.
-
-    Operators of the same line are looked for first, then the same operators at whatever line.
-    """
+    """Returns the divergence that begins at two places: the fewest operators before two that agree, or before both ends."""
     most, most_found = min(_WINDOW, len(forward) - place), min(_WINDOW, len(recompute) - found)
-    for match in (_same_line, _same_operator):
+    for match in (_same_line, _same_operator):  # the latter at whatever line
         for distance in range(most + most_found + 1):
             for count in range(max(0, distance - most_found), min(distance, most) + 1):
                 one, other = place + count, found + distance - count

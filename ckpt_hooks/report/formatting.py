@@ -33,10 +33,7 @@ class Table(NamedTuple):
 
 
 class Printed:
-    """An object that prints as a report: ``repr`` is one line, and notebooks show tables.
-
-    Printed to a terminal, a table is as wide as the terminal at most.
-    """
+    """An object that prints as a report, as wide as the terminal: ``repr`` is one line, and notebooks show tables."""
 
     __slots__ = ()
 

@@ -33,7 +33,7 @@ _WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class GraphReader:
-    """Reads one graph."""
+    """Reads one graph: claims on storages by nodes and regions, and what regions have dropped."""
 
     def __init__(self, known: Known, notes: Notes | None = None) -> None:
         self._known, self._notes = known, notes
@@ -50,7 +50,6 @@ class GraphReader:
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Reads the graph of some tensors."""
         for node in _nodes_of(tensors):
             self._read_node(node)
         todo, around = list(self._frames.values()), {}
@@ -82,7 +81,7 @@ class GraphReader:
         attributes = attributes_of(node)
         if not (found or attributes):
             return
-        origin = NOWHERE if self._notes is None else self._notes.origin_of_node(node)
+        origin = NOWHERE if self._notes is None else self._notes.nodes.get(node_number(node), NOWHERE)
         name = self._names.get(type(node)) or self._names.setdefault(type(node), (node.name(),))
         for saved in found:
             self._read_saved(saved, origin, name)

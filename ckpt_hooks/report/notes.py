@@ -17,7 +17,7 @@ from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.stack import is_recomputing
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.operators import OVERLOAD
 
 _aten = torch.ops.aten
@@ -80,9 +80,6 @@ class Notes(Observer):
         self.outermost: dict[int, torch.nn.Module] = {}
         self._uninitialized: set[int] = set()
         self._names: dict[int, dict[int, str | None]] = {}
-
-    def origin_of_node(self, node: Any) -> Origin:
-        return self.nodes.get(node_number(node), NOWHERE)
 
     def origin_of_storage(self, storage: int | None) -> Origin:
         return NOWHERE if storage is None else self.made.get(storage, NOWHERE)

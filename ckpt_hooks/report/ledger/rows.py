@@ -183,7 +183,7 @@ def _walk(events: Iterable[Any], marks: Marks, differentiable: set[int]) -> Iter
 
 
 def _sequence_of(event: Any, latest: dict[int, int]) -> int:
-    """Returns the number of a node. A gradient belongs to the node before, which made it: the engine runs both in a row."""
+    # A gradient belongs to the node before, which made it: the engine runs both in a row.
     number: int = event.extra_fields.sequence_number
     if number >= 0:
         latest[event.start_tid] = number

@@ -139,7 +139,8 @@ def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
         sizes = {at: ledger.allocations[at].nbytes for at in needed}
         backwards = (one.begin for one in ledger.phases if one.name == "backward" and one.begin >= entry.end)
         backward = next(backwards, len(ledger.changes))
-        dropped = sum(sizes[at] for at, need in needed.items() if need.is_dropped and _is_freed_before(ledger, at, backward))
+        freed = {at: _end_of(ledger, ledger.allocations[at].freed) for at in needed}
+        dropped = sum(sizes[at] for at, need in needed.items() if need.is_dropped and freed[at] < backward)
         if dropped <= _NEXT_TO_NOTHING * sum(sizes.values()):
             idle.append(number)
     for group in _groups(entries, idle):
@@ -147,11 +148,6 @@ def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
         waste = Waste.LEAF if max(entry.modules for entry in found) <= 1 else Waste.SAVES_NOTHING
         again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE and one.entry in group)
         yield _advice(ledger, waste, found, _without(ledger, group), again)
-
-
-def _is_freed_before(ledger: LedgerData, allocation: int, change: int) -> bool:
-    freed = ledger.allocations[allocation].freed
-    return freed is not None and freed < change
 
 
 def _without(ledger: LedgerData, entries: Collection[int]) -> Iterator[_Edit]:

@@ -79,8 +79,9 @@ class _Regions(Observer):
 
 
 class _Lines(TorchFunctionMode):
-    """Marks each call into torch with the line of the program. A rerun of a region runs under the function modes of forward."""
+    """Marks each call into torch with the line of the program."""
 
+    # A rerun of a region runs under the function modes of forward.
     def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()
         # Functions alone: a region looks for tensors in the attributes of this package's objects, of modes of its forward too.
@@ -121,7 +122,7 @@ class _Modules:
 
 
 class OlderMemory:
-    """The storages of tensors on the host when a ledger begins. The profiler tells nothing of their end."""
+    """The storages of tensors on the host when a ledger begins, of whose end the profiler tells nothing."""
 
     def __init__(self, marks: Marks) -> None:
         self.sizes: dict[int, int] = {}  # by address
