@@ -19,8 +19,7 @@ from ckpt_hooks._function.callables import check_runs
 from ckpt_hooks._function.contexts import ContextPair, both, call_context_fn, check_context_fn, noop_context_fn, selection_of
 from ckpt_hooks._function.options import Form, RegionOptions, defaults_of, options_of, values_of
 from ckpt_hooks._torch.compiling import skipped
-from ckpt_hooks.policies.base import Policy, policy_from
-from ckpt_hooks.policies.traced_policies import key_for
+from ckpt_hooks.policies.base import Policy, key_for, policy_from
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
 from .running import own_contexts, run

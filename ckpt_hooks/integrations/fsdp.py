@@ -1,8 +1,7 @@
 """Parameters sharded by FSDP2, for replays which need them gathered: several units in one recorded region.
 
 FSDP2 gathers the parameters of a unit before the unit's forward and before its backward, and frees them after each. The replay
-of a region around several units reads parameters of units whose backward has not come. :func:`unit_of` names the unit that a
-parameter belongs to, as the owner which gathers it again.
+of a region around several units reads parameters of units whose backward has not come.
 """
 
 from __future__ import annotations
@@ -19,15 +18,9 @@ from ckpt_hooks._tensors.refilling import Origin
 from ckpt_hooks._torch.fsdp import addresses_of, gather, num_units, parameters_by_group, shard_of
 from ckpt_hooks._torch.tensors import storage_of
 
-__all__ = ["Unit", "unit_of"]
-
 
 class Unit:
-    """A group of parameters which FSDP2 gathers together.
-
-    Attributes:
-        group: The group, an ``FSDPParamGroup`` of torch.
-    """
+    """A group of parameters which FSDP2 gathers together, an ``FSDPParamGroup`` of torch."""
 
     __slots__ = ("group",)
 
@@ -41,7 +34,6 @@ class Unit:
         return isinstance(other, Unit) and other.group is self.group
 
     def fill(self) -> Callable[[], None] | None:
-        """Gathers the parameters; see :meth:`ckpt_hooks._tensors.refilling.Owner.fill`."""
         free = past_modes(gather, self.group)
         return None if free is None else lambda: past_modes(free)
 

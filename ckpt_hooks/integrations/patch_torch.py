@@ -26,8 +26,6 @@ from ckpt_hooks._torch.modes import is_any_transform_active, is_traced, num_disp
 from ckpt_hooks.policies.base import policy_from
 from ckpt_hooks.selective import create_selective_checkpoint_contexts
 
-__all__ = ["TorchPatch", "patch_torch"]
-
 _TORCHS_NOOP: Any = torch.utils.checkpoint.noop_context_fn
 
 _DEFAULTS = defaults_of(Form.DIRECT)

@@ -1,7 +1,4 @@
-"""``enable_in_transformers``: the checkpointing switch of a Transformers model, with the regions of this package.
-
-Transformers is not imported: a model is known by its methods (:mod:`.transformers_models`).
-"""
+"""``enable_in_transformers``: the checkpointing switch of a Transformers model, with the regions of this package."""
 
 from __future__ import annotations
 
@@ -20,8 +17,7 @@ from ckpt_hooks.report.formatting import Printed, Table, alike, count_of, fold_n
 from .patch_torch import TorchPatch, patch_torch
 from .transformers_models import FLAG, Taken, TakenSwitch, check_support, planned_layers, switch_of, transformers_model
 
-__all__ = ["EnabledCheckpointing", "enable_in_transformers"]
-
+# Hooks on the input embeddings: the former in 5.18 and 5.23.
 _HOOKS = ("_require_grads_hooks", "_require_grads_hook")
 _ABSENT = object()
 
@@ -142,13 +138,7 @@ class EnabledCheckpointing(Printed):
         self._hooks: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     def take_over(self, owner: Module, n: int, taken: Taken) -> None:
-        """Switches checkpointing on, and takes the place of the model's switch, and of the switches of models inside.
-
-        Args:
-            owner: The model.
-            n: Which layers are regions: each n-th one.
-            taken: The functions that call the layers.
-        """
+        """Switches checkpointing on, and takes the place of the model's switch, and of the switches of models inside."""
         models = [(name, module) for name, module in owner.named_modules() if switch_of(module) is not None]
         self._switches = [TakenSwitch(module, name, n, taken) for name, module in models]
         self._switches[0]()

@@ -1,12 +1,7 @@
 """The checkpointing switch of a Transformers model, and the object which stands in its place while regions are in force.
 
-Transformers is not imported: a model is known by its methods. Private names of Transformers used here:
-
-- ``_set_gradient_checkpointing(enable, gradient_checkpointing_func)``, a method of models since 4.35. The public switch takes
-  no function, and calls this method. The method has ``every_n_layers`` in 5.18 and 5.23, and not yet in 5.0.
-- ``_gradient_checkpointing_func``, since 4.35: the attribute of a module where the method puts the function.
-- ``GradientCheckpointingLayer``, since 4.52: the class of a layer which calls this function. Before, stacks of layers call it.
-- ``_require_grads_hooks``, in 5.18 and 5.23, and ``_require_grads_hook``: hooks on the input embeddings.
+Transformers is not imported: a model is known by its methods. The public switch takes no function, and calls the method
+``SWITCH``, which puts the function into the attribute ``FUNCTION`` of modules.
 """
 
 from __future__ import annotations
@@ -24,66 +19,46 @@ from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of
 from ckpt_hooks.modules.own_switches import FUNCTION, SWITCH, calls_function, calls_torch
 
-__all__ = ["FLAG", "Taken", "TakenSwitch", "check_support", "planned_layers", "switch_of", "transformers_model"]
-
 #: The attribute of a module whose layers are checkpointed while it is True.
 FLAG = "gradient_checkpointing"
 
 
 class Taken:
-    """The functions for ``gradient_checkpointing_func`` of one model, by the names of modules.
-
-    Copied and pickled with the model.
-
-    Attributes:
-        options: The options of regions.
-        recorded: Whether regions are recorded.
-        planned: The functions of the layers of a plan; None without a plan.
-    """
+    """The functions for ``gradient_checkpointing_func`` of one model, by names of modules."""
 
     def __init__(self, recorded: bool, options: dict[str, Any], planned: Mapping[str, RegionRunner] | None = None) -> None:
         self.recorded, self.options, self.planned = recorded, options, planned
         self._runners: dict[str, RegionRunner] = dict(planned or {})
 
     def runner(self, name: str) -> RegionRunner:
-        """Returns the function for a module."""
         if name not in self._runners:
             self._runners[name] = RegionRunner(self.recorded, {"name": name, **self.options})
         return self._runners[name]
 
     def has(self, function: Any) -> bool:
-        """Whether a function is one of these."""
         return any(runner is function for runner in self._runners.values())
 
 
 class TakenSwitch:
-    """Stands in a model's attributes for the method by which Transformers switches checkpointing on and off.
+    """Stands in a model's attributes for the method by which Transformers switches checkpointing on and off."""
 
-    So a trainer that calls the public switch switches these regions. Holds the model weakly, since the model holds this object.
-    Copies and pickles belong to the copied model.
-
-    Attributes:
-        handle: Returns the handle of the regions; None in copies, or where nobody holds it.
-        taken: The functions of the model.
-    """
-
+    # So a trainer that calls the public switch switches these regions. Copies and pickles belong to the copied model.
     __slots__ = ("_before", "_n", "_name", "_owner", "handle", "taken")
 
     def __init__(self, owner: Module, name: str, n: int, taken: Taken) -> None:
-        self._owner, self._name, self._n, self.taken = weakref.ref(owner), name, n, taken
+        self._owner = weakref.ref(owner)  # which holds this object
+        self._name, self._n, self.taken = name, n, taken
         self._before: Any = None
-        self.handle: Callable[[], Any] = lambda: None
+        self.handle: Callable[[], Any] = lambda: None  # the handle of the regions; none in copies
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TakenSwitch, (self._owner(), self._name, self._n, self.taken)
 
     @property
     def __self__(self) -> Module | None:
-        """The model, as of a bound method."""
         return self._owner()
 
     def put(self) -> None:
-        """Takes the place of the method."""
         owner = self._owner()
         if owner is not None:
             before = vars(owner).get(SWITCH)
@@ -102,13 +77,8 @@ class TakenSwitch:
                 vars(owner)[SWITCH] = self._before
 
     def __call__(self, enable: bool = True, gradient_checkpointing_func: Any = None, every_n_layers: int = 1) -> None:
-        """Switches the regions on or off, as the method of Transformers does; the function given is left out.
-
-        Args:
-            enable: Whether they are to be on.
-            gradient_checkpointing_func: The function that Transformers would have called.
-            every_n_layers: Makes each n-th layer a region; 1 for the number that the regions were made with.
-        """
+        """Switches the regions on or off, as the method of Transformers does; the function given is left out."""
+        # ``every_n_layers`` of 1 stands for the number that the regions were made with.
         owner = self._owner()
         if owner is None:
             return
@@ -189,11 +159,7 @@ def _warn_of_options(function: Any) -> None:
 
 
 def transformers_model(model: Any) -> Any:
-    """Returns the Transformers model: the argument, or the model inside one of PEFT.
-
-    Raises:
-        TypeError: If it is neither.
-    """
+    """Returns the Transformers model: the argument, or the model inside one of PEFT."""
     if isinstance(model, Module):
         owner = getattr(getattr(model, SWITCH, None), "__self__", None)
         if isinstance(owner, Module):
@@ -211,10 +177,8 @@ def transformers_model(model: Any) -> Any:
 
 
 def switch_of(owner: Module) -> Callable[..., Any] | None:
-    """Returns the switch which takes a function, of the model's class or of a class above; None if there is none.
-
-    Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch by one of before 4.35, which takes none.
-    """
+    """Returns the switch which takes a function, of the model's class or of a class above; None if there is none."""
+    # Some models (Grounding DINO, OmDet-Turbo, models on the Hub) override the switch by one of before 4.35, which takes none.
     for kind in type(owner).__mro__:
         switch = vars(kind).get(SWITCH)
         if switch is not None and "gradient_checkpointing_func" in inspect.signature(switch).parameters:
@@ -223,16 +187,7 @@ def switch_of(owner: Module) -> Callable[..., Any] | None:
 
 
 def check_support(owner: Any, flagged: dict[str, Module]) -> None:
-    """Checks that a model has layers to switch on.
-
-    Args:
-        owner: The model.
-        flagged: The modules with a flag, by their names.
-
-    Raises:
-        ValueError: If there are none.
-        RuntimeError: If there are regions of this package already.
-    """
+    """Refuses a model without layers to switch on, or with regions of this package."""
     name, advice = type(owner).__name__, "Write `ckpt_hooks.apply_checkpointing(model, layers)`."
     if not getattr(owner, "supports_gradient_checkpointing", True):
         raise ValueError(f"{name} does not support the checkpointing switch of Transformers. {advice}")
@@ -259,17 +214,7 @@ def check_support(owner: Any, flagged: dict[str, Module]) -> None:
 
 
 def planned_layers(plan: Any, model: Module, owner: Module) -> dict[str, RegionRunner]:
-    """Returns the functions of a plan for the layers of a Transformers model, by their names in the latter.
-
-    Args:
-        plan: A :class:`ckpt_hooks.planner.Plan`: its ``runners()`` are named as in the planned model.
-        model: The planned model.
-        owner: The Transformers model in it.
-
-    Raises:
-        TypeError: If the plan is none.
-        ValueError: If a block of the plan is no layer of the model's switch.
-    """
+    """Returns the functions of a plan for the layers of a Transformers model, by their names in that model."""
     if not callable(getattr(plan, "runners", None)):
         raise TypeError(f"plan should be a Plan of ckpt_hooks.plan_memory, but got {described_as(plan)}. Pass one.")
     modules, names = dict(model.named_modules()), {id(module): name for name, module in owner.named_modules()}
@@ -289,10 +234,12 @@ def _switch_on(owner: Module, switch: Callable[..., Any], runner: RegionRunner, 
     """Calls the switch for each n-th layer."""
     if n == 1:
         switch(owner, enable=True, gradient_checkpointing_func=runner)
-    elif "every_n_layers" in inspect.signature(switch).parameters:
+    elif "every_n_layers" in inspect.signature(switch).parameters:  # in 5.18 and 5.23, not yet in 5.0
         switch(owner, enable=True, gradient_checkpointing_func=runner, every_n_layers=n)
     else:
-        layers = [module for module in flagged if _is_layer(module)]
+        # By name: Transformers is not imported here, and has no such class before 4.52.
+        classes = ((module, {kind.__name__ for kind in type(module).__mro__}) for module in flagged)
+        layers = [module for module, names in classes if "GradientCheckpointingLayer" in names]
         if not layers and any(calls_function(module) for module in flagged):
             raise ValueError(
                 f"every_n_layers={n}, but the switch of {type(owner).__name__} knows no layers: there is no "
@@ -302,8 +249,3 @@ def _switch_on(owner: Module, switch: Callable[..., Any], runner: RegionRunner, 
         switch(owner, enable=True, gradient_checkpointing_func=runner)
         for index, module in enumerate(layers):
             setattr(module, FLAG, index % n == 0)
-
-
-def _is_layer(module: Module) -> bool:
-    # By name: Transformers is not imported here, and has no such class before 4.52.
-    return any(kind.__name__ == "GradientCheckpointingLayer" for kind in type(module).__mro__)

@@ -20,8 +20,6 @@ from .forward import RegionForward, RegionRunner, forward_of_class, region_forwa
 from .own_switches import own_switches
 from .selecting import Select, select_modules
 
-__all__ = ["AppliedCheckpointing", "AppliedRegion", "apply_checkpointing", "checkpoint_module", "remove_checkpointing"]
-
 AModule = TypeVar("AModule", bound=Module)
 
 
@@ -260,7 +258,6 @@ def _forward_for(module: Module, name: str, runner: RegionRunner) -> RegionForwa
 
 
 def _in_words(policy: Any) -> str:
-    """Returns the name of a policy."""
     if policy is None:
         return ""
     return (isinstance(policy, Policy) and policy.title) or str(getattr(policy, "__qualname__", repr(policy)))

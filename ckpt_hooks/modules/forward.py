@@ -18,29 +18,14 @@ from ckpt_hooks.region import checkpoint_region
 
 from .own_switches import OwnSwitch
 
-__all__ = ["RegionForward", "RegionRunner", "forward_of_class", "region_forward_of"]
-
 # The method by which DataParallel copies a module. The copy would share the attribute ``forward``, and run the other's.
 _REPLICATE = "_replicate_for_data_parallel"
 
 
 class RegionRunner:
-    """Calls functions as regions of the same options, of either kind.
-
-    Copied and pickled by its options.
-
-    Attributes:
-        recorded: Whether the regions are recorded.
-        policy: The policy of the regions; None keeps nothing.
-    """
+    """Calls functions as regions of the same options, of either kind; copied and pickled by its options."""
 
     def __init__(self, recorded: bool, options: dict[str, Any]) -> None:
-        """Checks the options.
-
-        Args:
-            recorded: Whether the regions are recorded.
-            options: Keyword arguments of :func:`ckpt_hooks.checkpoint`, or of :class:`ckpt_hooks.checkpoint_region`.
-        """
         self._made_of = recorded, options
         self.recorded, self.policy = recorded, options.get("policy")
         region: Any = checkpoint_region(**options) if recorded else checkpoint(**options)
@@ -48,7 +33,6 @@ class RegionRunner:
 
     @skipped  # after a graph break in the function, Python runs all of it in a region, as with torch's function
     def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Calls a function as a region."""
         return self._run(function, args, kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -68,28 +52,17 @@ def forward_of_class(module: Module) -> Callable[..., Any]:
 
 
 class RegionForward:
-    """Calls a module's forward as a region.
+    """Calls a module's forward as a region; copies and pickles belong to the copied module."""
 
-    Holds the module weakly, since the module holds this object. Copies and pickles belong to the copied module.
-
-    Attributes:
-        run: Calls a function as this region.
-        own_switch: The checkpointing switch that the model has itself, as far as it bears on this module; None without, and in
-            copies.
-        replaced: The instance's own ``forward`` before; None for the class's.
-        is_active: Whether calls are regions. Not where checkpointing was removed, and another object calls this one.
-    """
-
-    own_switch: OwnSwitch | None = None
+    own_switch: OwnSwitch | None = None  # none in copies
 
     def __init__(self, module: Module, run: RegionRunner) -> None:
         self.run = run
-        self.replaced: Callable[..., Any] | None = None
-        self.is_active = True
-        self._reference = weakref.ref(module)
+        self.replaced: Callable[..., Any] | None = None  # the instance's own ``forward`` before; None for the class's
+        self.is_active = True  # not where checkpointing was removed, and another object calls this one
+        self._reference = weakref.ref(module)  # weakly, since the module holds this object
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module's forward as a region."""
         function = self.__wrapped__
         if torch.compiler.is_dynamo_compiling() and self.replaced is None:
             # After a graph break Dynamo hands a bound method to Python by its name, ``module.forward``, which is this object.
@@ -108,11 +81,6 @@ class RegionForward:
 
     @property
     def module(self) -> Module:
-        """The module.
-
-        Raises:
-            ReferenceError: If the module is gone.
-        """
         module = self._reference()
         if module is None:
             raise ReferenceError(
@@ -123,7 +91,7 @@ class RegionForward:
 
     @property
     def __globals__(self) -> dict[str, Any]:
-        """The globals of the forward. Refuses ``torch.jit.script``, which asks for these before it looks for source code."""
+        # ``torch.jit.script`` asks for these before it looks for source code.
         if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
             raise TypeError(
                 f"torch.jit.script cannot compile a checkpointed {type(self.module).__name__}. Make its calls plain calls "
@@ -138,14 +106,12 @@ class RegionForward:
         return getattr(self.__wrapped__, name)
 
     def put(self, module: Module) -> None:
-        """Becomes the ``forward`` of a module."""
         own = vars(module)
         self.replaced = own.get("forward")
         own["forward"] = self
         own[_REPLICATE] = _Replication(self)
 
     def remove(self) -> None:
-        """Takes this object off its module."""
         module = self._reference()
         self.is_active = False  # for another object in ``forward``, which calls this one
         if module is None:

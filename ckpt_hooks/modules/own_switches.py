@@ -16,8 +16,6 @@ from torch.nn import Module
 
 from ckpt_hooks._core.descriptions import warn_user
 
-__all__ = ["FUNCTION", "SWITCH", "OwnSwitch", "calls_function", "calls_torch", "own_switches"]
-
 #: In Transformers, since 4.35, and in diffusers: the attribute of a module that holds the function.
 FUNCTION = "_gradient_checkpointing_func"
 #: In Transformers, since 4.35: the method of a model which sets the flag and the function of its modules.
@@ -61,11 +59,7 @@ def _names_in(kind: type) -> set[str]:
 
 
 class OwnSwitch:
-    """A model's own switch, as far as the flags of its modules bear on one region.
-
-    Attributes:
-        region: The name of the module which is a region.
-    """
+    """A model's own switch, as far as the flags of its modules bear on one region."""
 
     __slots__ = ("_modules", "_told", "region")
 
@@ -75,11 +69,7 @@ class OwnSwitch:
         self._modules = [(name, weakref.ref(module), flag) for name, module, flag in flags]
 
     def look(self, *, runs: bool = True) -> None:
-        """Warns, once a model, where the model's own switch is on.
-
-        Args:
-            runs: Whether the region is called now. The switch is then for training with gradients alone.
-        """
+        """Warns, once a model, where the model's own switch is on; for a call of the region only where that trains."""
         if self._told or (runs and not torch.is_grad_enabled()):
             return
         for name, reference, flag in self._modules:
@@ -95,12 +85,7 @@ class OwnSwitch:
 
 
 def own_switches(model: Module, regions: Iterable[str]) -> dict[str, OwnSwitch]:
-    """Returns the model's own switch for each region that it bears on.
-
-    Args:
-        model: The model.
-        regions: The names of modules which are regions.
-    """
+    """Returns the model's own switch for each region that it bears on."""
     flagged = {
         name: module
         for name, module in model.named_modules()

@@ -12,8 +12,6 @@ from torch.nn import Module, ModuleList
 
 from ckpt_hooks._core.misuse import described_as
 
-__all__ = ["Select", "Selected", "every", "select_modules"]
-
 #: Module classes, name patterns, a predicate of a name and a module, :func:`every`, or a mapping of patterns to policies.
 Select = Any
 #: Selected modules by name, each with its policy.
@@ -49,17 +47,7 @@ class every:  # noqa: N801 -- used like a function
 
 
 def select_modules(model: Module, select: Select, policy: Any) -> Selected:
-    """Returns the selected modules of a model, in the model's order; a module with several names has the first.
-
-    Args:
-        model: The model.
-        select: The selection, as :func:`ckpt_hooks.apply_checkpointing` takes it.
-        policy: The policy of modules for which the selection has none.
-
-    Raises:
-        TypeError: If the selection is none.
-        ValueError: If nothing is selected, or nothing by one of the patterns.
-    """
+    """Returns the selected modules of a model, in the model's order; a module with several names has the first."""
     modules = dict(model.named_modules())
     if isinstance(select, Mapping):
         patterns: Mapping[str, Any] = select
@@ -132,7 +120,8 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any]) -> Sel
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(f"select should map name patterns to policies, but has {described_as(pattern)}. Give its name.")
-        expression = _expression(pattern)
+        parts = (".*" if part == "**" else "[^.]*".join(map(re.escape, part.split("*"))) for part in pattern.split("."))
+        expression = re.compile(r"\.".join(parts))
         matches = [name for name in modules if expression.fullmatch(name)]
         if not matches:
             near = difflib.get_close_matches(pattern, modules, 1) or [next((name for name in modules if name), "")]
@@ -143,8 +132,3 @@ def _by_patterns(modules: dict[str, Module], patterns: Mapping[str, Any]) -> Sel
         for name in matches:
             found.setdefault(name, (modules[name], patterns[pattern]))
     return {name: found[name] for name in modules if name in found}
-
-
-def _expression(pattern: str) -> re.Pattern[str]:
-    parts = [".*" if part == "**" else "[^.]*".join(map(re.escape, part.split("*"))) for part in pattern.split(".")]
-    return re.compile(r"\.".join(parts))

@@ -1,8 +1,7 @@
-"""The choice of an option for each block: the least cost under a budget.
+"""The choice of an option for each block: the least cost under a budget, by a greedy search and exchanges.
 
-A block's option changes memory at many moments, but outside of the block's own backward by constant amounts: by what it keeps.
-So time falls into windows, each with one block that varies in it. The peak of a window is the sum of a maximum for that block
-and of constants for the others. A greedy search takes the step with the most bytes for its cost, and then exchanges steps.
+Outside of its own backward, a block's option changes memory by constant amounts: by what it keeps. So time falls into windows,
+and the peak of a window is the sum of a maximum for the one block that varies in it and of constants for the others.
 """
 
 from __future__ import annotations
@@ -20,34 +19,18 @@ from .cuts import Choice
 from .profiling import Profile
 from .simulating import Delta, Effect, effect_of, timeline_of
 
-__all__ = ["BlockOption", "Problem", "block_options", "choose"]
-
 
 @dataclasses.dataclass
 class BlockOption:
-    """An option of a block, with its effects in all of the block's calls.
-
-    Attributes:
-        choice: The choice.
-        effects: The effect in each call.
-        cost: The cost of the operators which run again, in all calls.
-    """
+    """An option of a block, with its effect in each of the block's calls."""
 
     choice: Choice
     effects: list[Effect]
-    cost: float
+    cost: float  # of the operators which run again, in all calls
 
 
 class Problem:
-    """What every choice does to memory.
-
-    Attributes:
-        blocks: The blocks' names.
-        options: The options of each block.
-        costs: Their costs, for each block.
-        memory: Of each block, the bytes of each option in each window.
-        base: The bytes in each window without any block.
-    """
+    """What every choice does to memory."""
 
     def __init__(self, profile: Profile, options: Mapping[str, Sequence[BlockOption]], natural: Sequence[int]) -> None:
         self.profile = profile
@@ -57,16 +40,17 @@ class Problem:
         spans: list[tuple[int, int, int]] = []  # begin, end, block
         for entry in profile.entries:
             number = self.blocks.index(entry.block)
-            rows = [row for handle in entry.handles for row in (handle.restored, handle.let_go) if row is not None]
+            asked = [row for handle in entry.handles for row in (handle.restored, handle.let_go) if row is not None]
             spans.append((entry.begin, entry.end + 1, number))
-            if rows:
-                spans.append((min(rows), max(rows) + 1, number))
+            if asked:
+                spans.append((min(asked), max(asked) + 1, number))
         bounds = sorted({0, profile.num_rows, *(row for begin, end, _ in spans for row in (begin, end))})
         self.natural = _with_common(natural, options, bounds)
         changes = [[self._changes_of(option.effects) for option in of] for of in self.options]
         # Where no block runs, several may let go of something: such a window is split at each of these rows.
         owned = [(begin, end) for begin, end, _ in spans]
-        rows_between = {row for of in changes for one in of for row, *_ in one if not _is_in(owned, row)}
+        rows = {row for of in changes for one in of for row, *_ in one}
+        rows_between = {row for row in rows if not any(begin <= row < end for begin, end in owned)}
         self._bounds = sorted({*bounds, *rows_between})
         self._owners: list[int | None] = [None] * (len(self._bounds) - 1)
         for begin, end, number in spans:
@@ -75,6 +59,7 @@ class Problem:
         self._base = self._by_window(
             moment for moment in timeline_of(profile, (), self.natural) if moment[0] < profile.num_rows
         )
+        # The bytes in each window without any block, and of each block the bytes of each option in each window.
         self.base = torch.tensor([float(self._most(window)) for window in range(len(self._owners))], dtype=torch.float64)
         self.memory = [self._memory_of(number, of) for number, of in enumerate(changes)]
 
@@ -155,19 +140,13 @@ class Problem:
         return None if owner is None else self.blocks[owner]
 
     def peak(self, chosen: Sequence[int]) -> float:
-        """Returns the peak of a choice."""
         total = self.base.clone()
         for memory, option in zip(self.memory, chosen, strict=True):
             total += memory[option]
         return float(total.max())
 
     def cost(self, chosen: Sequence[int]) -> float:
-        """Returns the cost of a choice."""
         return sum(float(costs[option]) for costs, option in zip(self.costs, chosen, strict=True))
-
-
-def _is_in(spans: Sequence[tuple[int, int]], row: int) -> bool:
-    return any(begin <= row < end for begin, end in spans)
 
 
 def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOption]], bounds: Sequence[int]) -> list[int]:
@@ -194,12 +173,7 @@ def _with_common(natural: Sequence[int], options: Mapping[str, Sequence[BlockOpt
 
 
 def choose(problem: Problem, budget: float) -> list[int] | None:
-    """Returns the option of each block with the least cost found under a budget; None if none fits.
-
-    Args:
-        problem: The problem.
-        budget: The bytes at most.
-    """
+    """Returns the option of each block with the least cost found under a budget; None if none fits."""
     powers = _POWERS if len(problem.blocks) <= _FEW else (1.0,)
     found = [chosen for power in powers if (chosen := _chosen(problem, budget, power)) is not None]
     return min(found, key=problem.cost, default=None)
@@ -313,12 +287,7 @@ def _take(problem: Problem, chosen: list[int], total: torch.Tensor, block: int, 
 
 
 def block_options(profile: Profile, choices: Mapping[str, Sequence[Choice]]) -> dict[str, list[BlockOption]]:
-    """Returns the options of each block.
-
-    Args:
-        profile: The profile.
-        choices: The choices of each block, by its first call.
-    """
+    """Returns the options of each block, from its choices by its first call."""
     found: dict[str, list[BlockOption]] = {}
     for block, of in choices.items():
         entries = [entry for entry in profile.entries if entry.block == block]

@@ -1,8 +1,7 @@
 """Options of a block: which results to keep, from nothing to all, each the cheapest for the bytes taken.
 
 Which results to keep at a price for each byte is a minimum cut: a needed result is kept, at its price, or its operator runs
-again, at its cost, and needs what it reads. A sweep of prices gives the options on the convex hull. To add or drop one result
-at a time fills the gaps between these.
+again, at its cost, and needs what it reads. A sweep of prices gives the convex hull; single results fill the gaps.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from collections.abc import Collection, Iterable, Iterator
 from .profiling import BlockCall, Profile
 from .simulating import effect_of
 
-__all__ = ["Choice", "choices_of", "lasting_in"]
-
 # Options of the hull alone left peaks up to 5.6% below the budget; with single results added or dropped, 0.03 to 2.2%.
 _PRICES = 28  # in the sweep
 _MOST = 40  # options of a block
@@ -24,21 +21,15 @@ _MOST = 40  # options of a block
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An option of a block.
+    """An option of a block."""
 
-    Attributes:
-        kept: The operators whose results are kept; None for no region, where autograd keeps what it saves.
-        nbytes: The bytes kept; bytes that another block holds anyway count little.
-        cost: The cost of the operators which run again.
-    """
-
-    kept: tuple[int, ...] | None
-    nbytes: float
-    cost: float
+    kept: tuple[int, ...] | None  # operators; None for no region, where autograd keeps what it saves
+    nbytes: float  # kept; bytes that another block holds anyway count little
+    cost: float  # of the operators which run again
 
 
 class _Graph:
-    """The needs among a block's operators. An operator which writes to a result belongs to the result's maker."""
+    """The needs among a block's operators; one which writes to a result belongs to the result's maker."""
 
     def __init__(self, profile: Profile, entry: BlockCall, lasting: Collection[int]) -> None:
         owner: dict[int, int] = {}  # of an allocation, the operator which made it
@@ -113,7 +104,6 @@ class _Flow:
         self._capacity: dict[object, dict[object, float]] = collections.defaultdict(dict)
 
     def add(self, start: object, end: object, capacity: float) -> None:
-        """Adds an edge."""
         self._capacity[start][end] = self._capacity[start].get(end, 0.0) + capacity
         self._capacity[end].setdefault(start, 0.0)
 
@@ -173,13 +163,7 @@ def lasting_in(profile: Profile) -> list[set[int]]:
 
 
 def choices_of(profile: Profile, entry: BlockCall, lasting: Collection[int] = ()) -> list[Choice]:
-    """Returns the options of a block which are worth choosing: the fewer bytes, the higher the cost. The last has no region.
-
-    Args:
-        profile: The profile.
-        entry: A call of the block.
-        lasting: Allocations which another block needs, as :func:`lasting_in` tells.
-    """
+    """Returns the options of a block which are worth choosing, from the fewest bytes up; the last has no region."""
     graph = _Graph(profile, entry, lasting)
     nothing = graph.choice(())
     largest = max(graph.cost.values(), default=0.0)

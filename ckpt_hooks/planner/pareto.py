@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ckpt_hooks.report.formatting import Printed, Table, count_of, format_bytes
-from ckpt_hooks.report.pictures.picture import Picture, figure_of, scale_of
+from ckpt_hooks.report.ledger.panels import Picture, figure_of, scale_of
 
 from .choosing import Problem, choose
 from .profiling import BlockCall, OpRun, Profile
 from .simulating import Effect, effect_of, peak_of
-
-__all__ = ["ParetoFront", "ParetoPoint", "front_of"]
 
 _BUDGETS = 24
 
@@ -105,14 +103,7 @@ class ParetoFront(Printed):
 def front_of(
     profile: Profile, problem: Problem, natural: Sequence[int], plain: int
 ) -> tuple[list[ParetoPoint], list[ParetoPoint]]:
-    """Returns the plans of budgets from the least to that of no regions, and torch's choices.
-
-    Args:
-        profile: The profile.
-        problem: The problem.
-        natural: The result of ``natural_ends``.
-        plain: The peak without regions.
-    """
+    """Returns the plans of budgets from the least to that of no regions, and torch's choices."""
     whole = sum(op.cost for entry in profile.entries for op in entry.ops)
 
     def point(name: str, effects: Sequence[tuple[BlockCall, Effect]]) -> ParetoPoint:
@@ -136,19 +127,13 @@ def front_of(
                 for pair in zip((entry for entry in profile.entries if entry.block == name), of[option].effects, strict=True)
             ]
             plans[tuple(chosen)] = point(f"of {format_bytes(int(budget))}", effects)
+
+    def effect(entry: BlockCall, keeps: Callable[[BlockCall], list[int]], blocks: frozenset[str]) -> Effect:
+        is_plain = entry.block not in blocks
+        return effect_of(profile, entry, () if is_plain else keeps(entry), is_plain=is_plain)
+
     torch = [
-        point(
-            f"{kept} kept, {where}",
-            [
-                (
-                    entry,
-                    effect_of(
-                        profile, entry, keeps(entry) if entry.block in blocks else (), is_plain=entry.block not in blocks
-                    ),
-                )
-                for entry in profile.entries
-            ],
-        )
+        point(f"{kept} kept, {where}", [(entry, effect(entry, keeps, blocks)) for entry in profile.entries])
         for kept, keeps in _POLICIES.items()
         for where, blocks in _selections(problem.blocks)
     ]
@@ -176,12 +161,9 @@ def _selections(blocks: Sequence[str]) -> Iterator[tuple[str, frozenset[str]]]:
     for where, selected in (
         ("all blocks", blocks),
         *((f"every {n} blocks", blocks[::n]) for n in (2, 3, 4)),
-        *((f"the first {n} blocks", blocks[:n]) for n in dict.fromkeys(round(count * part) for part in _PARTS)),
+        *((f"the first {n} blocks", blocks[:n]) for n in dict.fromkeys(round(count * part) for part in (0.25, 0.5, 0.75))),
     ):
         found = frozenset(selected)
         if found and found not in seen:
             seen.add(found)
             yield where, found
-
-
-_PARTS: Iterable[float] = (0.25, 0.5, 0.75)

@@ -13,13 +13,9 @@ from torch.nn import Module
 from ckpt_hooks.modules import AppliedCheckpointing, apply_checkpointing
 from ckpt_hooks.report.formatting import Printed, Table, alike, fold_names, format_bytes, name_pattern, times
 
-from .budgets import Budget
 from .pareto import ParetoFront, ParetoPoint
-from .planned import KeptRun, PlannedBlock, runners_of
-from .searching import searched
-from .shapes import PlannedRunner, Shapes, shapes_in_words
-
-__all__ = ["Plan", "plan_memory"]
+from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of, shapes_in_words
+from .searching import Budget, searched
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -1,13 +1,41 @@
-"""Planned blocks: the results each keeps, and the functions which call blocks so."""
+"""Planned blocks: what each keeps, by the shapes of its calls, and the functions which call blocks so."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from .shapes import OtherShapes, PlannedRunner, Runs, Shapes
+import torch
+from torch.nn import Module
 
-__all__ = ["KeptRun", "PlannedBlock", "runners_of"]
+from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words, warn_user
+from ckpt_hooks._tensors.containers import instances_in
+from ckpt_hooks._torch.compiling import skipped
+from ckpt_hooks.modules.forward import RegionRunner
+from ckpt_hooks.policies import save_indices
+from ckpt_hooks.policies.base import operator_named
+
+#: The dtype and the shape of each tensor in the arguments of a call.
+Shapes = tuple[tuple[torch.dtype, Any], ...]
+#: Submodule, operator and number of each run whose result is kept.
+Runs = tuple[tuple[str, str, int], ...]
+
+
+def shapes_of(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+    """Returns the shapes of a call."""
+    # Transformers puts the keywords of a layer into a ``functools.partial``.
+    while isinstance(function, functools.partial):
+        function, args, kwargs = function.func, (*function.args, *args), {**function.keywords, **kwargs}
+    tensors = instances_in((args, [kwargs[name] for name in sorted(kwargs)]), torch.Tensor)
+    return tuple(map(dtype_and_shape, tensors))
+
+
+def shapes_in_words(shapes: Shapes) -> str:
+    """Returns the shapes of a call in words, as in ``"float32[4, 8], int64[4]"``."""
+    return ", ".join(map(kind_in_words, shapes)) or "no tensors"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +80,71 @@ class PlannedBlock:
     shapes: tuple[Shapes, ...]
 
 
-def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
-    """Returns a function for each block, by the block's name, which calls the block as planned.
+class OtherShapes:
+    """Says once that a call has shapes which a plan has not measured."""
 
-    Args:
-        blocks: The blocks, of several plans maybe. Of two for the same shapes, the latter counts.
-    """
+    def __init__(self) -> None:
+        self._has_said = False
+
+    def __call__(self, block: str, shapes: Shapes) -> None:
+        if not self._has_said:
+            self._has_said = True
+            warn_user(
+                f"The plan has measured no step in which block {block!r} gets {shapes_in_words(shapes)}: in such steps its "
+                "blocks keep nothing, and all of their forward runs again. Measure one: `plan.add(step)`, before "
+                "`plan.apply()`."
+            )
+
+
+class PlannedRunner(RegionRunner):
+    """Calls a block as its plan says: as a region which keeps some results, or plainly; of other shapes it keeps nothing."""
+
+    def __init__(self, name: str, kept: Mapping[Shapes, Runs | None], on_other: Callable[[str, Shapes], None]) -> None:
+        # ``kept``: the runs to keep, by the shapes of the call; None for a plain call.
+        super().__init__(True, {"name": name, "replay_whole": False})
+        self._name, self._kept, self._on_other = name, kept, on_other
+        self._traced = {runs: self._runner_for(runs, None) for runs in kept.values() if runs}
+        # Names of submodules are those in the called module, whatever module calls it. Replicas share this object.
+        self._runners: weakref.WeakKeyDictionary[Any, dict[Runs, RegionRunner]] = weakref.WeakKeyDictionary()
+
+    @skipped
+    def __call__(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        shapes = shapes_of(function, args, kwargs)
+        kept = self._kept.get(shapes, ())
+        is_traced = torch.compiler.is_dynamo_compiling()
+        if not kept and not is_traced and shapes not in self._kept:
+            self._on_other(self._name, shapes)
+        if kept is None:
+            return function(*args, **kwargs)
+        if not kept:
+            return self._run(function, args, kwargs)
+        # Dynamo traces regions that are there, and makes none.
+        return (self._traced[kept] if is_traced else self._runner(function, kept))._run(function, args, kwargs)
+
+    def _runner(self, function: Any, kept: Runs) -> RegionRunner:
+        while isinstance(function, functools.partial):
+            function = function.func
+        owner = getattr(function, "__self__", None)
+        module = owner if isinstance(owner, Module) else None
+        runners = self._runners.setdefault(module or self, {})
+        found = runners.get(kept)
+        if found is None:
+            found = runners[kept] = self._runner_for(kept, module)
+        return found
+
+    def _runner_for(self, kept: Runs, module: Module | None) -> RegionRunner:
+        policy = save_indices([(name, operator_named(operator), number) for name, operator, number in kept], root=module)
+        return RegionRunner(True, {"name": self._name, "replay_whole": False, "policy": policy})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PlannedRunner, (self._name, self._kept, self._on_other)
+
+
+def runners_of(blocks: Iterable[PlannedBlock]) -> dict[str, PlannedRunner]:
+    """Returns a function for each block, by the block's name, which calls the block as planned."""
+    # Of two blocks for the same shapes, as in several plans, the latter counts.
     kept: dict[str, dict[Shapes, Runs | None]] = {}
     for block in blocks:
         runs = None if block.kept is None else tuple((run.module, run.operator, run.number) for run in block.kept)

@@ -19,13 +19,8 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.saved_descriptions import Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.profiling import profile_memory
-from ckpt_hooks.report.ledger.marks import Marks, Moment
-from ckpt_hooks.report.ledger.rows import rows_of
+from ckpt_hooks.report.ledger.rows import Marks, Moment, rows_of
 from ckpt_hooks.report.ledger.watching import OlderMemory
-
-from .costs import by_seconds, bytes_moved, cost_of
-
-__all__ = ["BlockCall", "OpRun", "Profile", "ProfiledAllocation", "Request", "profile_step"]
 
 
 class _Moment(enum.Enum):
@@ -103,19 +98,12 @@ class _Watch(Observer):
 
 @dataclasses.dataclass(slots=True)
 class ProfiledAllocation:
-    """Memory allocated in the step.
-
-    Attributes:
-        nbytes: The size.
-        born: The row of the allocation.
-        freed: The row of the free; the number of rows without a free.
-        is_again: Whether the recompute of a block made the allocation.
-    """
+    """Memory allocated in the step; ``born`` and ``freed`` are rows, the number of rows without a free."""
 
     nbytes: int
     born: int
     freed: int
-    is_again: bool
+    is_again: bool  # by the recompute of a block
 
 
 #: A storage at a moment: the index of its allocation, and how often operators of the entry had written to it.
@@ -124,86 +112,50 @@ Value = tuple[int, int]
 
 @dataclasses.dataclass(slots=True)
 class OpRun:
-    """An operator of an entry.
-
-    Attributes:
-        name: The name.
-        run: The run, as policies of runs name runs; None where policies are not asked.
-        reads: The values read, of the step.
-        makes: The values made or written, each once.
-        fresh: The allocations of the results.
-        cost: The cost of a second run.
-        moved: The bytes read and written.
-        seconds: The time of the run in forward, on the host.
-        temporary: The most bytes that a second run takes besides the results.
-        extras: Allocations for a second run, as the state of a generator.
-    """
+    """An operator of an entry."""
 
     name: str
-    run: Run | None
+    run: Run | None  # None where policies are not asked
     reads: list[Value]
-    makes: list[Value]
-    fresh: list[int]
+    makes: list[Value]  # made or written, each once
+    fresh: list[int]  # the allocations of the results
     cost: float
-    moved: int
-    seconds: float
-    temporary: int = 0
-    extras: list[int] = dataclasses.field(default_factory=list)
+    moved: int  # bytes
+    seconds: float  # in forward, on the host
+    temporary: int = 0  # the most bytes that a second run takes besides the results
+    extras: list[int] = dataclasses.field(default_factory=list)  # allocations for a second run, as the state of a generator
 
 
 @dataclasses.dataclass(slots=True)
 class Request:
-    """A tensor which backward asks for.
+    """A tensor which backward asks for, and the rows at which it does and lets go."""
 
-    Attributes:
-        value: The value; None for a tensor from before the step.
-        restored: The row at which backward asked; None if never.
-        let_go: The row at which backward let go of the tensor.
-    """
-
-    value: Value | None
-    restored: int | None
+    value: Value | None  # None for a tensor from before the step
+    restored: int | None  # None if backward never asks
     let_go: int
 
 
 @dataclasses.dataclass
 class BlockCall:
-    """One call of a block.
-
-    Attributes:
-        block: The block's name.
-        begin: The row at which forward began.
-        end: The row at which forward ended.
-        ops: The operators.
-        handles: What backward asks for.
-        maker: The operator which makes a value, by the value.
-        in_order: Whether replays run whole, in forward's order.
-    """
+    """One call of a block; ``begin`` and ``end`` are the rows of its forward."""
 
     block: str
     begin: int
     end: int
     ops: list[OpRun] = dataclasses.field(default_factory=list)
     handles: list[Request] = dataclasses.field(default_factory=list)
-    maker: dict[Value, int] = dataclasses.field(default_factory=dict)
-    in_order: bool = False
+    maker: dict[Value, int] = dataclasses.field(default_factory=dict)  # the operator which makes each value
+    in_order: bool = False  # whether replays run whole, in forward's order
 
 
 @dataclasses.dataclass
 class Profile:
-    """A step whose blocks keep nothing.
-
-    Attributes:
-        num_rows: The number of rows.
-        allocations: The allocations.
-        entries: The calls of blocks, in order.
-        older: Frees of memory from before the step: the row, and the bytes.
-    """
+    """A step whose blocks keep nothing."""
 
     num_rows: int
     allocations: list[ProfiledAllocation]
     entries: list[BlockCall]
-    older: list[tuple[int, int]]
+    older: list[tuple[int, int]]  # frees of memory from before the step: the row, and the bytes
 
     def smooth(self) -> None:
         """Makes the seconds of each operator the median of its runs on tensors of the same sizes."""
@@ -224,13 +176,46 @@ class Profile:
             op.cost = cost
 
 
-def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
-    """Runs a step whose blocks are recorded regions that keep nothing, and replay by value.
+#: The operations in whose time a byte is moved, about, on an accelerator. Without it pointwise operators would be free, which
+#: are most of what a recompute of convolutions runs.
+_BYTE = 10
 
-    Args:
-        step: The step.
-        blocks: The blocks, by the names of their regions.
-    """
+
+def bytes_moved(operator: Operator) -> int:
+    """Returns the bytes that an operator reads and writes."""
+    return 0 if operator.is_view else sum(tensor.nbytes for tensor in (*operator.inputs, *operator.outputs))
+
+
+def cost_of(operator: Operator) -> float:
+    """Returns the floating-point operations of a second run, and ten for each byte moved."""
+    return 0.0 if operator.is_view else _BYTE * bytes_moved(operator) + _count(operator)
+
+
+def by_seconds(runs: Sequence[tuple[float, float, float]]) -> list[float]:
+    """Returns costs by seconds, from cost by operations, bytes moved, and seconds of each run; at least the price of bytes."""
+    total = sum(seconds for *_, seconds in runs)
+    scale = sum(cost for cost, *_ in runs) / total if total else 0.0
+    return [max(seconds * scale, _BYTE * moved) if cost else 0.0 for cost, moved, seconds in runs]
+
+
+def _count(operator: Operator) -> float:
+    """Returns the floating-point operations: those of products by shape, and one for each element of other results."""
+    inputs = [tensor.shape for tensor in operator.inputs if tensor.shape is not None]
+    outputs = [tensor.shape for tensor in operator.outputs if tensor.shape is not None]
+    name = operator.name.removeprefix("aten.").partition(".")[0]
+    if name in ("mm", "bmm") and len(inputs) == 2:
+        return 2.0 * inputs[0].numel() * inputs[1][-1]
+    if name in ("addmm", "baddbmm") and len(inputs) == 3:
+        return 2.0 * inputs[1].numel() * inputs[2][-1]
+    if name == "convolution" and len(inputs) > 1 and outputs:
+        return 2.0 * outputs[0].numel() * inputs[1][1:].numel()
+    if "attention" in name and len(inputs) > 2:
+        return 4.0 * inputs[0].numel() * inputs[1][-2]
+    return float(sum(shape.numel() for shape in outputs))
+
+
+def profile_step(step: Callable[[], Any], blocks: dict[str, Module]) -> Profile:
+    """Runs a step whose blocks are recorded regions that keep nothing, and replay by value."""
     marks = Marks()
     older = OlderMemory(marks)
     profile = profile_memory()
@@ -262,7 +247,6 @@ class _Reader:
         self._seen = 0  # allocations up to the latest operator of forward
 
     def read(self, rows: Sequence[Any]) -> Profile:
-        """Returns the profile."""
         for at, row in enumerate(rows):
             if row.mark is not None:
                 self._pass(at, row.mark.moment, row.mark.data)

@@ -18,24 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ckpt_hooks.device_states import get_device_states, set_device_states
 
-__all__ = ["as_before"]
-
 _CONTAINERS = (list, dict, set, collections.deque)
 
 
 @contextlib.contextmanager
 def as_before(model: Module) -> Iterator[None]:
-    """Restores a model at the end of a block, an exception included.
-
-    Restored are the contents of parameters and buffers, gradients, and the attributes of all modules: tensors, generators,
-    arrays, and lists, dicts, sets and deques at any depth there, such as hooks. So are optimizers which have a parameter of the
-    model, their schedulers, gradient scalers, and random streams. Optimizer state that was made in the block is removed.
-
-    Copies lie on the host: as much as the model's parameters, buffers, gradients and optimizer states take.
-
-    Args:
-        model: The model.
-    """
+    """Restores a model at the end of a block, an exception included."""
+    # Contents of parameters and buffers, gradients, and attributes of all modules: tensors, generators, arrays, and lists,
+    # dicts, sets and deques at any depth there, such as hooks. So are optimizers, schedulers, scalers and random streams.
+    # Optimizer state that was made in the block is removed. Copies lie on the host.
     notes = _Notes()
     for tensor in (*model.parameters(), *model.buffers()):
         notes.add(tensor)
@@ -88,7 +79,6 @@ class _Notes:
         self._undo: list[Callable[[], object]] = []
 
     def add(self, value: Any) -> None:
-        """Notes an object if it can change in place; nothing for others."""
         todo, is_own = [value], isinstance(value, torch.Tensor)
         while todo:
             value = todo.pop()
@@ -112,13 +102,11 @@ class _Notes:
                     self._undo.append(functools.partial(setattr, bits, "state", bits.state))
 
     def put_back(self) -> None:
-        """Puts the contents back."""
         for undo in self._undo:
             undo()
 
 
 def _refill(value: Any, entries: Any) -> None:
-    """Puts entries back, unless they are there."""
     if not _is_same(value, entries):
         value.clear()
         (value.update if isinstance(value, (dict, set)) else value.extend)(entries)
@@ -164,7 +152,6 @@ class _Streams:
         self._numpy = None if numpy is None else numpy.random.get_state()
 
     def put_back(self) -> None:
-        """Restores the streams."""
         torch.set_rng_state(self._host)
         if self._device_type is not None:
             set_device_states(*self._devices, device_type=self._device_type)

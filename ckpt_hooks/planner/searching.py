@@ -1,33 +1,32 @@
-"""The search for a plan: profile, solve, measure, correct."""
+"""The search for a plan: find blocks, profile, solve, measure, correct."""
 
 from __future__ import annotations
 
+import collections
 import functools
 import math
+import re
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch.nn import Module
+from torch.nn import Module, ModuleDict, ModuleList
 from torch.nn.parameter import is_lazy
 
+from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.misuse import checked_flag, described_as
 from ckpt_hooks.errors import BudgetTooSmallError
 from ckpt_hooks.modules import apply_checkpointing
-from ckpt_hooks.report.ledger.recording import memory_ledger
+from ckpt_hooks.modules.selecting import select_modules
+from ckpt_hooks.report.ledger.ledger import MemoryLedger, memory_ledger
 
-from .blocks import blocks_of
-from .budgets import Budget, parsed
 from .choosing import Problem, block_options, choose
 from .cuts import choices_of, lasting_in
 from .pareto import front_of
-from .planned import KeptRun, PlannedBlock, runners_of
+from .planned import KeptRun, PlannedBlock, PlannedRunner, Shapes, runners_of
 from .profiling import Profile, profile_step
 from .restoring import as_before
-from .shapes import PlannedRunner, Shapes
 from .simulating import natural_ends, peak_of
-
-__all__ = ["searched"]
 
 # The prediction is within 0.1% for most models. Results of custom autograd functions, which replays make at once, take it up to
 # 4% off, and one correction brings the peak within the tolerance.
@@ -46,15 +45,15 @@ def searched(
     tolerance: float = 0.01,
     cost: str = "operations",
 ) -> dict[str, Any]:
-    """Returns the attributes of the plan that is found; see :func:`ckpt_hooks.plan_memory`."""
-    budget = parsed(memory_budget)
+    """Returns the attributes of the plan that is found."""
+    budget = _parsed(memory_budget)
     checked_flag(total, "total")
     if cost not in _COSTS:
         raise ValueError(f"cost={cost!r} is none. Pass 'operations' or 'seconds'.")
     if not isinstance(margin, (int, float)) or not 0 <= margin < 1:
         raise ValueError(f"margin={margin!r} is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03.")
     _check(model, step)
-    base = memory_ledger(_nothing).base_nbytes if total else 0  # before copies lie on the host, which may be the device
+    base = memory_ledger(lambda: None).base_nbytes if total else 0  # before copies lie on the host, which may be the device
     with as_before(model):
         plain = memory_ledger(lambda: step(model))
     if not any(phase.name == "backward" for phase in plain.phases):
@@ -62,7 +61,7 @@ def searched(
             "The step ran no backward, at least not on this thread. Pass a step which does: `lambda model: "
             "model(x).sum().backward()`."
         )
-    found = blocks_of(model, blocks, plain)
+    found = _blocks_of(model, blocks, plain)
     shapes: dict[str, dict[Shapes, None]] = {name: {} for name in found}
     noting = {name: PlannedRunner(name, {}, lambda name, one: shapes[name].update({one: None})) for name in found}
     with as_before(model), apply_checkpointing(model, noting):
@@ -100,6 +99,85 @@ def searched(
     return plan
 
 
+#: Bytes as an integer, or a part as a float.
+Budget = int | float | str
+
+_UNITS = {"b": 1}
+for _power, _letter in enumerate("kmgt", 1):
+    _UNITS[f"{_letter}b"], _UNITS[f"{_letter}ib"] = 1000**_power, 1024**_power
+_WORDS = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", re.IGNORECASE)
+
+
+def _parsed(budget: Budget) -> int | float:
+    """Returns a budget as bytes, or as a part from 0.0 to 1.0."""
+    if isinstance(budget, str):
+        found = _WORDS.fullmatch(budget)
+        unit = None if found is None else _UNITS.get(found[2].lower())
+        if found is None or unit is None:
+            raise ValueError(f"memory_budget={budget!r} has no size. Write a number and a unit, as in '20GiB' or '500MB'.")
+        return int(float(found[1]) * unit)
+    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+        raise TypeError(
+            f"memory_budget should be bytes, words such as '20GiB', or a part from 0.0 to 1.0, but got {described_as(budget)}. "
+            "Pass one of these."
+        )
+    if isinstance(budget, float) and not 0 <= budget <= 1:
+        raise ValueError(f"memory_budget={budget!r} is no part from 0.0 to 1.0. Pass an integer for bytes.")
+    if budget < 0:
+        raise ValueError(f"memory_budget={budget!r} is negative. Pass the bytes that the step may take.")
+    return budget
+
+
+#: A block saves at most this part of all that the model saves: larger ones leave a plan too little to choose from.
+_LARGEST = 0.25
+
+
+def _blocks_of(model: Module, select: Any, ledger: MemoryLedger) -> dict[str, Module]:
+    """Returns the blocks of a model, by name."""
+    if select is not None:
+        return _selected(model, select)
+    # The model's tree is descended until a module saves at most a quarter of all that backward needs. A leaf is no block: a
+    # region around one operator drops nothing.
+    saved: collections.Counter[str] = collections.Counter()
+    for one in ledger.allocations:
+        if one.origin.module is not None and any(hold.reason is Reason.SAVED for hold in one.holds):
+            name = one.origin.module.rpartition(" ")[0]
+            for end in range(len(parts := name.split("."))):
+                saved[".".join(parts[: end + 1])] += one.nbytes
+            if name:
+                saved[""] += one.nbytes
+    found: dict[str, Module] = {}
+    todo = [(name, module) for name, module in reversed([*model.named_children()])]
+    while todo:
+        name, module = todo.pop()
+        children = [(f"{name}.{child}", one) for child, one in module.named_children()]
+        if not saved[name] or not children:
+            continue
+        is_container = isinstance(module, (ModuleList, ModuleDict))
+        is_flat = all(not [*one.children()] for _, one in children)
+        if not is_container and (saved[name] <= _LARGEST * saved[""] or is_flat):
+            found[name] = module
+        else:
+            todo += reversed(children)
+    if not found:
+        raise ValueError(
+            f"No blocks were found in {type(model).__name__}: modules of several others, each with at most a quarter of what "
+            "backward needs. Pass blocks=..., module classes or names as apply_checkpointing takes them."
+        )
+    return found
+
+
+def _selected(model: Module, select: Any) -> dict[str, Module]:
+    found = {name: module for name, (module, _) in select_modules(model, select, None).items()}
+    if len(found) > 1:
+        found.pop("", None)  # which the pattern of all its children names as well
+    outer = {id(inner): name for name, module in found.items() for inner in module.modules() if inner is not module}
+    for name, module in found.items():
+        if id(module) in outer:
+            raise ValueError(f"Block {name!r} is inside of block {outer[id(module)]!r}. Leave out one of the two.")
+    return found
+
+
 def _check(model: Any, step: Any) -> None:
     if not isinstance(model, Module):
         raise TypeError(f"model should be a torch.nn.Module, but got {described_as(model)}. Pass the model, then the step.")
@@ -111,16 +189,11 @@ def _check(model: Any, step: Any) -> None:
             "which gives wrong gradients with dropout below 1.0 (https://github.com/pytorch/pytorch/issues/190758). Pass the "
             "model before torch.compile."
         )
-
     if any(is_lazy(tensor) or tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise ValueError(
             "The model has parameters or buffers without memory: on the meta device, or of lazy modules before their first "
             "forward. Move the model to a device, or run a forward, before the call."
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 def _too_small(budget: int, least: int, base: int, margin: float, problem: Problem) -> BudgetTooSmallError:
@@ -138,8 +211,6 @@ def _too_small(budget: int, least: int, base: int, margin: float, problem: Probl
 
 
 class _Search:
-    """The search for a plan in a profile."""
-
     def __init__(
         self,
         model: Module,
@@ -154,12 +225,7 @@ class _Search:
         self.shapes, self.common = shapes, common
 
     def corrected(self, budget: int, tolerance: float) -> dict[str, Any]:
-        """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least.
-
-        Args:
-            budget: The bytes at most.
-            tolerance: How far below the measured peak may stay, as a part of the budget.
-        """
+        """Returns a plan measured, after corrections of the target by what the prediction was off; if none fits, the least."""
         target, seen = float(budget), list[list[int]]()
         best: dict[str, Any] | None = None
         for _ in range(_CORRECTIONS):
@@ -194,7 +260,9 @@ class _Search:
             ran = [entry.ops[at] for entry, effect in zip(entries, option.effects, strict=True) for at in effect.again]
             kept = None
             if option.choice.kept is not None:
-                kept = tuple(_kept(profile, entries[0], at) for at in option.choice.kept)
+                runs = [(op.run, op.fresh) for op in map(entries[0].ops.__getitem__, option.choice.kept)]
+                sizes = ((run, sum(profile.allocations[one].nbytes for one in fresh)) for run, fresh in runs)
+                kept = tuple(KeptRun(*run, size) for run, size in sizes if run is not None)
             blocks.append(
                 PlannedBlock(
                     name=name,
@@ -219,9 +287,3 @@ class _Search:
             "_front": functools.partial(front_of, self.profile, self.problem, self.natural, self.common["plain_peak"]),
             **self.common,
         }
-
-
-def _kept(profile: Profile, entry: Any, at: int) -> KeptRun:
-    op = entry.ops[at]
-    size = sum(profile.allocations[number].nbytes for number in op.fresh)
-    return KeptRun(op.run.module, op.run.operator, op.run.number, size)

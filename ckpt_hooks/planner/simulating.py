@@ -1,8 +1,7 @@
 """The memory of a step under a plan, from the profile of the step in which blocks keep nothing.
 
-Allocations outside of recomputes stay as measured, but for their ends. A kept result lives until backward has let go of the
-last tensor that needs it. Replays take place where backward asks for a tensor that is not there: each operator once, and each
-result lives until the last operator has read it and backward has let go of it.
+Allocations outside of recomputes stay as measured, but for their ends: a kept result lives until backward has let go of the
+last tensor that needs it. Replays take place where backward asks for a tensor that is not there, each operator once.
 """
 
 from __future__ import annotations
@@ -12,41 +11,24 @@ from collections.abc import Collection, Iterable, Sequence
 
 from .profiling import BlockCall, OpRun, Profile, Value
 
-__all__ = ["Effect", "effect_of", "natural_ends", "peak_of", "timeline_of"]
-
 #: The row, a number which orders moments at one row, and the bytes.
 Delta = tuple[int, int, int]
 
 
 @dataclasses.dataclass
 class Effect:
-    """What one call of a block does to memory under a choice of kept operators.
+    """What one call of a block does to memory under a choice of kept operators."""
 
-    Attributes:
-        deltas: Changes beside those of the profile, in order.
-        ends: Of allocations of the profile which this call needs: the row of the last need.
-        cost: The cost of the operators which run again.
-        again: The operators which run again.
-        spared: Allocations of the profile for the second runs of others.
-    """
-
-    deltas: list[Delta]
-    ends: dict[int, int]
-    cost: float
-    again: list[int]
-    spared: list[int]
+    deltas: list[Delta]  # beside those of the profile, in order
+    ends: dict[int, int]  # of allocations of the profile which this call needs: the row of the last need
+    cost: float  # of the operators which run again
+    again: list[int]  # these operators
+    spared: list[int]  # allocations of the profile for the second runs of others
 
 
 def effect_of(profile: Profile, entry: BlockCall, kept: Collection[int], *, is_plain: bool = False) -> Effect:
-    """Returns the effect of keeping the results of some operators.
-
-    Args:
-        profile: The profile.
-        entry: The call of the block.
-        kept: The indices of the operators.
-        is_plain: Whether the block is no region: autograd keeps all, and nothing runs again.
-    """
-    if is_plain:
+    """Returns the effect of keeping the results of some operators."""
+    if is_plain:  # no region: autograd keeps all, and nothing runs again
         kept = range(len(entry.ops))
     # A kept result is kept with what is written to it later.
     held = {number for at in kept for number in entry.ops[at].fresh}
@@ -90,7 +72,6 @@ def _needed(entry: BlockCall, value: Value, held: set[int], let_go: int, ends: d
 def _replays(
     profile: Profile, entry: BlockCall, held: set[int], again: set[int], needs: list[tuple[int, list[int]]]
 ) -> list[Delta]:
-    """Returns the changes of the replays."""
     readers: dict[int, int] = {}
     for at in again:
         for number in _inside(entry, entry.ops[at], held):
@@ -107,7 +88,7 @@ def _replays(
             op = entry.ops[at]
             made = [number for number in op.fresh if readers.get(number) or number in lasts]
             lost = [number for number in op.fresh if number not in made]
-            size = sum(profile.allocations[number].nbytes for number in op.fresh)
+            size = _bytes(profile, op.fresh)
             if size or op.temporary > 0:
                 deltas.append((row, order, size + max(0, op.temporary)))
                 deltas.append((row, order + 1, -max(0, op.temporary) - _bytes(profile, lost)))
@@ -135,12 +116,10 @@ def _inside(entry: BlockCall, op: OpRun, held: set[int]) -> set[int]:
 
 
 def natural_ends(profile: Profile) -> list[int]:
-    """Returns for each allocation the row of the free if no block needed the allocation in backward.
-
-    Where a block was the last to need an allocation in the profile, the program had let go of it before; it needs it in the
-    forward of the block at least.
-    """
+    """Returns for each allocation the row of the free if no block needed the allocation in backward."""
     found = [one.freed for one in profile.allocations]
+    # Where a block was the last to need an allocation in the profile, the program had let go of it before; it needs it in the
+    # forward of the block at least.
     for entry in profile.entries:
         for number, end in effect_of(profile, entry, ()).ends.items():
             if found[number] <= end + _SOON or found[number] == entry.end:
@@ -153,13 +132,7 @@ _SOON = 4
 
 
 def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[int]) -> list[Delta]:
-    """Returns the changes of memory in a step, in order.
-
-    Args:
-        profile: The profile.
-        effects: The effect of each entry.
-        natural: The result of :func:`natural_ends`.
-    """
+    """Returns the changes of memory in a step, in order; ``natural`` is from :func:`natural_ends`."""
     moments: list[Delta] = [(row, -1, nbytes) for row, nbytes in profile.older]
     ends: dict[int, int] = {}
     spared: set[int] = set()
@@ -177,7 +150,7 @@ def timeline_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[i
 
 
 def peak_of(profile: Profile, effects: Iterable[Effect], natural: Sequence[int]) -> int:
-    """Returns the peak of a plan, above the memory in use when the step begins; see :func:`timeline_of`."""
+    """Returns the peak of a plan, above the memory in use when the step begins."""
     live = most = 0
     for row, _, nbytes in timeline_of(profile, effects, natural):
         if row < profile.num_rows:

@@ -31,6 +31,7 @@ from .ready_made import (
     nothing_saveable,
     offload_dot_with_no_batch_dims,
     offload_ops,
+    routing_saveable,
     save_and_offload_only_these_names,
     save_any_names_but_these,
     save_compute_and_communication,
@@ -39,7 +40,6 @@ from .ready_made import (
     save_only_these_names,
     save_ops,
 )
-from .routing_saveable import routing_saveable
 
 __all__ = [
     "CheckpointPolicy",

@@ -1,4 +1,8 @@
-"""The class of policies, their answers, and the conversion of functions and lists to policies."""
+"""The class of policies, their answers, and the conversion of functions and lists to policies.
+
+Where Dynamo traces, a policy is a key: Dynamo would trace constructors, and build the object when the compiled function runs,
+long after a region has asked. So there the functions which make policies return a string, and regions look the policy up.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,17 @@ import abc
 import functools
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._operators.facts import Kind, facts_of
+from ckpt_hooks._torch.compiling import while_tracing
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS
 
-from .traced_policies import made_while_tracing
-
-__all__ = [
-    "OpsPolicy",
-    "Policy",
-    "PolicyFn",
-    "checked_operators",
-    "decision_of",
-    "in_words",
-    "overloads_of",
-    "policy_from",
-    "saving",
-]
+F = TypeVar("F", bound=Callable[..., Any])
 
 #: Is called with a :class:`~ckpt_hooks.policies.SelectiveCheckpointContext`, an operator and its arguments.
 PolicyFn = Callable[..., Any]
@@ -159,27 +152,17 @@ class Policy(abc.ABC):
 
 
 def checked_operators(ops: Iterable[Any], argument: str) -> list[Any]:
-    """Returns operators as a list.
-
-    Raises:
-        ValueError: If the list has something else. For a packet of overloads the message names the overloads.
-    """
+    """Returns operators as a list, or raises a ``ValueError`` that names the overloads of a packet."""
     ops = list(ops)
     for op in ops:
         if isinstance(op, OPERATORS):
             continue
         advice = "Write operators like torch.ops.aten.mm.default."
         if isinstance(op, OPERATOR_PACKET):
-            overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in overloads_of(op))
+            overloads = ", ".join(f"torch.ops.{op}.{overload}" for overload in op.overloads())
             advice = f"Please update the OpOverloadPacket to a specific OpOverload, and write one of: {overloads}."
         raise ValueError(f"Expected op in `{argument}` to be an OpOverload but got: {op} of type {type(op).__name__}. {advice}")
     return ops
-
-
-def overloads_of(packet: Any) -> list[str]:
-    """Returns the names of a packet's overloads."""
-    names: list[str] = packet.overloads()
-    return names
 
 
 class OpsPolicy(Policy):
@@ -192,19 +175,9 @@ class OpsPolicy(Policy):
         decision: CheckpointPolicy,
         meaning: str,
         *,
-        names: Iterable[str] = (),
-        expected: bool = False,
+        names: Iterable[str] = (),  # of operators of operators, which exist only after the import of their module
+        expected: bool = False,  # whether the user named the operators, and is to hear of those that never run
     ) -> None:
-        """Makes a policy.
-
-        Args:
-            title: The policy's name.
-            ops: The operators.
-            decision: The decision on these operators.
-            meaning: The decision in words.
-            names: Names of operators of operators, which exist only after the import of their module.
-            expected: Whether the user named the operators, and is to hear of operators which never run.
-        """
         self.title, self._ops, self._decision, self.meaning = title, frozenset(ops), decision, meaning
         self._names = frozenset(names)
         self.expects, self._views = frozenset(), []
@@ -225,7 +198,6 @@ class OpsPolicy(Policy):
         return self
 
     def for_op(self, op: Any) -> CheckpointPolicy:
-        """Returns the decision for an operator."""
         return self._decision if op in self._ops or str(op) in self._names else _RECOMPUTE
 
 
@@ -279,11 +251,7 @@ class _TorchsFunction(_Function):
 
 
 def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
-    """Returns the answer of a policy as a ``CheckpointPolicy``. As under torch, True is to save and False to recompute.
-
-    Raises:
-        TypeError: If the answer is something else.
-    """
+    """Returns the answer of a policy as a ``CheckpointPolicy``; as under torch, True is to save and False to recompute."""
     if isinstance(answer, CheckpointPolicy):
         return answer
     if isinstance(answer, bool):
@@ -298,17 +266,7 @@ def decision_of(answer: Any, op: Any = None) -> CheckpointPolicy:
 
 
 def policy_from(policy: Any, argument: str = "policy", *, as_torch: bool = False) -> Policy:
-    """Converts an argument to a policy.
-
-    Args:
-        policy: A policy of this package, a list or set of operators to save, or a function.
-        argument: The argument's name, for errors.
-        as_torch: Whether to ask a function as torch does, about views and writes too.
-
-    Raises:
-        TypeError: If the argument is none of these.
-        ValueError: If the list has something else than operators.
-    """
+    """Converts a policy, operators to save, or a function; ``as_torch`` asks a function about views and writes too."""
     if isinstance(policy, (list, tuple, set, frozenset)):
         return _from_ops(policy)
     if isinstance(policy, Policy):
@@ -330,13 +288,12 @@ _FACTORIES = (f"{__package__}.ready_made", f"{__package__}.indices")
 
 
 def _no_policy(policy: Any, argument: str) -> TypeError:
-    """Returns the error for an argument which is no policy."""
     expected = f"{argument} must be either a function or a list of ops, or a policy of ckpt_hooks.policies, but got"
     if isinstance(policy, OPERATORS):
         place = "torch.ops" if "." in str(policy) else "torch.ops.higher_order"
         return TypeError(f"{expected} the operator {policy}. Write a list: {argument}=[{place}.{policy}].")
     if isinstance(policy, OPERATOR_PACKET):
-        overload = f"torch.ops.{policy}.{overloads_of(policy)[0]}"
+        overload = f"torch.ops.{policy}.{policy.overloads()[0]}"
         return TypeError(f"{expected} {policy}, which has several operators. Write a list of them: {argument}=[{overload}].")
     if getattr(policy, "__module__", None) in _FACTORIES and callable(policy):
         name = policy.__name__
@@ -370,3 +327,36 @@ def in_words(ops: list[Any]) -> str:
     """Returns the names of at most four operators, and the number of others."""
     names = sorted({str(op) for op in ops})
     return ", ".join(names) if len(names) <= 4 else f"{', '.join(names[:4])} and {len(names) - 4} more"
+
+
+# Policies by key, for good: compiled code may be traced again.
+_made: dict[str, Any] = {}
+
+
+def makes_policies(make: F) -> F:
+    """Returns a function which makes policies, also where Dynamo traces."""
+
+    @while_tracing
+    def key_of(*args: Any, **kwargs: Any) -> str:
+        named = {name: made_while_tracing(one) for name, one in kwargs.items()}
+        return key_for(make(*map(made_while_tracing, args), **named))
+
+    @functools.wraps(make)
+    def policy(*args: Any, **kwargs: Any) -> Any:
+        return key_of(*args, **kwargs) if torch.compiler.is_dynamo_compiling() else make(*args, **kwargs)
+
+    return cast("F", policy)
+
+
+@while_tracing
+def key_for(policy: Any) -> str:
+    """Returns a new key for a policy, a list of operators, or a function; for Dynamo to call."""
+    made = made_while_tracing(policy)
+    key = f"policy {len(_made)}: {made!r}"
+    _made[key] = made
+    return key
+
+
+def made_while_tracing(value: Any) -> Any:
+    """Returns what a key stands for; any other value as it is."""
+    return _made.get(value, value) if isinstance(value, str) else value

@@ -15,9 +15,6 @@ from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._tensors.containers import tensors_in
 from ckpt_hooks._torch.tensors import storage_of
 
-__all__ = ["SelectiveCheckpointContext"]
-
-
 _TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
 
 

@@ -1,9 +1,7 @@
-"""The decisions of a policy in one region, taken in the same way in both kinds of frame.
+"""The decisions of a policy in one region, taken in the same way in both kinds of frame, and warnings of what never comes.
 
 The answer of a policy which decides by the operator alone is looked up from then on. Other policies are asked about each run of
-an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region. They are
-not asked about views, which run again in any case, nor about operators which only write in place, which function frames run
-again. (Recorded frames keep a tensor so written where a policy names the operator, or names everything.)
+an operator whose output can stand in for another run (``OpFacts.is_asked_about``), with the run's index in the region.
 """
 
 from __future__ import annotations
@@ -15,15 +13,13 @@ from typing import Any, Final
 
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._torch.functions import OVERLOAD
 
 from .base import Policy, decision_of
 from .context import SelectiveCheckpointContext
-from .policy_warnings import warn_of_unheard, warn_of_unseen
-
-__all__ = ["ASK", "EITHER", "OFFLOAD", "RECOMPUTE", "SAVE", "Decisions", "asks_for_torch"]
 
 RECOMPUTE: Final = 0
 SAVE: Final = 1
@@ -47,23 +43,17 @@ _MUSTS = (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_CPU_OFFLOAD)
 
 
 class Decisions:
-    """The decisions of a policy in one region.
-
-    Attributes:
-        is_kept: Tells whether to keep the next run of an operator of decision ``ASK``, where the policy only counts runs.
-        known: Answers of :meth:`of`.
-        names: Names given to tensors, where the policy expects some.
-        policy: The policy.
-        seen: Operators which ran, where the policy expects some.
-    """
+    """The decisions of a policy in one region."""
 
     __slots__ = ("_asks", "_num_asked", "is_kept", "known", "names", "policy", "seen")
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
+        # Tells whether to keep the next run of an operator of decision ``ASK``, where the policy only counts runs.
         self.is_kept = policy.count_runs()
         self._asks: Callable[..., Any] = policy.start() if self.is_kept is None else partial(_by_count, self.is_kept)
         self._num_asked = 0
+        # Operators which ran, and names given to tensors, where the policy expects some.
         self.seen: set[Any] | None = set() if policy.expects else None
         self.names: set[str] | None = set() if policy.expected_names else None
         self.known: dict[OpFacts, int] = policy.decisions if self.seen is None else {}
@@ -76,10 +66,12 @@ class Decisions:
             if facts.is_asked_about:
                 answer = self.policy.for_op(facts.operator)
                 known = ASK if answer is None else _meaning_of(answer, facts)
-            elif facts.is_never_kept:
+            elif facts.is_never_kept:  # a view, which runs again in any case
                 if self.policy.for_op(facts.operator) in _MUSTS:
                     self.policy.warn_of_view(facts.operator)
-            elif facts.written:
+            elif (
+                facts.written
+            ):  # which function frames run again; recorded frames keep the tensor if a policy names the operator
                 answer = self.policy.for_op(facts.operator)
                 known = RECOMPUTE if answer is None else _meaning_of(answer, facts)
             self.known[facts] = known
@@ -88,15 +80,7 @@ class Decisions:
         return known
 
     def decide(self, context: SelectiveCheckpointContext, facts: OpFacts, args: Any, kwargs: Any, output: Any) -> int:
-        """Returns the decision on a run of an operator: ``SAVE``, ``OFFLOAD``, ``RECOMPUTE``, or ``EITHER``.
-
-        Args:
-            context: The mode which ran the operator.
-            facts: The operator.
-            args: The arguments.
-            kwargs: The keyword arguments.
-            output: The result.
-        """
+        """Returns the decision on a run of an operator, which is never :data:`ASK`."""
         known = self.known.get(facts)
         if known is None:
             known = self.of(facts)
@@ -120,22 +104,17 @@ class Decisions:
             self.policy.warn_of_view(facts.operator)
 
     def of_name(self, name: str) -> int:
-        """Returns the decision on a tensor with a name."""
         if self.names is not None:
             self.names.add(name)
         answer = self.policy.for_name(name)
         return RECOMPUTE if answer is None else _DECISIONS[answer]
 
     def finish(self, seen: Iterable[Any] | None = None) -> None:
-        """Ends a region; warns of operators and names of the policy which did not come.
-
-        Args:
-            seen: The operators which ran, where the frame has a list.
-        """
+        """Ends a region, with the operators which ran where the frame has a list; warns of what did not come."""
         if self.seen is not None:
-            warn_of_unseen(self.policy, self.seen if seen is None else seen)
+            _warn_of_unseen(self.policy, self.seen if seen is None else seen)
         if self.names is not None:
-            warn_of_unheard(self.policy, frozenset(self.names))
+            _warn_of_unheard(self.policy, frozenset(self.names))
 
 
 def _by_count(is_kept: Callable[[Any], bool], ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -153,11 +132,7 @@ def _meaning_of(answer: Any, facts: OpFacts) -> int:
 
 
 def asks_for_torch(policy: Policy) -> Callable[..., Any]:
-    """Returns a policy function for torch's own selective contexts, which asks a policy with contexts of this package.
-
-    Args:
-        policy: The policy of one region, whose questions are counted from 0.
-    """
+    """Returns a policy function for torch's own selective contexts, which asks a policy with contexts of this package."""
     asks, num_asked, context = policy.start(), itertools.count(), SelectiveCheckpointContext()
 
     def ask(of_torch: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -165,3 +140,66 @@ def asks_for_torch(policy: Policy) -> Callable[..., Any]:
         return context.consult(asks, op, args, kwargs, of_torch.op_output, index)
 
     return ask
+
+
+#: Not all regions under a policy are alike: the first may be a stem without what the list is about.
+_LOOKED_THROUGH = 3
+
+
+def _warn_of_unseen(policy: Policy, operators: Iterable[Any]) -> None:
+    """Warns of a policy whose operators did not run in its first regions; once for a policy."""
+    expected = policy.expects
+    if not expected:
+        return
+    if expected.isdisjoint(operators):
+        policy.looked_through += 1
+        if policy.looked_through < _LOOKED_THROUGH:
+            return
+        names = ", ".join(sorted(map(str, expected)))
+        policy.expects = frozenset()
+        warn_user(
+            f"{policy!r} names operators that did not run in the first {_LOOKED_THROUGH} regions under it, not one of them: "
+            f"{names}. Operators are matched below autograd, where linear layers are aten.addmm or aten.mm, and attention has "
+            "a name for each backend: pass ckpt_hooks.policies.save_compute_and_communication, which knows them, or a function "
+            "that prints the operators which it is asked for."
+        )
+    policy.expects = frozenset()
+
+
+def _warn_of_unheard(policy: Policy, given: frozenset[str]) -> None:
+    """Warns of a policy's names which no ``checkpoint_name`` gave; once for a policy."""
+    # After the policy's first region if that region gave none of the names, or after a region which gave a similar name (a
+    # slip of the pen) in place of a name which has not come yet.
+    missing = policy.expected_names - given
+    slips = {name: near for name in missing if (near := [other for other in given - policy.names if _is_slip(name, other)])}
+    if not slips and missing != policy.names:
+        policy.expected_names = missing
+        return
+    policy.expected_names = frozenset()
+    meant = sorted({other for near in slips.values() for other in near})
+    warn_user(
+        f"{policy!r} has names that no tensor of its region has: {_quoted(slips or missing)}. "
+        f"{f'Is {_quoted(meant)} meant? ' if meant else ''}Names in the region: {_quoted(given) or 'none'}. Give a tensor its "
+        "name by checkpoint_name(tensor, name), among the lines of the region."
+    )
+
+
+def _quoted(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(names)))
+
+
+def _is_slip(one: str, other: str) -> bool:
+    """Whether two names differ in case, signs, one letter too many, or two letters exchanged; never for a digit."""
+    one, other = ("".join(filter(str.isalnum, name)).lower() for name in (one, other))
+    if one == other:
+        return True
+    shorter, longer = sorted((one, other), key=len)
+    if len(longer) == len(shorter) + 1:
+        return any(not letter.isdigit() and shorter == longer[:at] + longer[at + 1 :] for at, letter in enumerate(longer))
+    if len(longer) != len(shorter):
+        return False
+    places = [at for at, (letter, another) in enumerate(zip(one, other, strict=True)) if letter != another]
+    if len(places) != 2 or places[1] != places[0] + 1:
+        return False
+    pair, exchanged = one[places[0] : places[1] + 1], other[places[0] : places[1] + 1]
+    return pair == exchanged[::-1] and not pair.isdigit()

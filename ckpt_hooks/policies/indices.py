@@ -14,10 +14,7 @@ from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.descriptions import warn_user
 from ckpt_hooks._torch.modes import MODULE_CALL
 
-from .base import Policy, PolicyFn, checked_operators
-from .traced_policies import makes_policies
-
-__all__ = ["save_indices"]
+from .base import Policy, PolicyFn, checked_operators, makes_policies
 
 _NO_RUNS = frozenset[int]()
 _SAVE, _RECOMPUTE = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE
@@ -27,7 +24,7 @@ _Key = tuple[str, str]
 
 
 class _SaveIndices(Policy):
-    """Keeps the outputs of single runs. Made of names and numbers alone, so that it can be pickled and compared."""
+    """Keeps the outputs of single runs; made of names and numbers alone, so that it can be pickled and compared."""
 
     title = "save_indices"
 
@@ -66,7 +63,6 @@ class _SaveIndices(Policy):
         return lambda ctx, op, *args, **kwargs: _SAVE if is_kept(op) else _RECOMPUTE
 
     def count_runs(self) -> Callable[[Any], bool]:
-        """Starts a count in a region; returns the function which tells of the next run of an operator whether to keep it."""
         root = self._root() or called_modules(sys._getframe(1))[0]
         names = {} if root is None else _names_in(root)
         # By the operator's ``id``: its own hash takes a call of Python.

@@ -1,4 +1,4 @@
-"""Ready-made policies."""
+"""Ready-made policies: which outputs to keep."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
+from ckpt_hooks._operators.facts import facts_of
+
 from .base import (
     OpsPolicy,
     Policy,
@@ -16,27 +18,10 @@ from .base import (
     checked_operators,
     decision_of,
     in_words,
-    overloads_of,
+    makes_policies,
     policy_from,
     saving,
 )
-from .traced_policies import makes_policies
-
-__all__ = [
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-    "nothing_saveable",
-    "offload_dot_with_no_batch_dims",
-    "offload_ops",
-    "save_and_offload_only_these_names",
-    "save_any_names_but_these",
-    "save_compute_and_communication",
-    "save_every",
-    "save_from_both_policies",
-    "save_only_these_names",
-    "save_ops",
-]
 
 _SAVE, _RECOMPUTE, _OFFLOAD = CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_RECOMPUTE, CheckpointPolicy.MUST_CPU_OFFLOAD
 
@@ -60,7 +45,7 @@ def _named(names: Iterable[str]) -> list[Any]:
         namespace, _, operator = name.rpartition("::")
         packet = getattr(getattr(torch.ops, namespace or "aten"), operator, None)
         if packet is not None:
-            overloads = [getattr(packet, overload) for overload in overloads_of(packet)]
+            overloads = [getattr(packet, overload) for overload in packet.overloads()]
             found += [overload for overload in overloads if not overload._schema.is_mutable]
     return found
 
@@ -126,6 +111,30 @@ save_compute_and_communication: Policy = OpsPolicy(
     "keeps the outputs of matrix products, attention, convolutions, collectives and top-k",
     names=["flex_attention"],
 )
+
+
+class _Routing(Policy):
+    """Keeps results on which routes and shapes depend."""
+
+    title = "routing_saveable"
+    meaning = "keeps results on which routes and shapes depend (top-k, sort, nonzero, item, ...)"
+
+    def for_op(self, op: Any) -> CheckpointPolicy | None:
+        routing = facts_of(op).is_routing
+        if routing is None:
+            return None
+        return _SAVE if routing else _RECOMPUTE
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return _SAVE if facts_of(op).routes(args, kwargs) else _RECOMPUTE
+
+
+#: Keeps results on which routes and shapes depend, for mixtures of experts. A recompute then takes the routes of forward, even
+#: where a router sits on a tie. Kept are choices among values (top-k, sort, argmax, multinomial, searchsorted), counts
+#: (bincount, histc), results with a shape from data (nonzero, unique, masked_select, repeat_interleave), numbers read by Python
+#: (item, copies to the host), and comparisons of floating-point numbers. Operators of other libraries are known by their tags
+#: (``torch.Tag.dynamic_output_shape``, ``torch.Tag.data_dependent_output``). Add others by :func:`save_from_both_policies`.
+routing_saveable: Policy = _Routing()
 
 
 @makes_policies

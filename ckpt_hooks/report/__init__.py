@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from ckpt_hooks._core.holdings import Reason
+
     from .advice import Advice, Waste
-    from .ledger.allocations import Allocation, Change, Hold, Maker, Origin
-    from .ledger.holders import Holder, LedgerPeak
-    from .ledger.ledger import MemoryLedger
-    from .ledger.phases import Phase
-    from .ledger.recording import memory_ledger
-    from .ledger.regions import Need, RegionEntry
-    from .pictures.panels import compare
-    from .pictures.picture import Picture
+    from .ledger.allocations import Allocation, Change, Hold, Maker, Need, Origin, RegionEntry
+    from .ledger.data import Holder, LedgerPeak, Phase
+    from .ledger.ledger import MemoryLedger, memory_ledger
+    from .ledger.panels import Picture, compare
     from .residuals import format_saved_residuals, print_saved_residuals, saved_residuals, saved_tensors_report
-    from .saved_entries import Reason, Residual, SavedResiduals
+    from .saved_entries import Residual, SavedResiduals
     from .steps import Drift, RegionTrace, StepTrace
     from .tracing import Trace, format_trace, print_trace, trace
 
@@ -56,14 +54,10 @@ __all__ = [
 _MODULES = {
     "advice": "Advice Waste",
     "saved_entries": "Reason Residual SavedResiduals",
-    "ledger.allocations": "Allocation Change Hold Maker Origin",
-    "ledger.holders": "Holder LedgerPeak",
-    "ledger.ledger": "MemoryLedger",
-    "ledger.phases": "Phase",
-    "ledger.recording": "memory_ledger",
-    "ledger.regions": "Need RegionEntry",
-    "pictures.panels": "compare",
-    "pictures.picture": "Picture",
+    "ledger.allocations": "Allocation Change Hold Maker Need Origin RegionEntry",
+    "ledger.data": "Holder LedgerPeak Phase",
+    "ledger.ledger": "MemoryLedger memory_ledger",
+    "ledger.panels": "Picture compare",
     "residuals": "format_saved_residuals print_saved_residuals saved_residuals saved_tensors_report",
     "steps": "Drift RegionTrace StepTrace",
     "tracing": "Trace format_trace print_trace trace",

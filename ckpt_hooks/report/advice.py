@@ -1,15 +1,16 @@
-"""Advice: a waste, the bytes that it costs, and a line of code to write."""
+"""Advice: a waste, the bytes that it costs, and a line of code to write; of a traced step, the policies that never matched."""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .formatting import Table, format_bytes
+from ckpt_hooks._core.holdings import Reason
 
-__all__ = ["Advice", "Waste", "table_of_advice"]
+from .formatting import Table, alike, fold_names, format_bytes
 
 
 class Waste(str, enum.Enum):
@@ -71,3 +72,31 @@ def table_of_advice(advice: Sequence[Advice]) -> Iterator[Table]:
     ]
     if rows:
         yield Table(["less peak", "less again", "advice", "region", "line", "write"], rows, (0, 1), (3, 5))
+
+
+def unmatched_policies(regions: Iterable[Any]) -> tuple[Advice, ...]:
+    """Returns the policies by which no :class:`RegionTrace` of a step has kept anything."""
+    found = []
+    for group in alike((region for region in regions if region.policy), lambda region: region.policy):
+        kept = sum(region.held_bytes.get(reason.value, 0) for region in group for reason in (Reason.POLICY, Reason.NAME))
+        dropped = sum(region.dropped_bytes for region in group)
+        words = group[0].policy or ""
+        if kept or not dropped or any(region.offloaded_bytes for region in group) or words.startswith("<nothing_saveable"):
+            continue
+        operator, nbytes = _nearest(words, [region.dropped_by for region in group])
+        code = f"policy=[torch.ops.{operator}]" if operator else "name operators that run: trace(operators=True) lists them"
+        where = fold_names(dict.fromkeys(region.module or region.name for region in group))
+        found.append(Advice(Waste.UNMATCHED_POLICY, f"{where}, {words}", len(group), group[0].site, 0, nbytes, code))
+    return tuple(found)
+
+
+def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | None, int]:
+    """Returns the operator that a policy may mean, by its name or else its bytes, and the bytes which regions drop of it."""
+    sizes: dict[str, int] = {}
+    for of in dropped:
+        for name, nbytes in of.items():
+            sizes[name] = sizes.get(name, 0) + nbytes
+    named = [word.strip(",<>") for word in policy.split() if word.startswith("aten.")]
+    near = [name for word in named for name in difflib.get_close_matches(word, sizes, 1, 0.5)]
+    found = near[0] if near else max(sizes, key=sizes.__getitem__, default=None)
+    return found, 0 if found is None else sizes[found]

@@ -1,25 +1,15 @@
-"""Reports as text and as HTML: bytes in words, tables, and names that differ by numbers alone."""
+"""Reports as text and as HTML, and in errors: bytes in words, tables, and names that differ by numbers alone."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-__all__ = [
-    "Printed",
-    "Table",
-    "alike",
-    "as_text",
-    "count_of",
-    "fold_names",
-    "format_bytes",
-    "format_table",
-    "name_pattern",
-    "times",
-]
+import torch
 
 T = TypeVar("T")
 
@@ -32,30 +22,18 @@ _LEAST = 16  # characters of a cell that is cut
 
 
 class Table(NamedTuple):
-    """A table of a report.
+    """A table of a report."""
 
-    Attributes:
-        header: The titles of the columns, the most important first: on a narrow terminal the last are left out.
-        rows: The cells of each row.
-        right: The columns which are aligned on the right.
-        names: The columns of names, which are cut on a narrow terminal.
-        title: A line above; empty for none.
-        rest: A line below, on what the table leaves out; empty for none.
-    """
-
-    header: Sequence[str]
+    header: Sequence[str]  # the most important first: on a narrow terminal the last columns are left out
     rows: Sequence[Sequence[str]]
-    right: Sequence[int] = ()
-    names: Sequence[int] = ()
+    right: Sequence[int] = ()  # columns which are aligned on the right
+    names: Sequence[int] = ()  # columns of names, which are cut on a narrow terminal
     title: str = ""
-    rest: str = ""
+    rest: str = ""  # on what the table leaves out
 
 
 class Printed:
-    """An object that prints as a report: ``repr`` is one line, and notebooks show tables.
-
-    Printed to a terminal, a table is as wide as the terminal at most.
-    """
+    """An object that prints as a report, as wide as the terminal: ``repr`` is one line, and notebooks show tables."""
 
     __slots__ = ()
 
@@ -64,7 +42,6 @@ class Printed:
         raise NotImplementedError
 
     def _tables(self) -> Iterable[Table]:
-        """Returns the tables of the report."""
         raise NotImplementedError
 
     def __repr__(self) -> str:
@@ -84,13 +61,7 @@ class Printed:
 
 
 def as_text(headline: str, tables: Iterable[Table], max_width: int | None = None) -> str:
-    """Returns a report as text.
-
-    Args:
-        headline: The report in a line.
-        tables: The tables.
-        max_width: The number of columns of a terminal; None to cut nothing.
-    """
+    """Returns a report as text, with at most ``max_width`` columns."""
     lines, width = [headline], None if max_width is None else max_width - 1
     for table in tables:
         lines += ["", *([table.title] if table.title else [])]
@@ -112,16 +83,7 @@ def _in_html(table: Table, escape: Callable[[str], str]) -> list[str]:
 
 
 def format_bytes(nbytes: int) -> str:
-    """Returns a number of bytes in words, as in ``"12.3 MiB"``.
-
-    Args:
-        nbytes: The number.
-
-    Example:
-        >>> from ckpt_hooks.report.formatting import format_bytes
-        >>> format_bytes(1023), format_bytes(12_900_000)
-        ('1023 B', '12.3 MiB')
-    """
+    """Returns a number of bytes in words, as in ``"12.3 MiB"``."""
     if abs(nbytes) < 1024:
         return f"{nbytes} B"
     size, units = nbytes / 1024, iter(_UNITS)
@@ -156,28 +118,11 @@ def format_table(
     names: Sequence[int] = (),
     max_width: int | None = None,
 ) -> list[str]:
-    r"""Returns the lines of a table. Empty columns are left out.
-
-    Where lines would be too long, the longest names are cut in their middle, down to 16 characters, and the last columns are
-    left out if this is not enough.
-
-    Args:
-        header: The titles of the columns.
-        rows: The cells of each row.
-        right: The columns which are aligned on the right.
-        names: The columns of names.
-        max_width: The number of characters of a line at most; None for any number.
-
-    Example:
-        >>> from ckpt_hooks.report.formatting import format_table
-        >>> print(*format_table(["bytes", "reason"], [["12 B", "saved"], ["3 B", "policy"]], right=[0]), sep="\n")
-        bytes  reason
-         12 B  saved
-          3 B  policy
-    """
+    """Returns the lines of a table, without empty columns."""
     columns = _filled(header, rows)
     widths = {column: max(len(header[column]), *(len(row[column]) for row in rows)) for column in columns}
     if max_width is not None:
+        # The longest names are cut in their middle. The last columns are left out if this is not enough.
         least = {column: min(width, _LEAST) if column in names else width for column, width in widths.items()}
         while len(columns) > 1 and _length(least[column] for column in columns) > max_width:
             columns.pop()
@@ -222,16 +167,7 @@ def name_pattern(name: str) -> str:
 
 
 def fold_names(names: Iterable[str]) -> str:
-    """Returns names of one pattern as one, as in ``"layers.0-11"``.
-
-    Args:
-        names: The names.
-
-    Example:
-        >>> from ckpt_hooks.report.formatting import fold_names
-        >>> fold_names(["layers.0.mlp", "layers.1.mlp", "layers.2.mlp", "layers.5.mlp"])
-        'layers.0-2,5.mlp'
-    """
+    """Returns names of one pattern as one, as in ``"layers.0-11"``."""
     distinct = list(dict.fromkeys(names))
     if len(distinct) < 2:
         return "".join(distinct)
@@ -251,3 +187,19 @@ def _ranges(numbers: Sequence[int]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+@contextlib.contextmanager
+def noting_out_of_memory(holders: Callable[[], Sequence[str]]) -> Iterator[None]:
+    """Adds a note on the largest holders to a ``torch.OutOfMemoryError`` which leaves the block."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        lines = holders()
+        if lines:
+            note = "\n".join(("When memory ran out, most was held by:", *(f"  {line}" for line in lines)))
+            if hasattr(error, "add_note"):
+                error.add_note(note)
+            else:  # Python 3.10
+                error.args = (f"{error}\n{note}", *error.args[1:])
+        raise

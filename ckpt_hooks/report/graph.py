@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -14,24 +15,24 @@ from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.saved_descriptions import Saved, cause_of_kept
 from ckpt_hooks._core.tensor_numbers import storage_and_size
-from ckpt_hooks._torch.autograd import attributes_of, is_packed, node_number, packed_of, saved_in
+from ckpt_hooks._operators.facts import facts_of
+from ckpt_hooks._torch.autograd import LEAF_NODE, attributes_of, is_packed, node_number, packed_of, saved_in
 from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
 
 from .notes import NOWHERE, Known, Notes, Origin
-from .saved_entries import Residual, SavedResiduals, order_of
-from .views import ParameterViews
-
-__all__ = ["GraphReader"]
+from .saved_entries import Residual, SavedResiduals
 
 _NO_STORAGE: tuple[int | None, int] = (None, 0)
 _NO_VIEWS: tuple[Residual, ...] = ()
+_ORDER = {reason: place for place, reason in enumerate(Reason)}
 _NOT_HELD = frozenset({Reason.DROPPED, Reason.LOST})
 # Without the constructor: half the cost.
 _new_entry: Callable[[Any], Residual] = functools.partial(tuple.__new__, Residual)
+_WORD = re.compile(r"(?<!^)(?=[A-Z])")
 
 
 class GraphReader:
-    """Reads one graph."""
+    """Reads one graph: claims on storages by nodes and regions, and what regions have dropped."""
 
     def __init__(self, known: Known, notes: Notes | None = None) -> None:
         self._known, self._notes = known, notes
@@ -48,7 +49,6 @@ class GraphReader:
         self._regions: dict[int, tuple[tuple[str, ...], Origin]] = {}
 
     def read(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Reads the graph of some tensors."""
         for node in _nodes_of(tensors):
             self._read_node(node)
         todo, around = list(self._frames.values()), {}
@@ -76,23 +76,17 @@ class GraphReader:
 
     def _read_node(self, node: Any) -> None:
         found = saved_in(node)
-        self._views = ParameterViews(node)
+        self._views = _ParameterViews(node)
         attributes = attributes_of(node)
         if not (found or attributes):
             return
-        origin = NOWHERE if self._notes is None else self._notes.origin_of_node(node)
-        name = self._name_of(node)
+        origin = NOWHERE if self._notes is None else self._notes.nodes.get(node_number(node), NOWHERE)
+        name = self._names.get(type(node)) or self._names.setdefault(type(node), (node.name(),))
         for saved in found:
             self._read_saved(saved, origin, name)
         for attribute, value in attributes.items():
             for holding in holdings_in(value, Cause(Reason.CTX, f"ctx.{attribute}"), set()):
                 self._claim_holding(holding, (), origin, name)
-
-    def _name_of(self, node: Any) -> tuple[str, ...]:
-        found = self._names.get(type(node))
-        if found is None:
-            found = self._names[type(node)] = (node.name(),)
-        return found
 
     def _read_saved(self, saved: Any, origin: Origin, name: tuple[str, ...]) -> None:
         packed = packed_of(saved)
@@ -118,7 +112,6 @@ class GraphReader:
             self._read_hooks(packed, origin, name)
 
     def _read_dropped(self, frame: Frame, saved: Saved, origin: Origin, name: tuple[str, ...]) -> None:
-        """Reads the tensor of a handle."""
         if (id(frame), saved.position) in self._read or saved.fate not in _NOT_HELD:
             return  # the frame has the tensor among its holdings
         self._read.add((id(frame), saved.position))
@@ -165,17 +158,15 @@ class GraphReader:
                     self._claim(part, reason, origin, name, region, why)
                 return
         address = storage_of(tensor)
-        storage, size = _NO_STORAGE if address is None else self._numbers.get(address) or self._number(address, tensor)
+        storage, size = _NO_STORAGE
+        if address is not None:
+            storage, size = self._numbers.get(address) or self._numbers.setdefault(address, storage_and_size(tensor))
         if tensor.requires_grad and is_kept_anyway(tensor):
             reason = Reason.PARAMETER
         shape = None if tensor.is_nested else tensor.shape
         nbytes, dtype, device = tensor.nbytes, tensor.dtype, tensor.device
         entry = _new_entry((reason, nbytes, shape, dtype, device, why, None, None, None, None, region, name, _NO_VIEWS))
         self._add(storage, size, entry, origin)
-
-    def _number(self, address: int, tensor: torch.Tensor) -> tuple[int | None, int]:
-        found = self._numbers[address] = storage_and_size(tensor)
-        return found
 
     def _claim_holding(self, holding: Holding, region: tuple[str, ...], origin: Origin, name: tuple[str, ...] = ()) -> None:
         reason, why, nbytes, _, _, shape, dtype, device, _ = holding
@@ -184,14 +175,7 @@ class GraphReader:
             self._add(storage, size, entry, origin)
 
     def _add(self, storage: int | None, size: int, entry: Residual, origin: Origin = NOWHERE) -> None:
-        """Adds a claim.
-
-        Args:
-            storage: The number of the storage; None for memory without one.
-            size: The size of the storage.
-            entry: The claim, without the origin of the storage.
-            origin: The origin of the node or region, where that of the storage is not known.
-        """
+        """Adds a claim on a storage, with the origin of the node or region where that of the storage is not known."""
         if storage is None:
             storage, size = -1 - len(self._claims), entry.nbytes
         claims = self._claims.get(storage)
@@ -253,16 +237,17 @@ class GraphReader:
                 self._add(storage, self._sizes[storage], entry)
 
     def report(self) -> SavedResiduals:
-        """Returns the report."""
         tensors = []
         for storage, claims in self._claims.items():
             counts, size = claims[0], self._sizes[storage]
             if len(claims) > 1:
-                counts = claims[order_of([claim.reason for claim in claims])]._replace(nbytes=size, views=tuple(claims))
+                first = min(claims, key=lambda claim: _ORDER[claim.reason])
+                counts = first._replace(nbytes=size, views=tuple(claims))
             elif counts.nbytes != size:
                 counts = counts._replace(nbytes=size)
             tensors.append(counts)
-        known = (storage is not None or _is_empty(entry) for storage, entry in self._dropped)
+        # A tensor of unknown size has no dtype either.
+        known = (storage is not None or (one.dtype is not None and not one.nbytes) for storage, one in self._dropped)
         return SavedResiduals(tuple(tensors), tuple(self._distinct()), self._is_exact and all(known))
 
     def _distinct(self) -> Iterator[Residual]:
@@ -276,11 +261,6 @@ class GraphReader:
                 yield entry
 
 
-def _is_empty(entry: Residual) -> bool:
-    """Whether a tensor is known to have no elements; one of unknown size has no dtype either."""
-    return entry.dtype is not None and not entry.nbytes
-
-
 def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """Returns the nodes of a graph which may have saved tensors, in the order of their making."""
     seen: set[Any] = set()
@@ -292,3 +272,42 @@ def _nodes_of(tensors: Iterable[torch.Tensor]) -> list[Any]:
         seen.add(node)
         todo += [following for following, _ in node.next_functions if following is not None]
     return sorted(seen, key=node_number)
+
+
+class _ParameterViews:
+    """The views of leaves that require grad which a node reads, by their shapes."""
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+        self._left: list[torch.Size] | None = None
+
+    def take(self, shape: torch.Size | None) -> bool:
+        """Whether a tensor of a shape that the node has saved is such a view; each view counts once."""
+        if self._left is None:
+            self._left = _views_read_by(self._node)
+        if shape not in self._left:
+            return False
+        self._left.remove(shape)
+        return True
+
+
+def _views_read_by(node: Any) -> list[torch.Size]:
+    shapes: list[torch.Size] = []
+    # The node may have saved an argument of the shape that requires no grad: then no edge leads to it.
+    if any(edge is None for edge, _ in node.next_functions):
+        return shapes
+    for edge, index in node.next_functions:
+        inner = edge
+        while inner is not None and _is_view(type(inner).__name__):
+            inner = inner.next_functions[0][0]
+        if inner is not edge and type(inner) is LEAF_NODE:
+            shapes.append(torch.Size(edge._input_metadata[index].shape))
+    return shapes
+
+
+@functools.cache
+def _is_view(node: str) -> bool:
+    """Whether a node is that of an operator that returns a view, by the node's name, as in ``TransposeBackward0``."""
+    name = _WORD.sub("_", node.partition("Backward")[0]).lower()
+    packet = getattr(torch.ops.aten, name, None) or getattr(torch.ops.aten, f"_{name}", None)
+    return packet is not None and any(facts_of(getattr(packet, overload)).is_view for overload in packet.overloads())

@@ -17,10 +17,8 @@ from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
-from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
-
-__all__ = ["NOWHERE", "Known", "Notes", "OperatorNotes", "Origin"]
 
 _aten = torch.ops.aten
 # These make a tensor, and get it as their argument.
@@ -28,17 +26,11 @@ _BIRTHS = frozenset({_aten.lift.default, _aten.lift_fresh.default, _aten.lift_fr
 
 
 class Origin(NamedTuple):
-    """The run of an operator in forward.
-
-    Attributes:
-        operator: The operator, as in ``"aten.mm.default"``; None where no operator is known.
-        site: The line of the user's program, as in ``"model.py:12"``.
-        module: The innermost called module, by its name in the outermost called module.
-    """
+    """The run of an operator in forward."""
 
     operator: str | None
     site: str | None
-    module: str | None
+    module: str | None  # the innermost called module, by its name in the outermost one
 
 
 #: Where nothing was noted.
@@ -46,13 +38,7 @@ NOWHERE = Origin(None, None, None)
 
 
 class Known:
-    """Tensors that exist in any case: parameters and buffers of modules, and arguments.
-
-    Attributes:
-        names: The name of each tensor, by the number of its storage.
-        arguments: The storages of arguments.
-        parameters: The storages of parameters.
-    """
+    """Tensors that exist in any case: parameters and buffers of modules, and arguments, by the numbers of their storages."""
 
     def __init__(self) -> None:
         self.names: dict[int | None, str] = {}
@@ -60,7 +46,6 @@ class Known:
         self.parameters: set[int | None] = set()
 
     def add_module(self, module: torch.nn.Module) -> None:
-        """Adds the parameters and buffers of a module."""
         for name, parameter in module.named_parameters():
             for part in dense_parts(parameter):
                 storage = storage_and_size(part)[0]
@@ -71,11 +56,7 @@ class Known:
                 self.names.setdefault(storage_and_size(part)[0], name)
 
     def add_arguments(self, arguments: Iterable[tuple[str, Any]]) -> None:
-        """Adds the tensors and modules in arguments.
-
-        Args:
-            arguments: The place and the value of each.
-        """
+        """Adds the tensors and modules in arguments, each a place and a value."""
         for place, value in arguments:
             for path, leaf in tree_flatten_with_path(value)[0]:
                 if isinstance(leaf, torch.nn.Module):
@@ -88,31 +69,19 @@ class Known:
 
 
 class Notes(Observer):
-    """The notes of one forward; the observer and :class:`OperatorNotes` have to be active meanwhile.
-
-    Attributes:
-        made: The origin of each storage made by an operator; of uninitialised memory, the first operator which wrote to it.
-        found: The storages read by an operator, and not made before: these were there before.
-        storages: A weak reference to each storage in ``made``.
-        nodes: The origin of each node of the graph, by its number.
-        outermost: The outermost called modules.
-    """
+    """The notes of one forward; the observer and :class:`OperatorNotes` have to be active meanwhile."""
 
     def __init__(self) -> None:
+        # By storage; of uninitialised memory, the first operator which wrote to it.
         self.made: dict[int, Origin] = {}
-        self.found: set[int] = set()
+        self.found: set[int] = set()  # storages read by an operator, and not made before: these were there before
         self.storages: dict[int, weakref.ref[Any]] = {}
-        self.nodes: dict[int, Origin] = {}
+        self.nodes: dict[int, Origin] = {}  # by the number of the node
         self.outermost: dict[int, torch.nn.Module] = {}
         self._uninitialized: set[int] = set()
         self._names: dict[int, dict[int, str | None]] = {}
 
-    def origin_of_node(self, node: Any) -> Origin:
-        """Returns the run of the operator which made a node."""
-        return self.nodes.get(node_number(node), NOWHERE)
-
     def origin_of_storage(self, storage: int | None) -> Origin:
-        """Returns the run of the operator which made a storage."""
         return NOWHERE if storage is None else self.made.get(storage, NOWHERE)
 
     def sizes_without(self, known: Collection[int | None]) -> dict[int, int]:
@@ -121,13 +90,6 @@ class Notes(Observer):
         return {storage: memory.nbytes() for storage, memory in left.items() if memory is not None}
 
     def note(self, operator: Any, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Notes a run of an operator.
-
-        Args:
-            operator: The operator.
-            inputs: The arguments.
-            outputs: The results.
-        """
         number, origin = sequence_number() - 1, None
         if number not in self.nodes:
             origin = self.nodes[number] = self._origin(operator)

@@ -16,9 +16,7 @@ from ckpt_hooks._core.settings import observe
 from .formatting import as_text
 from .graph import GraphReader
 from .notes import Known, Notes, OperatorNotes
-from .saved_entries import SavedResiduals, headline_of, tables_of
-
-__all__ = ["format_saved_residuals", "print_saved_residuals", "saved_residuals", "saved_tensors_report"]
+from .saved_entries import SavedResiduals, tables_of
 
 
 def saved_residuals(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> SavedResiduals:
@@ -186,4 +184,4 @@ def format_saved_residuals(report: SavedResiduals, max_rows: int = 60) -> str:
            bytes  tensor        reason  saved by
          1.0 KiB  float32[256]  saved   ExpBackward0
     """
-    return as_text(headline_of(report), tables_of(report, max_rows))
+    return as_text(report._headline(), tables_of(report, max_rows))

@@ -17,9 +17,6 @@ from ckpt_hooks._core.holdings import Holding, Reason
 
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
 
-__all__ = ["PrintedHoldings", "Reason", "Residual", "SavedResiduals", "headline_of", "tables_of"]
-
-
 #: Reasons of memory that is there without backward, too.
 THERE_ANYWAY = frozenset({Reason.ARGUMENT, Reason.PARAMETER, Reason.OUTSIDE})
 
@@ -111,7 +108,12 @@ class SavedResiduals(Printed):
         return sum(entry.nbytes for entry in self.dropped)
 
     def _headline(self) -> str:
-        return headline_of(self)
+        most = "" if self.is_dropped_exact else "at most "
+        dropped = f"; regions dropped {most}{format_bytes(self.dropped_bytes)}" if self.dropped else ""
+        return (
+            f"backward holds {format_bytes(self.total_bytes)} in {count_of(len(self.tensors), 'storage')}, "
+            f"{format_bytes(self.added_bytes)} of this for backward alone{dropped}"
+        )
 
     def _tables(self) -> Iterator[Table]:
         return tables_of(self)
@@ -129,34 +131,8 @@ class SavedResiduals(Printed):
         }
 
 
-def order_of(reasons: Sequence[Reason]) -> int:
-    """Returns the place of the reason that counts among several for one storage."""
-    return min(range(len(reasons)), key=lambda place: _ORDER[reasons[place]])
-
-
-_ORDER = {reason: place for place, reason in enumerate(Reason)}
-
-
-_MAX_ROWS = 60
-
-
-def headline_of(report: SavedResiduals) -> str:
-    """Returns the totals of a report in words."""
-    most = "" if report.is_dropped_exact else "at most "
-    dropped = f"; regions dropped {most}{format_bytes(report.dropped_bytes)}" if report.dropped else ""
-    return (
-        f"backward holds {format_bytes(report.total_bytes)} in {count_of(len(report.tensors), 'storage')}, "
-        f"{format_bytes(report.added_bytes)} of this for backward alone{dropped}"
-    )
-
-
-def tables_of(report: SavedResiduals, max_rows: int = _MAX_ROWS) -> Iterator[Table]:
-    """Yields the tables of a report: totals by reason, then rows with the largest first. Layers alike share a row.
-
-    Args:
-        report: The report.
-        max_rows: The number of rows of a table; the rest is summed up.
-    """
+def tables_of(report: SavedResiduals, max_rows: int = 60) -> Iterator[Table]:
+    """Yields totals by reason, then rows with the largest first, in which layers alike share one."""
     counts = collections.Counter(entry.reason.value for entry in report.tensors)
     rows = [[format_bytes(nbytes), str(counts[reason]), reason] for reason, nbytes in report.by_reason.items()]
     if rows:
@@ -172,7 +148,6 @@ class PrintedHoldings(Printed):
     _name: str
 
     def kept(self) -> list[Holding]:
-        """Returns each tensor that the region holds."""
         raise NotImplementedError
 
     def _headline(self) -> str:
@@ -204,7 +179,6 @@ _COLUMNS = ("bytes", "", "tensor", "reason", "module or name", "line", "operator
 
 
 def _table(entries: Sequence[Residual], max_rows: int, title: str = "") -> Table:
-    """Returns a table of entries: a row for each group of entries alike, the largest groups first."""
     pattern = functools.cache(name_pattern)
 
     def key(entry: Residual) -> object:

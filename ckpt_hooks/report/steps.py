@@ -7,11 +7,8 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .advice import Advice, table_of_advice
+from .advice import Advice, table_of_advice, unmatched_policies
 from .formatting import Printed, Table, alike, count_of, fold_names, format_bytes, name_pattern, times
-from .unmatched_policies import unmatched_policies
-
-__all__ = ["Drift", "RegionTrace", "StepTrace", "drift_of", "largest_of", "table_of_drift", "totals_of"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -57,10 +54,12 @@ class RegionTrace(Printed):
     dropped_by: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def _headline(self) -> str:
-        return totals_of_region(self)
+        held = format_bytes(sum(self.held_bytes.values()))
+        recomputes = count_of(self.recomputes, "recompute")
+        return f"{_label([self])}, dropped {format_bytes(self.dropped_bytes)}, held {held}, {recomputes}"
 
     def _tables(self) -> Iterator[Table]:
-        return tables_of_step([self], self.held_bytes)
+        return _tables_of_step([self], self.held_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as values for ``json.dumps``."""
@@ -89,10 +88,21 @@ class StepTrace(Printed):
     recompute_seconds: float
 
     def _headline(self) -> str:
-        return totals_of(self)
+        parts = [
+            count_of(sum(1 for _ in self.walk()), "region"),
+            f"dropped {format_bytes(self.dropped_bytes)}",
+            f"held {format_bytes(sum(self.held_bytes.values()))}",
+        ]
+        if self.offloaded_bytes:
+            parts.append(f"to host {format_bytes(self.offloaded_bytes)}")
+        late = f", {self.late_recomputes} of earlier steps" if self.late_recomputes else ""
+        parts.append(f"{count_of(self.recomputes, 'recompute')} in {self.recompute_seconds * 1e3:.1f} ms{late}")
+        if self.operators is not None:
+            parts.append(f"{self.operators} operators, {self.recomputed_operators} again")
+        return ", ".join(parts)
 
     def _tables(self) -> Iterator[Table]:
-        yield from tables_of_step(self.regions, self.held_bytes)
+        yield from _tables_of_step(self.regions, self.held_bytes)
         yield from table_of_advice(self.advice)
 
     @property
@@ -184,11 +194,7 @@ _FIGURES = ("dropped_bytes", "held_bytes", "offloaded_bytes", "recomputes", "ope
 
 
 def drift_of(steps: Sequence[StepTrace]) -> tuple[Drift, ...]:
-    """Returns the figures which change from step to step, summed over entries of the same region.
-
-    Args:
-        steps: The steps.
-    """
+    """Returns the figures which change from step to step, summed over entries of the same region."""
     sums: dict[tuple[Any, ...], list[collections.Counter[str]]] = {}
     for number, step in enumerate(steps):
         for region in step.walk():
@@ -215,35 +221,8 @@ _LATEST = 8  # steps of a change
 _LARGEST = 5  # regions in a note
 
 
-def totals_of(step: StepTrace) -> str:
-    """Returns the totals of a step in words."""
-    parts = [
-        count_of(sum(1 for _ in step.walk()), "region"),
-        f"dropped {format_bytes(step.dropped_bytes)}",
-        f"held {format_bytes(sum(step.held_bytes.values()))}",
-    ]
-    if step.offloaded_bytes:
-        parts.append(f"to host {format_bytes(step.offloaded_bytes)}")
-    late = f", {step.late_recomputes} of earlier steps" if step.late_recomputes else ""
-    parts.append(f"{count_of(step.recomputes, 'recompute')} in {step.recompute_seconds * 1e3:.1f} ms{late}")
-    if step.operators is not None:
-        parts.append(f"{step.operators} operators, {step.recomputed_operators} again")
-    return ", ".join(parts)
-
-
-def totals_of_region(region: RegionTrace) -> str:
-    """Returns a region's figures in words."""
-    held = format_bytes(sum(region.held_bytes.values()))
-    recomputes = count_of(region.recomputes, "recompute")
-    return f"{_label([region])}, dropped {format_bytes(region.dropped_bytes)}, held {held}, {recomputes}"
-
-
 def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
-    """Returns lines on the regions that hold most, as in ``"12.0 MiB  x12 layers.0-11 Block  model.py:12  region input"``.
-
-    Args:
-        regions: Regions which hold something.
-    """
+    """Returns lines on the regions that hold most, as in ``"12.0 MiB  x12 layers.0-11 Block  model.py:12  region input"``."""
 
     def size(group: Sequence[RegionTrace]) -> int:
         return sum(sum(region.held_bytes.values()) for region in group)
@@ -258,13 +237,8 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
     ]
 
 
-def tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
-    """Yields a table of regions, inner ones below outer ones, and a table of the memory that regions hold.
-
-    Args:
-        regions: The regions.
-        held_bytes: Bytes by reason.
-    """
+def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
+    """Yields a table of regions, inner ones below outer ones, and a table of the memory that regions hold."""
     rows: list[list[str]] = []
     _add_rows(rows, regions, 0)
     if rows:
@@ -313,10 +287,7 @@ def _number(number: int | None) -> str:
 
 
 def _label(group: Sequence[RegionTrace] | Sequence[Drift]) -> str:
-    """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``.
-
-    A module's name stands once, where its region has the same.
-    """
+    """Returns number, modules and name of regions alike, as in ``"x12 layers.0-11 Block"``; a name that both have once."""
     modules = fold_names(region.module or "" for region in group)
     names = fold_names(region.name for region in group)
     return " ".join(filter(None, (times(group), modules if modules != names else "", names)))

@@ -17,11 +17,8 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range
 
-from .formatting import Printed, Table, as_text, format_bytes
-from .out_of_memory import noting_out_of_memory
-from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift, totals_of
-
-__all__ = ["Trace", "format_trace", "print_trace", "trace"]
+from .formatting import Printed, Table, as_text, format_bytes, noting_out_of_memory
+from .steps import Drift, RegionTrace, StepTrace, drift_of, largest_of, table_of_drift
 
 _logger = logging.getLogger("ckpt_hooks")
 
@@ -105,7 +102,6 @@ class _Tracer(Observer):
         return StepTrace(regions, self._late, self._seconds)
 
     def end_step(self) -> None:
-        """Ends a step."""
         opened = [region for number in sorted(self._open) if (region := self._entries[number].region).frame() is not None]
         if opened:
             region = opened[0]
@@ -117,7 +113,6 @@ class _Tracer(Observer):
         self._begin()
 
     def steps(self) -> tuple[StepTrace, ...]:
-        """Returns the ended steps, and the present one if there is anything in it."""
         return (*self._done, self._present()) if self._roots or self._late else tuple(self._done)
 
     def largest(self) -> list[str]:
@@ -285,7 +280,8 @@ class Trace(Printed):
         steps = self.steps
         if not steps:
             return "no region has run"
-        return totals_of(steps[-1]) if len(steps) == 1 else f"step {len(steps) - 1}: {totals_of(steps[-1])}"
+        totals = steps[-1]._headline()
+        return totals if len(steps) == 1 else f"step {len(steps) - 1}: {totals}"
 
     def _tables(self) -> Iterator[Table]:
         steps = self.steps

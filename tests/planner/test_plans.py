@@ -17,9 +17,8 @@ from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choose
-from ckpt_hooks.planner.costs import by_seconds
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
-from ckpt_hooks.planner.profiling import profile_step
+from ckpt_hooks.planner.profiling import by_seconds, profile_step
 from ckpt_hooks.planner.restoring import as_before
 from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
 from tests.planner.models import MODELS, VARIANTS, built, same, state_of

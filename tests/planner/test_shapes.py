@@ -14,8 +14,8 @@ import torch
 
 from ckpt_hooks import BudgetTooSmallError, enable_in_transformers, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
+from ckpt_hooks.planner.planned import shapes_of
 from ckpt_hooks.planner.restoring import as_before
-from ckpt_hooks.planner.shapes import shapes_of
 from tests.fake_transformers import Model, OfPeft
 from tests.planner.models import GPT, built, same
 from tests.planner.test_plans import after_a_step

@@ -10,8 +10,7 @@ from torch import nn
 
 from ckpt_hooks import apply_checkpointing, checkpoint_region, memory_ledger
 from ckpt_hooks.report import compare
-from ckpt_hooks.report.pictures.bands import BandKind, bands_of
-from ckpt_hooks.report.pictures.blocks import OTHERS, Blocks
+from ckpt_hooks.report.ledger.bands import OTHERS, BandKind, Blocks, bands_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
@@ -176,7 +175,7 @@ def test_texts_lie_apart_and_in_the_picture(matplotlib, tmp_path):
 
 @pytest.mark.integrations
 def test_colours_are_told_apart_in_grey(matplotlib):
-    from ckpt_hooks.report.pictures.panels import _colours
+    from ckpt_hooks.report.ledger.panels import _colours
 
     for count in range(2, 10):
         greys = [

@@ -1,4 +1,4 @@
-"""Allocations of a step: the maker, the line, the life and the holders of each, by a replay of the rows."""
+"""Allocations of a step, and entries of its regions: makers, lines, lives and holders, by a replay of the rows."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ from typing import Any, NamedTuple
 from ckpt_hooks._core.events import Region
 from ckpt_hooks._core.holdings import Reason
 
-from .marks import Mark, Moment
-from .regions import Need, RegionEntry
-from .rows import Place, Row
-
-__all__ = ["Allocation", "Change", "Hold", "Maker", "Origin", "RowReader"]
+from .rows import Mark, Moment, Place, Row
 
 
 class Maker(str, enum.Enum):
@@ -117,6 +113,56 @@ class Allocation:
         return next((reason for reason in Reason if reason in reasons), None)
 
 
+@dataclasses.dataclass
+class Need:
+    """A storage which backward needs of a region.
+
+    Attributes:
+        allocation: The index of the allocation.
+        is_dropped: Whether the region holds no reference to the storage.
+        begin: The number of changes before.
+        end: The number of changes before its end; None if that was not seen.
+    """
+
+    allocation: int
+    is_dropped: bool
+    begin: int
+    end: int | None = None
+
+
+@dataclasses.dataclass
+class RegionEntry:
+    """One entry of a region.
+
+    Attributes:
+        name: The module and the name of the region, as in ``"layers.0 Block"``.
+        path: The names of the regions around and its own, outermost first.
+        module: The region's module, or that around; None where unknown.
+        site: The entering line; None where unknown.
+        is_again: Whether the recompute of a region around entered the region.
+        parent: The number of the region around; None without.
+        repeats: In a recompute, the number of forward's entry which is entered again; None where unknown.
+        begin: The number of changes before.
+        end: The number of changes before the end of forward.
+        modules: The number of calls of modules in its forward.
+        recomputes: For each recompute, the numbers of changes before its begin and its end.
+        needs: The storages which backward needs.
+    """
+
+    name: str
+    path: tuple[str, ...]
+    module: str | None
+    site: str | None
+    is_again: bool
+    parent: int | None
+    repeats: int | None
+    begin: int
+    end: int
+    modules: int = 0
+    recomputes: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    needs: list[Need] = dataclasses.field(default_factory=list)
+
+
 class Change(NamedTuple):
     """An allocation or a free.
 
@@ -136,23 +182,14 @@ class Change(NamedTuple):
 
 
 class _Opened(NamedTuple):
-    """An open module, region or recompute.
+    """An open module, region or recompute."""
 
-    Attributes:
-        key: The number of the region; None for a module.
-        region: The region in words; of a module, that around.
-        module: The module in words; of a region, that around.
-        maker: What allocations are made by.
-        line: The line which entered the region.
-        entry: The number of the region around, or its own; None outside.
-    """
-
-    key: int | None
-    region: str | None
-    module: str | None
+    key: int | None  # the number of the region; None for a module
+    region: str | None  # in words; of a module, that around
+    module: str | None  # in words; of a region, that around
     maker: Maker
-    line: str | None
-    entry: int | None
+    line: str | None  # which entered the region
+    entry: int | None  # the number of the region around, or its own; None outside
 
 
 _OUTSIDE = _Opened(None, None, None, Maker.OUTSIDE, None, None)
@@ -160,13 +197,7 @@ _IN_REGION = (Maker.RECOMPUTE, Maker.REGION)
 
 
 class RowReader:
-    """Goes through the rows of a step in the order of time.
-
-    Attributes:
-        allocations: The allocations, in the order of time.
-        changes: Allocations and frees, in the order of time.
-        entries: The entries of regions, by number.
-    """
+    """Goes through the rows of a step in the order of time."""
 
     def __init__(self, older: Mapping[int, int], device: str, differentiable: Set[int]) -> None:
         self._differentiable = differentiable
@@ -184,7 +215,6 @@ class RowReader:
         self._origins: dict[tuple[_Opened, Place], Origin] = {}
 
     def run(self, rows: Iterable[Row]) -> None:
-        """Goes through all rows."""
         for row in rows:
             if row.mark is not None:
                 self._pass(row.mark, row)
@@ -210,7 +240,10 @@ class RowReader:
     def _free(self, row: Row) -> None:
         number = self._alive.pop(row.address, None)
         if number is None:
-            self._free_older(row, -row.nbytes)
+            # On the host storages tell of their end, with their sizes. The profiler knows memory from before if an earlier
+            # profile saw its allocation, and may tell the size of another one that had its address then.
+            if self._device != "cpu":
+                self._change(row, None, row.nbytes)
             return
         allocation = self.allocations[number]
         allocation.freed = len(self.changes)
@@ -219,14 +252,7 @@ class RowReader:
             allocation.holds.append(Hold(Reason.SAVED, None, None, allocation.born, allocation.freed))
         self._change(row, number, row.nbytes)
 
-    def _free_older(self, row: Row, nbytes: int) -> None:
-        # On the host storages tell of their end, with their sizes. The profiler knows memory from before if an earlier profile
-        # saw its allocation, and may tell the size of another one that had its address then.
-        if self._device != "cpu":
-            self._change(row, None, -nbytes)
-
     def _origin_at(self, place: Place) -> Origin:
-        """Returns the origin of an allocation at the present row."""
         opened = self._opened[-1] if self._opened else _OUTSIDE
         maker = opened.maker
         if maker not in _IN_REGION and place.node is not None:
@@ -258,7 +284,8 @@ class RowReader:
         around = self._opened[-1] if self._opened else _OUTSIDE
         if moment is Moment.MODULE_BEGINS:
             maker = around.maker if around.maker in _IN_REGION else Maker.MODULE
-            self._opened.append(_Opened(None, around.region, _in_words(*data), maker, around.line, around.entry))
+            name = " ".join(filter(None, data))
+            self._opened.append(_Opened(None, around.region, name, maker, around.line, around.entry))
             if around.entry is not None and around.maker is Maker.REGION:
                 self.entries[around.entry].modules += 1
         elif moment is Moment.REGION_BEGINS or moment is Moment.RECOMPUTE_BEGINS:
@@ -336,10 +363,6 @@ class RowReader:
 
 _ENDS = frozenset({Moment.MODULE_ENDS, Moment.REGION_ENDS, Moment.RECOMPUTE_ENDS})
 _HELD_BY_GRAPH = frozenset({Maker.REGION, Maker.MODULE, Maker.OUTSIDE})
-
-
-def _in_words(name: str, kind: str) -> str:
-    return f"{name} {kind}" if name else kind
 
 
 def _region_in_words(region: Region) -> str:

@@ -10,11 +10,8 @@ from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks.report.advice import Advice, Waste
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
 
-from .allocations import Allocation, Hold, Maker
+from .allocations import Allocation, Hold, Maker, RegionEntry
 from .data import LedgerData
-from .regions import RegionEntry
-
-__all__ = ["wastes_of"]
 
 _CODE = {
     Waste.HELD_INPUT: "compute it inside of the region: checkpoint(lambda x: block(x, make_mask(x.shape)), x)",
@@ -38,11 +35,7 @@ _Edit = tuple[int, int, int]
 
 
 def wastes_of(ledger: LedgerData) -> tuple[Advice, ...]:
-    """Returns the wastes of a step, the largest first.
-
-    Args:
-        ledger: The ledger.
-    """
+    """Returns the wastes of a step, the largest first."""
     again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE)
     found = [*_held_inputs(ledger), *_saving_nothing(ledger), *_held_outside(ledger), *_nested(ledger)]
     worth = [
@@ -146,7 +139,8 @@ def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
         sizes = {at: ledger.allocations[at].nbytes for at in needed}
         backwards = (one.begin for one in ledger.phases if one.name == "backward" and one.begin >= entry.end)
         backward = next(backwards, len(ledger.changes))
-        dropped = sum(sizes[at] for at, need in needed.items() if need.is_dropped and _is_freed_before(ledger, at, backward))
+        freed = {at: _end_of(ledger, ledger.allocations[at].freed) for at in needed}
+        dropped = sum(sizes[at] for at, need in needed.items() if need.is_dropped and freed[at] < backward)
         if dropped <= _NEXT_TO_NOTHING * sum(sizes.values()):
             idle.append(number)
     for group in _groups(entries, idle):
@@ -154,11 +148,6 @@ def _saving_nothing(ledger: LedgerData) -> Iterator[Advice]:
         waste = Waste.LEAF if max(entry.modules for entry in found) <= 1 else Waste.SAVES_NOTHING
         again = sum(one.nbytes for one in ledger.allocations if one.origin.maker is Maker.RECOMPUTE and one.entry in group)
         yield _advice(ledger, waste, found, _without(ledger, group), again)
-
-
-def _is_freed_before(ledger: LedgerData, allocation: int, change: int) -> bool:
-    freed = ledger.allocations[allocation].freed
-    return freed is not None and freed < change
 
 
 def _without(ledger: LedgerData, entries: Collection[int]) -> Iterator[_Edit]:

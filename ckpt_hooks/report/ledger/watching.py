@@ -23,9 +23,7 @@ from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.tensor_numbers import address_in, address_of
 from ckpt_hooks._torch.modes import PastFunctionModes
 
-from .marks import Marks, Moment
-
-__all__ = ["OlderMemory", "watch"]
+from .rows import Marks, Moment
 
 #: A tensor of one of these fates takes no memory of its device.
 _GONE = frozenset({Reason.DROPPED, Reason.LOST, Reason.OFFLOADED})
@@ -81,8 +79,9 @@ class _Regions(Observer):
 
 
 class _Lines(TorchFunctionMode):
-    """Marks each call into torch with the line of the program. A rerun of a region runs under the function modes of forward."""
+    """Marks each call into torch with the line of the program."""
 
+    # A rerun of a region runs under the function modes of forward.
     def __init__(self, marks: Marks, note_gradients: Callable[[Iterable[Any]], None]) -> None:
         super().__init__()
         # Functions alone: a region looks for tensors in the attributes of this package's objects, of modes of its forward too.
@@ -113,26 +112,20 @@ class _Modules:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
     def begin(self, module: torch.nn.Module, args: Any) -> None:
-        """A module's forward begins."""
         if module not in self._names:
             for name, inner in module.named_modules():
                 self._names.setdefault(inner, name)
         self._mark(Moment.MODULE_BEGINS, (self._names[module], type(module).__name__))
 
     def end(self, module: torch.nn.Module, args: Any, result: Any) -> None:
-        """A module's forward has ended, by an exception or not."""
         self._mark(Moment.MODULE_ENDS)
 
 
 class OlderMemory:
-    """The storages of tensors on the host when a ledger begins. The profiler tells nothing of their end.
-
-    Attributes:
-        sizes: Their sizes in bytes, by address.
-    """
+    """The storages of tensors on the host when a ledger begins, of whose end the profiler tells nothing."""
 
     def __init__(self, marks: Marks) -> None:
-        self.sizes: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}  # by address
         self._ends: list[weakref.finalize[Any, Any]] = []
         for storage in _storages_of(tensor for pair in _leaves_and_others() for tensor in pair):
             address = address_in(storage)
@@ -142,7 +135,6 @@ class OlderMemory:
                 end.atexit = False
 
     def forget(self) -> None:
-        """Ends the watch over these storages."""
         for end in self._ends:
             end.detach()
 
@@ -166,11 +158,7 @@ def _storages_of(tensors: Iterable[Any]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def watch(marks: Marks) -> Iterator[None]:
-    """Marks what happens in a block.
-
-    Args:
-        marks: Gets the marks.
-    """
+    """Marks what happens in a block."""
 
     def note_gradients(gradients: Iterable[Any]) -> None:
         addresses = list(map(address_in, _storages_of(gradients)))

@@ -1,31 +1,102 @@
-"""Blocks of a picture: the part of the model to which an allocation belongs, the same in all ledgers of one picture."""
+"""Bands of a picture: the bytes of each block of the model, and of the rest, at moments of a step."""
 
 from __future__ import annotations
 
 import collections
+import enum
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from ckpt_hooks.report.formatting import alike, fold_names, name_pattern
-from ckpt_hooks.report.ledger.allocations import Allocation, Maker
-from ckpt_hooks.report.ledger.data import LedgerData
 
-__all__ = ["OTHERS", "Blocks"]
+from .allocations import Allocation, Maker
+from .data import LedgerData
 
 _SMALL = 0.05  # of the bytes of the largest block
 #: The label of all blocks whose bands would not be seen.
 OTHERS = "smaller blocks"
 
 
+class BandKind(enum.Enum):
+    """A kind of band, from the bottom up."""
+
+    OLDER = "from before the step"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    OUTSIDE = "outside of blocks"
+    BLOCK = "block"
+    AGAIN = "recomputed"
+    BACKWARD = "made by backward"
+
+
+class Band(NamedTuple):
+    """One band."""
+
+    part: BandKind
+    block: int | None  # the number of its block; None for a band of no block
+    nbytes: Sequence[int]  # at each moment
+
+
+def bands_of(ledger: LedgerData, number: int, blocks: Blocks, most: int) -> tuple[list[int], list[Band]]:
+    """Returns about ``most`` moments of a ledger, as indices of changes, and its bands from the bottom up."""
+    keys = [_key_of(one, number, blocks) for one in ledger.allocations]
+    before = BandKind.OLDER, None
+    order = sorted({before, *keys}, key=_place)
+    rows = {key: row for row, key in enumerate(order)}
+    live = [0] * len(order)
+    live[rows[before]] = ledger.base_nbytes
+    if not keys:
+        return [0, 1], [Band(*before, [ledger.base_nbytes] * 2)]
+    moments = _moments_of(ledger, most)
+    wanted, values = set(moments), list[list[int]]()
+    for at, change in enumerate(ledger.changes):
+        live[rows[before if change.allocation is None else keys[change.allocation]]] += change.nbytes
+        if at in wanted:
+            values.append([*live])
+    return moments, [Band(*key, column) for key, column in zip(order, zip(*values, strict=True), strict=True) if any(column)]
+
+
+def _key_of(allocation: Allocation, number: int, blocks: Blocks) -> tuple[BandKind, int | None]:
+    maker = allocation.origin.maker
+    if allocation.is_gradient:
+        return BandKind.GRADIENTS, None
+    if maker is Maker.BACKWARD:
+        return BandKind.BACKWARD, None
+    if maker is Maker.OPTIMIZER:
+        return BandKind.OPTIMIZER, None
+    block = blocks.of(number, allocation)
+    if block is None:
+        return BandKind.OUTSIDE, None
+    return BandKind.AGAIN if maker is Maker.RECOMPUTE else BandKind.BLOCK, block
+
+
+_PARTS = list(BandKind)
+
+
+def _place(key: tuple[BandKind, int | None]) -> tuple[int, int, int]:
+    """Returns the place from the bottom up: recomputed bytes on their block, the bytes of backward on top."""
+    part, block = key
+    if block is None:
+        return (2 if part is BandKind.BACKWARD else 0), 0, _PARTS.index(part)
+    return 1, block, part is BandKind.AGAIN
+
+
+def _moments_of(ledger: LedgerData, most: int) -> list[int]:
+    """Returns the moments that are drawn: all, or of each stretch the highest and the last."""
+    live = [change.live for change in ledger.changes]
+    stretch = max(1, 2 * len(live) // most)
+    found: set[int] = set()
+    for begin in range(0, len(live), stretch):
+        end = min(begin + stretch, len(live))
+        found |= {max(range(begin, end), key=live.__getitem__), end - 1}
+    return sorted(found)
+
+
 class Blocks:
-    """The blocks of some ledgers.
+    """The blocks of some ledgers: the part of the model to which an allocation belongs, the same in all of the ledgers."""
 
-    A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number, as in
-    ``"model.layers.3"``.
-
-    Attributes:
-        labels: The label of each block, in the order of forward. Equal layers share a label where there are many.
-    """
-
+    # A module's block is the outermost region of any of the ledgers around it, or else its name up to the first number, as in
+    # ``"model.layers.3"``.
     def __init__(self, ledgers: Sequence[LedgerData], most: int) -> None:
         self._regions = {entry.module for ledger in ledgers for entry in ledger.entries.values() if entry.module}
         names = [name for ledger in ledgers for one in ledger.allocations if (name := _module_of(one)) is not None]
@@ -42,15 +113,11 @@ class Blocks:
         shown = [name for name in sizes if name not in small]
         labels = _labels_of(shown, most - bool(small))
         self._labels = {name: labels.get(name) or (OTHERS if len(small) > 1 else name) for name in sizes}
+        # In the order of forward. Equal layers share a label where there are many.
         self.labels = list(dict.fromkeys(self._labels.values()))
 
     def of(self, ledger: int, allocation: Allocation) -> int | None:
-        """Returns the number of an allocation's label; None for one of no block.
-
-        Args:
-            ledger: The number of the ledger.
-            allocation: The allocation.
-        """
+        """Returns the number of an allocation's label; None for one of no block."""
         name = self._name_of(ledger, allocation)
         return None if name is None else self.labels.index(self._labels[name])
 

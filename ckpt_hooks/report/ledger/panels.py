@@ -1,21 +1,18 @@
-"""Panels: one for each ledger, under each other on one scale."""
+"""Pictures of ledgers: a panel for each, under each other on one scale. Matplotlib, an extra, is imported when one is drawn."""
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_hooks.report.formatting import format_bytes
-from ckpt_hooks.report.ledger.data import LedgerData
-from ckpt_hooks.report.ledger.holders import maker_in_words
 
-from .bands import Band, BandKind, bands_of, freed_of
-from .blocks import OTHERS, Blocks
-from .picture import Picture, figure_of, scale_of
+from .bands import OTHERS, Band, BandKind, Blocks, bands_of
+from .data import LedgerData, maker_in_words
 
-__all__ = ["compare", "panels"]
-
+_SCALES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 _MOST_BLOCKS = 9  # colours that are told apart, in grey too
 _MOST_MOMENTS = 700  # about the pixels of an axis
 _NARROW = 0.06  # of the axis: a phase without a name
@@ -28,6 +25,33 @@ _GREYS = {
 }
 _GREY = (0.55, 0.55, 0.55)
 _LIGHTER = 0.55
+
+
+class Picture:
+    """A picture. Notebooks show it.
+
+    Attributes:
+        figure: The figure of matplotlib, to change or to save otherwise.
+    """
+
+    def __init__(self, figure: Any) -> None:
+        self.figure = figure
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the picture to a file; the suffix says the format, as in ``"step.svg"``.
+
+        Args:
+            path: The file. Equal pictures make equal files.
+        """
+        import matplotlib as mpl
+
+        with mpl.rc_context({"svg.hashsalt": "ckpt_hooks"}):
+            self.figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
+
+    def _repr_png_(self) -> bytes:
+        file = io.BytesIO()
+        self.figure.savefig(file, format="png")
+        return file.getvalue()
 
 
 def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData) -> Picture:
@@ -65,11 +89,7 @@ def compare(path: str | os.PathLike[str] | None = None, /, **ledgers: LedgerData
 
 
 def panels(ledgers: Mapping[str, LedgerData]) -> Picture:
-    """Returns a picture with a panel for each ledger.
-
-    Args:
-        ledgers: The ledgers, by the titles of their panels; an empty title for none.
-    """
+    """Returns a picture with a panel for each ledger, of a title unless that is empty."""
     found = [*ledgers.values()]
     blocks = Blocks(found, _MOST_BLOCKS)
     figure = figure_of(10, 0.9 + 2.7 * len(found))
@@ -90,13 +110,29 @@ def panels(ledgers: Mapping[str, LedgerData]) -> Picture:
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlim(0, width)
     # Much memory from before, as of parameters and optimizers, is cut off below.
-    older = min(ledger.base_nbytes - freed_of(ledger) for ledger in found)
+    older = min(one.base_nbytes + sum(of.nbytes for of in one.changes if of.allocation is None) for one in found)
     floor = older - (most - older) // 8 if older > 2 * (most - older) else 0
     all_axes[0].set_ylim(floor / size, (most + 0.18 * (most - floor)) / size)
     all_axes[-1].set_xlabel("allocations and frees, in order")
     handles = [*_legend(shown, blocks, colours, "" if not floor else f", up from {format_bytes(floor)}")]
     figure.legend(handles=handles, loc="outside right upper", frameon=False, fontsize=9)
     return Picture(figure)
+
+
+def figure_of(width: float, height: float) -> Any:
+    """Returns a figure of matplotlib, of 100 pixels an inch, which no window shows."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "Pictures need matplotlib, which is an extra of this package. Write `pip install 'ckpt_hooks[plot]'`."
+        ) from error
+    return Figure(figsize=(width, height), dpi=100, layout="constrained")
+
+
+def scale_of(nbytes: int) -> tuple[str, int]:
+    """Returns the unit for an axis up to some bytes, and the bytes of the unit."""
+    return next((scale for scale in _SCALES if nbytes >= scale[1]), _SCALES[-1])
 
 
 def _colours(labels: Sequence[str]) -> list[tuple[float, ...]]:
