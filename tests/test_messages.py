@@ -890,19 +890,6 @@ def other_random_numbers():
     checkpoint(lambda x: torch.dropout((x * table(2)).sin(), 0.5, True).exp(), leaf(2)).sum().backward()
 
 
-@provokes
-def another_plan_of_torchscript():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(nn.Linear(2, 2).double())
-    for _ in range(3):
-        checkpoint(lambda x: scripted(x.sin()), leaf(2)).sum().backward()
-    y = checkpoint(name="block")(lambda x: scripted(x.sin()))(leaf(2))
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(ckpt_hooks._function.scripted, "latest_plan", object)
-        y.sum().backward()
-
-
 def _forward_of_a_module_that_is_gone():
     checkpoint_module(nn.Linear(2, 2)).forward(torch.ones(2))
 

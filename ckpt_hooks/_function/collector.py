@@ -61,7 +61,6 @@ class Collector:
         last: The number of the last tensor wanted.
         lent: Contents lent to the rerun, and the changes by forward.
         marks: Marks of the regions inside, in this rerun.
-        num_scripted: How many calls of TorchScript the rerun has made.
         values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
         stopped: Whether the rerun was told to stop, since every value is there.
         versions: The version of each tensor when saved, where a hook notes versions; see :meth:`noting_versions`.
@@ -80,7 +79,6 @@ class Collector:
         "last",
         "lent",
         "marks",
-        "num_scripted",
         "stopped",
         "values",
         "versions",
@@ -101,7 +99,6 @@ class Collector:
         self.without_grad: list[int] = []
         self.last = -1
         self.lent: list[tuple[Lent, Changes | None]] = []
-        self.num_scripted = 0
         self.stopped = self._goes_on = False
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None

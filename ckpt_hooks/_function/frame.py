@@ -37,7 +37,7 @@ from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
 from .packing import open_frame
 from .rerun import Rerun
-from .scripted import ScriptedCalls, watch_scripted
+from .scripted import watch_scripted
 from .state.module_plan import ModulePlan
 
 __all__ = ["FunctionFrame"]
@@ -51,7 +51,6 @@ class FunctionFrame(HandleFrame):
 
     Attributes:
         call: The captured call.
-        scripted: The calls of TorchScript in forward; None without.
 
     Example:
         >>> import torch
@@ -61,7 +60,7 @@ class FunctionFrame(HandleFrame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = ("_finish", "_keeps_all", "call", "scripted")
+    __slots__ = ("_finish", "_keeps_all", "call")
 
     def __init__(
         self,
@@ -99,7 +98,6 @@ class FunctionFrame(HandleFrame):
             raise
         self.call = CapturedCall(function, arguments, options, contexts)
         self.is_split = options.split_backward
-        self.scripted: ScriptedCalls | None = None
         self._keeps_all = False
         watch_scripted()
 

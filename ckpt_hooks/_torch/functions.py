@@ -1,4 +1,4 @@
-"""Calls of custom autograd functions, and writes past all operators, diverted to a watcher of the package.
+"""Calls of custom autograd functions and of TorchScript, and writes past all operators, diverted to the package.
 
 A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
 every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for one look.
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
+from .compiling import skipped
+
 __all__ = [
     "APPLY_CODE",
     "AT_WORK",
@@ -25,6 +27,7 @@ __all__ = [
     "apply",
     "bound",
     "divert_functions",
+    "divert_scripted",
     "divert_triton",
     "has_setup_context",
     "num_holders",
@@ -146,3 +149,19 @@ def divert_triton(unseen: _Unseen) -> None:
 
     run.is_diverted = True  # type: ignore[attr-defined]
     kernel.run = run
+
+
+def divert_scripted(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
+    """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``. 2.11 to 2.15. Goes with TorchScript."""
+    # Scripted and traced functions, and methods of scripted and traced modules.
+    kinds: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
+    for kind in kinds:
+        kind.__call__ = _scripted(kind.__call__, run)
+
+
+def _scripted(call: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @skipped
+    def diverted(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return run(call, self, args, kwargs)
+
+    return diverted
