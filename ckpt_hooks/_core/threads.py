@@ -11,17 +11,14 @@ recent: the thread outlives every backward, and idles between two backwards.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from itertools import count
 from sys import getrefcount
 
-from torch.autograd import graph
-
 from ckpt_hooks._torch.autograd import graph_task_id
 
-__all__ = ["RECENT", "RegionThread", "is_concurrent", "other_threads_run", "this_thread"]
+__all__ = ["RECENT", "RegionThread", "is_concurrent", "this_thread"]
 
 #: A thread that has neither a region nor a graph stops counting after this many regions of other threads.
 RECENT = 256
@@ -32,16 +29,6 @@ _next_region = count().__next__
 def _on_engine_thread() -> bool:
     """Whether this thread belongs to autograd's engine: it runs a backward, and Python has not started it."""
     return graph_task_id() != -1 and isinstance(threading.current_thread(), threading._DummyThread)
-
-
-def other_threads_run() -> bool:
-    """Whether other threads of Python run, besides threads that wait for a backward of autograd."""
-    if len(threading._active) == 1:  # type: ignore[attr-defined]
-        return False
-    own, frames = threading.get_ident(), sys._current_frames()
-    del frames[own]  # which holds this dict: a cycle with all that is on the stack
-    others = [one.ident for one in threading.enumerate() if one.ident != own and not isinstance(one, threading._DummyThread)]
-    return any(one in frames and frames[one].f_code is not graph._engine_run_backward.__code__ for one in others if one)
 
 
 class RegionThread:

@@ -284,17 +284,17 @@ class Arguments:
                 tensors.append(tensor)
         return tensors, stand_ins
 
-    def build(self, tensors: Sequence[Any], lent: Iterable[tuple[Lent, Any]]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def build(self, tensors: Sequence[Any], lent: Iterable[Lent]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers.
 
         Args:
             tensors: What :meth:`restore` returned.
-            lent: What is lent to the rerun, first of each pair: there is a container which the function reaches otherwise too.
+            lent: What is lent to the rerun: a container which the function reaches otherwise too is there.
         """
         if self._captured is None:
             return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
-        for one, _ in lent:
+        for one in lent:
             built.update(one.by_identity(self._containers))
         args, kwargs = self._captured
         return (

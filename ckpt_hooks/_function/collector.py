@@ -37,7 +37,6 @@ from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error
 from .handles import HandleFrame
-from .state.notes import Changes, Lent
 
 __all__ = ["Collector", "StopRecompute"]
 
@@ -59,7 +58,6 @@ class Collector:
         frame: The frame of the values.
         function: The function of the rerun.
         last: The number of the last tensor wanted.
-        lent: Contents lent to the rerun, and the changes by forward.
         marks: Marks of the regions inside, in this rerun.
         values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
         stopped: Whether the rerun was told to stop, since every value is there.
@@ -71,13 +69,11 @@ class Collector:
 
     __slots__ = (
         "_detach",
-        "_goes_on",
         "doubt",
         "early_stop",
         "frame",
         "function",
         "last",
-        "lent",
         "marks",
         "stopped",
         "values",
@@ -98,8 +94,7 @@ class Collector:
         self.watches_draws = False
         self.without_grad: list[int] = []
         self.last = -1
-        self.lent: list[tuple[Lent, Changes | None]] = []
-        self.stopped = self._goes_on = False
+        self.stopped = False
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
@@ -237,12 +232,8 @@ class Collector:
         return doubt
 
     def _stop(self) -> None:
-        """Stops the rerun, or lets the rerun go on where a container has changes that may be another thread's."""
-        if not self.stopped:
-            self.stopped = True
-            self._goes_on = not all(lent.is_explained(changes) for lent, changes in self.lent)
-        if not self._goes_on:
-            raise StopRecompute
+        self.stopped = True
+        raise StopRecompute
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
@@ -252,11 +243,6 @@ class Collector:
         elif self.frame.complete and len(self.values) > len(self.frame.numbers):
             raise StopRecompute
         return tensor.detach()
-
-    def end(self) -> None:
-        """Notes that the function has run to its end."""
-        for lent, _ in self.lent:
-            lent.is_settled = True
 
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""

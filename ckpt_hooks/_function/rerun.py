@@ -247,6 +247,7 @@ class Rerun:
         assert self._restored is not None
         tensors, stand_ins = self._restored
         rewound, lent, exchanged = None, None, _NO_STORAGES
+        contents: list[Lent] = []
         changed = lost = _UNCHANGED
         in_context = call.context is not None or self._contexts is not None or copy_context()
         try:
@@ -254,7 +255,7 @@ class Rerun:
                 rewound = Rewound(state, self._mutated, stand_ins)
                 if names is not None:  # for a list that an attribute shares with a variable to be found
                     rewound.lent.meet([value for value, _ in names.roots])
-                collector.lent.append((rewound.lent, state.changes))
+                contents.append(rewound.lent)
                 exchanged = rewound.put_back()
                 lost = rewound.lost(self._region)
                 changed = [*state.changed(), *lost] if is_complete else _UNCHANGED
@@ -262,10 +263,10 @@ class Rerun:
                 if names is not None:
                     lent = lend(names, stand_ins)
                     if type(lent) is VariableLoan:
-                        collector.lent.append((lent.lent, names.changes))
-                args, kwargs = call.arguments.build(tensors, collector.lent)
+                        contents.append(lent.lent)
+                args, kwargs = call.arguments.build(tensors, contents)
                 if is_complete:
-                    changed = [*changed, *(one for contents, _ in collector.lent for one in contents.changed)]
+                    changed = [*changed, *(one for part in contents for one in part.changed)]
                 hook = collector.hook(self._wanted, exchanged)
                 if changed or (self._selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
@@ -280,7 +281,6 @@ class Rerun:
                         _call_in_context(call, self._contexts, args, kwargs)
                     else:
                         call.function(*args, **kwargs)
-                    collector.end()
                 finally:
                     pop_saved_tensors_hooks()
             finally:
@@ -317,4 +317,4 @@ def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Seq
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
         call.context.copy().run(run)
     finally:
-        lent.restore(None)
+        lent.restore()
