@@ -5,68 +5,22 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+
+from ckpt_hooks._torch.autograd import graph_task_id
 
 from .call_sites import module_in_call, site_of
 from .events import Observer, Operator, Region, TensorInfo, Watchable
 from .holdings import Reason, size_of
-from .order import Order, Position
 from .paths import RegionPath, format_path
 from .saved_descriptions import Kept, Saved, TrackedKept, cause_of_kept
 from .tensor_numbers import address_of, number_of, storage_and_size, tell_when_freed
 
-__all__ = ["OperatorRun", "Watch"]
+__all__ = ["Watch", "info_of"]
 
 _next_region = itertools.count(1).__next__
-
-
-class OperatorRun(NamedTuple):
-    """A run of an operator, before its event.
-
-    Attributes:
-        name: The operator's name.
-        inputs: The tensors in its arguments.
-        outputs: The tensors in its result.
-        written: The arguments written to.
-        asked_in: The graph task which ran the operator, -1 outside of backward; None where policies are not asked.
-        is_loose: Whether another run of the same program may have the operator or not.
-        is_view: Whether the result shares memory with an argument.
-        reads_shape_only: Whether it reads the shape of its first argument alone.
-        site: The line of the user's program.
-        in_recompute: Whether a recompute ran the operator.
-        seconds: The time on the host, if measured.
-    """
-
-    name: str
-    inputs: Sequence[torch.Tensor]
-    outputs: Sequence[torch.Tensor]
-    written: Sequence[torch.Tensor]
-    asked_in: int | None
-    is_loose: bool
-    is_view: bool
-    reads_shape_only: bool
-    site: str | None
-    in_recompute: bool
-    seconds: float | None
-
-    def event(self, position: Position, observers: tuple[Observer, ...]) -> Operator:
-        """Returns the event.
-
-        Args:
-            position: The position of the run.
-            observers: Are told when a storage of the event is freed.
-        """
-        written = set(map(id, self.written))
-        writes = tuple(position for position, tensor in enumerate(self.inputs) if id(tensor) in written)
-        inputs = tuple(info_of(tensor, observers) for tensor in self.inputs)
-        outputs = tuple(info_of(tensor, observers) for tensor in self.outputs)
-        return Operator(
-            *(position.place, self.name, inputs, outputs, self.site, self.in_recompute, position.policy_index),
-            *(self.is_view, writes, self.reads_shape_only, self.seconds, position.repeats),
-        )
 
 
 def info_of(tensor: torch.Tensor, observers: tuple[Observer, ...]) -> TensorInfo:
@@ -82,10 +36,10 @@ class Watch:
     """Sends the events of one frame. Holds the frame weakly.
 
     Attributes:
-        order: The order of operators and regions inside.
+        observers: The observers.
         region: The region's entry.
+        task: The graph task which forward runs in.
         tensors: The saved tensors which autograd has not let go of, by their positions.
-        wants_durations: Whether an observer wants operators timed.
         wants_operators: Whether an observer wants to hear of operators.
     """
 
@@ -93,15 +47,13 @@ class Watch:
         "__weakref__",
         "_fates",
         "_num_kept",
-        "_observers",
-        "order",
+        "observers",
         "region",
+        "task",
         "tensors",
-        "wants_durations",
         "wants_operators",
     )
 
-    order: Order
     region: Region
 
     def __init__(
@@ -114,17 +66,13 @@ class Watch:
         *,
         in_recompute: bool,
     ) -> None:
-        self._observers = observers
+        self.observers, self.task = observers, graph_task_id()
         self._num_kept = 0
         self._fates: dict[int, Reason] = {}
         self.tensors: dict[int, TensorInfo] = {}
         self.wants_operators = any(observer.wants_operators for observer in observers)
-        self.wants_durations = any(observer.wants_durations for observer in observers)
-        number = _next_region()
-        above = None if outer is None else outer.order
-        self.order = Order(number, above, in_recompute=in_recompute)
         self.region = Region(
-            number,
+            _next_region(),
             None if outer is None else outer.region.id,
             frame.kind,
             format_path(path),
@@ -132,11 +80,10 @@ class Watch:
             None if in_recompute else module_in_call(module),
             in_recompute,
             weakref.ref(frame),
-            self.order.repeats,
         )
 
     def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
-        for observer in self._observers:
+        for observer in self.observers:
             getattr(observer, event)(self.region, *args, **kwargs)
 
     def entered(self) -> None:
@@ -148,11 +95,11 @@ class Watch:
         self._tell("exited", error)
 
     def _info_of(self, tensor: torch.Tensor) -> TensorInfo:
-        return info_of(tensor, self._observers)
+        return info_of(tensor, self.observers)
 
-    def ran(self, run: OperatorRun, position: Position) -> None:
+    def ran(self, operator: Operator) -> None:
         """An operator ran."""
-        self._tell("ran", run.event(position, self._observers))
+        self._tell("ran", operator)
 
     def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
         """A tensor was saved; returns its position.
@@ -217,7 +164,7 @@ class Watch:
         holdings = frame.held()
         for holding in holdings:
             if holding.storage is not None:
-                tell_when_freed(holding.storage, self._observers)
+                tell_when_freed(holding.storage, self.observers)
         self._tell("held", holdings)
 
     def moved(self, nbytes: int, *, to_host: bool) -> None:
@@ -227,9 +174,7 @@ class Watch:
     def recomputing(self, *, in_order: bool) -> None:
         """A recompute begins."""
         self._tell("recomputing", in_order=in_order)
-        self.order.begin_recompute()
 
     def recomputed(self, error: BaseException | None) -> None:
         """A recompute ended."""
-        self.order.end_recompute()
         self._tell("recomputed", error)

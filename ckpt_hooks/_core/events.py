@@ -49,8 +49,6 @@ class Region(NamedTuple):
             ``"layers.0"``; None in a recompute, and without a module.
         in_recompute: Whether the recompute of a region around enters this region.
         frame: A weak reference to the frame, for ``saved()``, ``held()`` and ``policy_in_words()``.
-        repeats: The number of forward's entry which a recompute enters again, by their order inside of the region around;
-            None in forward, and where forward had no such entry.
     """
 
     id: int
@@ -61,7 +59,6 @@ class Region(NamedTuple):
     module: str | None
     in_recompute: bool
     frame: Callable[[], Watchable | None]
-    repeats: int | None = None
 
 
 class TensorInfo(NamedTuple):
@@ -90,36 +87,29 @@ class Operator(NamedTuple):
     """A run of an operator below autograd.
 
     Attributes:
-        place: The number of operators run before in this forward, or this recompute, of the region.
         name: The operator's name, as in ``"aten.mm.default"``.
         inputs: The tensors in its arguments.
         outputs: The tensors in its result.
         site: The calling line of the user's program; None in a replay, where no user code runs.
         in_recompute: Whether a recompute ran the operator.
-        policy_index: The ``index`` at which a policy of the region that is a function is asked about this run, or was in
-            forward; None where policies are not asked: about views, operators which write in place, casts of parameters by
-            autocast, and operators of a backward inside the region. (The field ``index`` would hide a method of tuples.)
+        is_asked_about: Whether a policy of the region would be asked about this run: in forward alone, and not about views,
+            operators which write in place, casts of parameters by autocast, and operators of a backward inside the region.
         is_view: Whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``.
         writes: The positions in ``inputs`` of the tensors written to; of an operator without a schema, all positions.
         reads_shape_only: Whether the operator reads the shape of its first argument alone, as ``empty_like``.
         seconds: The time on the host; None where no observer wants durations.
-        repeats: In a recompute, the region and the place of forward's operator which runs again. A replay runs operators of
-            regions inside, too. None in forward; in a replay, for operators inside of a custom function; in a rerun, for
-            operators which forward did not run.
     """
 
-    place: int
     name: str
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
     site: str | None
     in_recompute: bool
-    policy_index: int | None
+    is_asked_about: bool
     is_view: bool
     writes: tuple[int, ...]
     reads_shape_only: bool
     seconds: float | None
-    repeats: tuple[int, int] | None
 
 
 class Observer:

@@ -131,10 +131,6 @@ class Frame(abc.ABC):
     def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
         """Notes tensors which a region inside hands to this frame: inputs, or outputs kept by a policy."""
 
-    def num_values(self) -> int | None:
-        """Returns the number of values on the tape of a recorded forward; None elsewhere."""
-        return None
-
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
         """Runs a recompute, and tells observers.
 

@@ -91,8 +91,6 @@ class RecordedFrame(ReplayedFrame):
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
-        if self.watch is not None and outer is not None and outer.watch is not None:
-            self.watch.order.share_tape(outer.watch.order)
         self._debug = settings.debug
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
@@ -108,10 +106,6 @@ class RecordedFrame(ReplayedFrame):
     def policy_in_words(self) -> str | None:
         """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
         return None if self._decisions is None else repr(self._decisions.policy)
-
-    def num_values(self) -> int | None:
-        """Returns the number of values on the tape; see :meth:`Frame.num_values`."""
-        return None if self.tape is None else self.tape.tables.number
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape

@@ -204,8 +204,6 @@ class Replay:
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
         with ReplayContext(self.frame) as context:
-            if context.operator_watch is not None:
-                context.operator_watch.expect((op.facts, op.number) for op in todo if type(op) is Op)
             while todo:
                 op = todo.pop()
                 if type(op) is Value:

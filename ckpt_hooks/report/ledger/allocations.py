@@ -269,8 +269,8 @@ class RowReader:
             self._opened.append(_Opened(region.id, name, around.module, maker, region.site, region.id))
             entry = self.entries.get(region.id)
             if entry is None:
-                ids = region.parent, region.repeats
-                entry = RegionEntry(name, region.path, region.module, region.site, region.in_recompute, *ids, now, now)
+                place = region.module, region.site
+                entry = RegionEntry(name, region.path, *place, region.in_recompute, region.parent, now, now)
                 self.entries[region.id] = entry
             if moment is Moment.RECOMPUTE_BEGINS:
                 entry.recomputes.append((now, now))

@@ -35,7 +35,6 @@ class RegionEntry:
         site: The entering line; None where unknown.
         is_again: Whether the recompute of a region around entered the region.
         parent: The number of the region around; None without.
-        repeats: In a recompute, the number of forward's entry which is entered again; None where unknown.
         begin: The number of changes before.
         end: The number of changes before the end of forward.
         modules: The number of calls of modules in its forward.
@@ -49,7 +48,6 @@ class RegionEntry:
     site: str | None
     is_again: bool
     parent: int | None
-    repeats: int | None
     begin: int
     end: int
     modules: int = 0
