@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region
-from ckpt_hooks._core.event_sender import Watch
-from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.events import Observer, Watch
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._operators.operator_events import OperatorWatch, observe_all
 from ckpt_hooks.policies import save_ops

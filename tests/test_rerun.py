@@ -13,8 +13,8 @@ from torch.autograd import grad
 
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, is_recomputing
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._function.frame import FunctionFrame

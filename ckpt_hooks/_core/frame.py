@@ -16,12 +16,10 @@ import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
-from .event_sender import Watch
-from .events import Observer
-from .holdings import Holding, size_of
+from .descriptions import RegionPath, format_path, region_in_words
+from .events import Observer, Watch
+from .holdings import Holding, Kept, Saved, cause_of_kept, size_of
 from .mutation import changed_saved
-from .paths import RegionPath, format_path, region_in_words
-from .saved_descriptions import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 from .threads import this_thread
 

@@ -10,8 +10,8 @@ import torch
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks
 from ckpt_hooks.errors import CheckpointError
 
+from .descriptions import RegionPath, format_path
 from .frame import Frame
-from .paths import RegionPath, format_path
 from .stack import stack
 
 __all__ = ["UNPACKS", "HandBack", "are_of_frame", "close_frame"]

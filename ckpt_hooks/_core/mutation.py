@@ -12,9 +12,8 @@ from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway
 from ckpt_hooks.errors import MutationError
 
 from .call_sites import name_in_models
-from .descriptions import describe_kind, describe_tensor
+from .descriptions import RegionPath, describe_kind, describe_tensor, format_path, region_in_words
 from .holdings import Cause
-from .paths import RegionPath, format_path, region_in_words
 
 __all__ = [
     "GONE",

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import changed_argument
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, build
 from ckpt_hooks._tensors.copies import as_kind, restore_layout
 from ckpt_hooks._tensors.fused_steps import num_fused_steps, stepped_since

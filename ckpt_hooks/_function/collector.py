@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_hooks._ambient.positions import Position, where_streams_are
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import sequence_number

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._torch.autograd import current_node
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError

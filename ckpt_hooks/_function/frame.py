@@ -12,13 +12,13 @@ import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
 from ckpt_hooks._ambient.threaded_draws import RecordDraws
+from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import written_late
-from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent

@@ -17,11 +17,11 @@ from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.rng import default_generators_lock
 from ckpt_hooks._ambient.untracked import Images, take_images
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.hooks import HandBack
 from ckpt_hooks._core.interrupts import mark_thread, rewind, undo
 from ckpt_hooks._core.modes import pause_modes, resume_modes
 from ckpt_hooks._core.mutation import changed_before_rerun
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.threads import is_concurrent

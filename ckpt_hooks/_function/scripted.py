@@ -15,10 +15,9 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.holdings import Cause, Reason
+from ckpt_hooks._core.holdings import Cause, Kept, Reason, TrackedKept
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import pause_modes, resume_modes
-from ckpt_hooks._core.saved_descriptions import Kept, TrackedKept
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped

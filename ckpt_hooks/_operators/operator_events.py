@@ -14,8 +14,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from ckpt_hooks._core.call_sites import site_of
-from ckpt_hooks._core.event_sender import info_of
-from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
+from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, info_of
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
 from ckpt_hooks._core.settings import observe
@@ -27,8 +26,6 @@ from ckpt_hooks._torch.tensors import is_kept_anyway
 from .facts import OpFacts, facts_of
 from .reusable_outputs import Kind
 
-__all__ = ["OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
-
 
 class OperatorWatch(QuietDispatchMode):
     """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
@@ -38,7 +35,7 @@ class OperatorWatch(QuietDispatchMode):
         self._replayed = replayed
 
     def _recreate_cm(self) -> OperatorWatch:
-        """Returns another mode, for a rerun inside a rerun: the outer mode is paused meanwhile."""
+        # For a rerun inside a rerun: the outer mode is paused meanwhile.
         return OperatorWatch(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,11 +119,9 @@ class _Backwards(Observer):
         self._observer.backward_ended()
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
-        """A region brings back tensors, in backward mostly."""
         self.look()
 
     def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
-        """Autograd takes a tensor, in backward mostly."""
         self.look()
 
 
@@ -168,17 +163,15 @@ def observe_all(observer: Observer) -> Iterator[None]:
 
 
 def wants_operators(frame: Frame | None) -> bool:
-    """Whether an observer of a frame wants to hear of operators."""
     return frame is not None and frame.watch is not None and frame.watch.wants_operators
 
 
 def watch_forward(frame: Frame) -> OperatorWatch | None:
-    """Returns the entered mode for a forward; None if no observer wants it, or the frame around has such a mode."""
+    """Returns the entered mode; None if no observer wants it, or the frame around has such a mode."""
     return OperatorWatch().__enter__() if wants_operators(frame) and not wants_operators(frame.parent) else None
 
 
 def watch_replay(frame: Frame) -> OperatorWatch | None:
-    """Returns the entered mode for a replay; None if no observer wants it."""
     return OperatorWatch(frame).__enter__() if wants_operators(frame) else None
 
 

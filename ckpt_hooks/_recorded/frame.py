@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import mutated_leaf
-from ckpt_hooks._core.holdings import Cause, Reason
+from ckpt_hooks._core.holdings import Cause, Kept, Reason, TrackedKept
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
-from ckpt_hooks._core.saved_descriptions import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.operator_events import watch_forward

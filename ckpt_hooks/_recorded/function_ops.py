@@ -15,10 +15,9 @@ import torch
 
 from ckpt_hooks._ambient import autocast, function_modes, rng
 from ckpt_hooks._ambient.threaded_draws import device_of, drops_nothing
-from ckpt_hooks._core.descriptions import describe_tensor
+from ckpt_hooks._core.descriptions import describe_tensor, format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._operators.facts import OpFacts, Written, facts_of
 from ckpt_hooks._operators.noted_draws import OwnStreams, draw_again, draw_anew

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Current
-from ckpt_hooks._core.event_sender import Watch
+from ckpt_hooks._core.descriptions import RegionPath
+from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.mutation import exchanged_storage
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.threads import RegionThread
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense

@@ -19,10 +19,9 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_hooks._core.inner_tensors import parts_of
 from ckpt_hooks._torch.modes import FAKE
 from ckpt_hooks._torch.operators import wait_for_collective
-from ckpt_hooks._torch.tensors import nested_parts
+from ckpt_hooks._torch.tensors import nested_parts, parts_of
 
 __all__ = ["DEFAULT_CHECK", "NOTHING", "VALUES", "Check", "check_of", "first_difference", "hash_of", "sample_of", "version_of"]
 

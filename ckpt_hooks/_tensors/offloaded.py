@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt_hooks._core.event_sender import Watch
+from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.tensors import counted_detach, set_versions

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_hooks._core.event_sender import Watch
-from ckpt_hooks._core.paths import RegionPath
+from ckpt_hooks._core.descriptions import RegionPath
+from ckpt_hooks._core.events import Watch
 from ckpt_hooks._torch.tensors import counted_detach, is_kept_anyway
 
 from .held_tensors import Hooks

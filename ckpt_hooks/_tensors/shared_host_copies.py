@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.descriptions import describe_kind
+from ckpt_hooks._core.descriptions import RegionPath, describe_kind
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
 from ckpt_hooks._core.mutation import changed_moved
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.tensors import storage_address, version_witness
 

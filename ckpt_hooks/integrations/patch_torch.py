@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 
 from ckpt_hooks._checkpoint.context_fn_check import own_contexts
 from ckpt_hooks._checkpoint.running import frame_of_call
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.interrupts import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none
 from ckpt_hooks._core.settings import Settings, current_settings

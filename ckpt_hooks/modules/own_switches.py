@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 
 __all__ = ["FUNCTION", "SWITCH", "OwnSwitch", "calls_function", "calls_torch", "own_switches"]
 

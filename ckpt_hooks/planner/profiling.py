@@ -15,8 +15,7 @@ from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
-from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.saved_descriptions import Saved
+from ckpt_hooks._core.holdings import Reason, Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.profiling import profile_memory
 from ckpt_hooks.report.ledger.marks import Marks, Moment

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._operators.reusable_outputs import Kind
 from ckpt_hooks._torch.operators import OPERATOR_PACKET, OPERATORS

@@ -10,10 +10,9 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks._core.call_sites import site_of
-from ckpt_hooks._core.inner_tensors import inner_tensors
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._tensors.nested_values import tensors_in
-from ckpt_hooks._torch.tensors import storage_of
+from ckpt_hooks._torch.tensors import inner_tensors, storage_of
 
 __all__ = ["SelectiveCheckpointContext"]
 

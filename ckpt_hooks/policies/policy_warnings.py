@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 
 from .base import Policy
 

@@ -16,9 +16,9 @@ from typing import Any
 from typing_extensions import Self
 
 from ckpt_hooks._ambient.threaded_draws import num_draw_modes, watch_draw
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.stack import stack
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.threaded_draws import Draw, skip_draw
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._operators.reusable_outputs import Kind
