@@ -22,6 +22,7 @@ from ckpt_hooks._core.stack import stack
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks._torch.functions import divert_scripted
+from ckpt_hooks._torch.tensors import detach_past_modes
 
 from .packing import unpack_watched
 
@@ -30,7 +31,7 @@ _CAUSE = Cause(Reason.NOT_REPLAYED, "saved by TorchScript")
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:
     # An output held by its own node would never go. Autograd gives the history back as it unpacks.
-    return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+    return tensor if tensor.is_leaf and tensor.requires_grad else detach_past_modes(tensor)
 
 
 @skipped
