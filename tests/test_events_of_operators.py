@@ -6,14 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, is_recomputing
-from ckpt_hooks._core.event_sender import Watch
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.order import Order
+from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region
+from ckpt_hooks._core.events import Observer, Watch
 from ckpt_hooks._core.settings import observe
-from ckpt_hooks._core.tensor_numbers import storage_and_size
-from ckpt_hooks._operators.operator_events import OperatorCount, OperatorWatch, observe_all
-from ckpt_hooks.policies import save_every, save_ops
+from ckpt_hooks._operators.operator_events import OperatorWatch, observe_all
+from ckpt_hooks.policies import save_ops
 from tests.measure import leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -25,10 +22,7 @@ class Notes(Observer):
     wants_operators = True
 
     def __init__(self):
-        self.forward, self.again, self.outside, self.order, self.backwards, self.entries = [], [], [], [], [], []
-
-    def entered(self, region):
-        self.entries.append(region)
+        self.forward, self.again, self.outside, self.order, self.backwards = [], [], [], [], []
 
     def ran(self, region, operator):
         (self.outside if region is None else self.again if operator.in_recompute else self.forward).append(operator)
@@ -53,16 +47,6 @@ class Told(Notes):
     def ran(self, region, operator):
         self.told.append((region, operator))
 
-    @property
-    def of_forward(self):
-        """Names of forward's operators, by region and place."""
-        return {(region.id, one.place): one for region, one in self.told if not one.in_recompute}
-
-    @property
-    def of_recomputes(self):
-        """The operators of recomputes, with their regions."""
-        return [(region, one) for region, one in self.told if one.in_recompute]
-
 
 class Timed(Notes):
     """Wants durations too."""
@@ -84,7 +68,6 @@ FORMS = {
     "recorded, by value": lambda function, **options: checkpoint_region(replay_whole=False, **options)(function),
 }
 ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-RECORDED = pytest.mark.parametrize("form", [FORMS["recorded"], FORMS["recorded, by value"]], ids=["whole", "by value"])
 
 
 def watched(function, *inputs, form, notes=None, **options):
@@ -151,16 +134,17 @@ def test_durations_on_request(form):
 
 
 @ALL
-def test_the_index_is_that_of_a_policy(form):
+def test_operators_that_a_policy_is_asked_about(form):
     asked = []
 
     def policy(ctx, op, *args, **kwargs):
-        asked.append((ctx.index, str(op)))
+        asked.append(str(op))
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     notes = watched(work, leaf(4, 4), leaf(8, 8), form=form, policy=policy)
-    assert [(one.policy_index, one.name) for one in notes.forward if one.policy_index is not None] == asked
-    assert {name(one) for one in notes.forward if one.policy_index is None} >= {"view", "copy_", "relu_"}
+    assert [one.name for one in notes.forward if one.is_asked_about] == asked
+    assert {name(one) for one in notes.forward if not one.is_asked_about} >= {"view", "copy_", "relu_"}
+    assert not any(one.is_asked_about for one in notes.again)
 
 
 class Twice(torch.autograd.Function):
@@ -202,34 +186,29 @@ PROGRAMS = (under_autocast, with_a_backward_inside, with_a_custom_function, with
 
 @ALL
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_the_index_counts_what_policies_are_asked_about(form, program):
+def test_operators_that_no_policy_is_asked_about(form, program):
     """Neither casts of leaves, nor operators of a backward in the region."""
     asked = []
 
     def policy(ctx, op, *args, **kwargs):
-        asked.append((ctx.index, str(op)))
+        asked.append(str(op))
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     dtype = torch.float32 if program is under_autocast else torch.float64
     x, w = (torch.ones(4, 4, dtype=dtype, requires_grad=True) for _ in range(2))
     notes = watched(program, x, w, form=form, policy=policy)
-    assert [(one.policy_index, one.name) for one in notes.forward if one.policy_index is not None] == asked
-    for one in notes.again:
-        if one.repeats is not None:
-            repeated = notes.forward[one.repeats[1]]
-            assert one.policy_index == repeated.policy_index
-            assert name(one).replace("empty_strided", "empty_like") == name(repeated)
+    assert [one.name for one in notes.forward if one.is_asked_about] == asked
 
 
 @ALL
 @pytest.mark.parametrize("inner", [FORMS["function"], FORMS["recorded"]], ids=["function", "recorded"])
-def test_the_index_in_nested_regions(form, inner):
+def test_operators_that_policies_of_nested_regions_are_asked_about(form, inner):
     """A policy is asked about regions inside too, but for recorded ones in recorded ones, which have a policy of their own."""
     asked = {}
 
     def policy(whose):
         def ask(ctx, op, *args, **kwargs):
-            asked.setdefault(whose, []).append((ctx.index, str(op)))
+            asked.setdefault(whose, []).append(str(op))
             return CheckpointPolicy.PREFER_RECOMPUTE
 
         return ask
@@ -241,70 +220,9 @@ def test_the_index_in_nested_regions(form, inner):
     with observe(notes):
         form(outer, policy=policy(0))(leaf(4))
     told = [[one for region, one in notes.told if len(region.path) == 1 + depth] for depth in (0, 1)]
-    assert [(one.policy_index, one.name) for one in told[1]] == asked[1]
-    assert {(one.policy_index, one.name) for one in told[0]} <= set(asked[0])
-    is_asked_less = form is not FORMS["function"] and inner is FORMS["recorded"]
-    assert [one.policy_index for one in told[0]] == ([0, 1] if is_asked_less else [0, 3])
-
-
-@RECORDED
-def test_a_replay_names_the_operators_of_forward(form):
-    notes = watched(work, leaf(4, 4), leaf(8, 8), form=form)
-    assert notes.again
-    (region,) = notes.entries
-    for one in notes.again:
-        number, place = one.repeats
-        assert number == region.id
-        assert name(notes.forward[place]).replace("empty_like", "empty_strided") == name(one)
-    assert len({one.repeats for one in notes.again}) == len(notes.again)
-
-
-@RECORDED
-def test_a_replay_of_one_value_names_the_last_operators(form):
-    def chain(x):
-        for _ in range(4):
-            x = x.sin()
-        return x
-
-    notes = watched(chain, leaf(4), form=form)
-    assert [one.repeats for one in notes.again] == [(notes.entries[0].id, place) for place in range(3)]
-
-
-def test_a_rerun_names_the_operators_of_forward():
-    notes = watched(work, leaf(4, 4), leaf(8, 8), form=FORMS["function"])
-    (region,) = notes.entries
-    assert [one.repeats for one in notes.again] == [(region.id, place) for place in range(len(notes.again))]
-    assert named(notes.again) == named(notes.forward)[: len(notes.again)]
-    assert all(one.place == place for place, one in enumerate(notes.again))
-
-
-def test_a_replay_inside_of_a_custom_function():
-    notes = watched(lambda x: Twice.apply(x.exp()).cos().exp().sin(), leaf(4), form=FORMS["recorded"])
-    assert named(notes.forward) == ["exp", "sin", "cos", "mul", "cos", "exp", "sin"]
-    found = [(name(one), one.repeats and one.repeats[1]) for one in notes.again]
-    assert found == [("exp", 0), ("sin", None), ("cos", None), ("mul", None), ("cos", 4), ("exp", 5)]
-
-
-@RECORDED
-def test_nested_replays_name_operators_of_their_own_region(form):
-    def outer(x):
-        y = x.exp()
-        with checkpoint_region():
-            z = y.sin().cos()
-        return z.exp()
-
-    notes = Notes()
-    regions = []
-    notes.ran = lambda region, operator: regions.append((region.id, operator))
-    with observe(notes):
-        form(outer)(leaf(4)).sum().backward()
-    forward = {}
-    for region, one in regions:
-        if not one.in_recompute:
-            forward.setdefault(region, []).append(name(one))
-    again = [(region, one) for region, one in regions if one.in_recompute]
-    assert again
-    assert [forward[one.repeats[0]][one.repeats[1]] for _, one in again] == [name(one) for _, one in again]
+    assert [one.name for one in told[1] if one.is_asked_about] == asked[1]
+    assert {one.name for one in told[0] if one.is_asked_about} <= set(asked[0])
+    assert all(one.is_asked_about for one in told[0])
 
 
 def test_whether_a_recompute_runs_in_order():
@@ -325,147 +243,6 @@ def test_whether_a_recompute_runs_in_order():
     assert set(watched(plain, leaf(4), form=FORMS["recorded, by value"]).order) == {False}
 
 
-def test_entries_that_a_recompute_repeats():
-    def inner(x):
-        return checkpoint(torch.sin, checkpoint(torch.exp, x))
-
-    def outer(x):
-        return checkpoint(inner, checkpoint(torch.cos, x)).exp()
-
-    notes = watched(outer, leaf(4), form=FORMS["function"])
-    forward = [region for region in notes.entries if not region.in_recompute]
-    assert all(region.repeats is None for region in forward)
-    by_id = {region.id: region for region in forward}
-    again = [region for region in notes.entries if region.in_recompute]
-    assert [region.path for region in again] == [by_id[region.repeats].path for region in again]
-    assert {"inner"} <= {region.path[-1].rpartition(".")[2] for region in again}
-    assert len(again) >= 4
-
-
-@pytest.mark.parametrize("policy", [save_ops(torch.ops.aten.mm.default), save_every(torch.ops.aten.mm.default, 2)])
-def test_a_rerun_that_takes_kept_outputs_names_the_operators_of_forward(policy):
-    """Operators of one name are told apart, also in regions inside."""
-
-    def block(x, w):
-        h = x
-        for _ in range(3):
-            h = ((h @ w).tanh() @ w).sin()
-        return checkpoint(lambda h: (h @ w).sin().exp(), h).cos()
-
-    notes = Told()
-    with observe(notes):
-        y = checkpoint(policy=policy)(block)(leaf(4, 4), leaf(4, 4)).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-    forward, again = notes.of_forward, notes.of_recomputes
-    half = len(again) // 2
-    assert half
-    assert 2 * sum(name(one) == "mm" for one in forward.values()) > sum(name(one) == "mm" for _, one in again)
-    for region, one in again:
-        found = forward[one.repeats]
-        assert (found.name, found.policy_index, found.site) == (one.name, one.policy_index, one.site)
-        assert one.repeats[0] == (region.repeats or region.id)
-    assert [one.repeats for _, one in again[:half]] == [one.repeats for _, one in again[half:]]
-
-
-def test_a_second_rerun_names_the_operators_from_the_first_one_on():
-    """The first rerun met another operator than forward, where outputs are kept."""
-
-    def block(x, w):
-        y = checkpoint(torch.sin, x).cos()
-        if is_recomputing():
-            y.detach().abs()
-        return (y @ w).exp().tanh()
-
-    notes = watched(block, leaf(4, 4), leaf(4, 4), form=FORMS["function"], policy=save_ops(torch.ops.aten.mm.default))
-    assert named(notes.forward) == ["sin", "cos", "mm", "exp", "tanh"]
-    outer, inner, *again = notes.entries
-    assert [region.repeats for region in again] == [inner.id, inner.id]
-    found = [(name(one), one.repeats) for one in notes.again]
-    start = [("sin", (inner.id, 0)), ("cos", (outer.id, 0))]
-    assert found[:5] == [*start, *start, ("abs", None)]
-
-
-def test_a_rerun_that_makes_other_views():
-    """A cast which autocast keeps, and a view, are passed by."""
-
-    def block(x, w):
-        if is_recomputing():
-            x = x.view(16).view(4, 4)
-        y = x.sin()
-        if not is_recomputing():
-            y = y.view(4, 4)
-        return (y @ w).exp().sin()
-
-    notes = watched(block, leaf(4, 4), leaf(4, 4), form=FORMS["function"])
-    assert named(notes.forward) == ["sin", "view", "mm", "exp", "sin"]
-    found = [(name(one), None if one.repeats is None else one.repeats[1]) for one in notes.again]
-    assert found == [("view", None), ("view", None), ("sin", 0), ("mm", 2), ("exp", 3)]
-
-
-@RECORDED
-def test_a_recorded_region_inside_of_a_rerun(form):
-    """Its replay names the operators of forward too, not those of the rerun."""
-
-    def outer(x):
-        return form(lambda y: y.sin().exp().cos(), name="inner")(x.exp()).tanh()
-
-    notes = Told()
-    with observe(notes):
-        checkpoint(outer, leaf(4)).sum().backward()
-    forward, again = notes.of_forward, notes.of_recomputes
-    assert [name(one) for _, one in again] == ["exp", "sin", "exp", "cos", "tanh", "sin", "exp"]
-    assert [name(forward[one.repeats]) for _, one in again] == [name(one) for _, one in again]
-    entered = [region for region in notes.entries if region.path[-1] == "inner"]
-    assert [region.repeats for region in entered] == [None, entered[0].id]
-
-
-def test_a_rerun_that_casts_a_parameter_again():
-    """Autocast had its cast when the region began."""
-    x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
-    notes = Notes()
-    with observe(notes), torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.mm(x, w)
-        y = checkpoint(lambda x: torch.stack([x.sin() @ w, w @ x.cos()]).exp().tanh(), x)
-    y.sum().backward()
-    assert named(notes.forward) == ["sin", "_to_copy", "mm", "cos", "_to_copy", "mm", "stack", "exp", "tanh"]
-    of_parameter = storage_and_size(w)[0]
-    found = [(name(one), one.repeats and one.repeats[1]) for one in notes.again if one.inputs[0].storage != of_parameter]
-    assert found == [(name(one), place) for place, one in enumerate(notes.forward)][: len(found)]
-    assert len(found) >= 7
-    (cast,) = (one for one in notes.again if one.inputs[0].storage == of_parameter)
-    assert (name(cast), cast.policy_index, cast.repeats) == ("_to_copy", None, None)
-
-
-@ALL
-def test_a_backward_in_the_middle_of_a_region_does_not_disturb_its_count(form):
-    def block(x):
-        y = x.sin().exp().cos()
-        y.sum().backward(retain_graph=True)
-        return y.tanh().cosh()
-
-    notes = watched(block, leaf(4), form=form)
-    assert [one.place for one in notes.forward] == list(range(len(notes.forward)))
-    policy_indices = {name(one): one.policy_index for one in notes.forward if one.policy_index is not None}
-    assert (policy_indices["tanh"], policy_indices["cosh"]) == (4, 5)
-
-
-def test_two_recomputes_repeat_the_same_entries():
-    def outer(x):
-        return checkpoint(torch.sin, checkpoint(torch.exp, x)).cos()
-
-    notes = Notes()
-    x = leaf(4)
-    with observe(notes):
-        y = checkpoint(outer, x).sum()
-        y.backward(retain_graph=True)
-        y.backward()
-    again = [region.repeats for region in notes.entries if region.in_recompute and region.parent is not None]
-    half = len(again) // 2
-    assert half
-    assert again[:half] == again[half:]
-
-
 def test_operators_outside_of_regions():
     net = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
     notes, x = Notes(), leaf(2, 4)
@@ -478,10 +255,9 @@ def test_operators_outside_of_regions():
     assert "tanh_backward" in outside
     assert "addmm" not in outside
     assert named(notes.forward) == ["t", "addmm", "tanh"]
-    assert [one.place for one in notes.outside] == list(range(len(notes.outside)))
     assert notes.outside[0].site.startswith("test_events_of_operators.py:")
     assert notes.backwards == ["began", "ended"]
-    assert all(one.policy_index is None and one.repeats is None for one in notes.outside)
+    assert not any(one.is_asked_about for one in notes.outside)
 
 
 def test_backwards_inside_a_backward_are_one():
@@ -645,11 +421,7 @@ def test_nothing_of_it_runs_without_observers(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError
 
-    for owner, method in (
-        *((each, "__init__") for each in (OperatorCount, OperatorWatch, Order, Watch)),
-        *((each, "__torch_dispatch__") for each in (OperatorCount, OperatorWatch)),
-        (Order, "note"),
-    ):
+    for owner, method in (OperatorWatch, "__init__"), (Watch, "__init__"), (OperatorWatch, "__torch_dispatch__"):
         monkeypatch.setattr(owner, method, fails)
     x, w = leaf(4, 4), leaf(8, 8)
     for form in FORMS.values():

@@ -306,19 +306,6 @@ def a_compiled_function_that_is_compiled_anew():
         torch._dynamo.reset()
 
 
-@says(DeterminismError, "TorchScript has carried out 'forward' by another plan", region=("block",))
-def another_plan_of_torchscript():
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        scripted = torch.jit.script(nn.Linear(2, 2).double())
-    for _ in range(3):
-        checkpoint(lambda x: scripted(x.sin()), leaf(2)).sum().backward()
-    y = checkpoint(name="block")(lambda x: scripted(x.sin()))(leaf(2))
-    with pytest.MonkeyPatch.context() as context:
-        context.setattr(ckpt_hooks._function.scripted, "latest_plan", object)
-        y.sum().backward()
-
-
 @says(CheckpointError, "a tensor that a recompute of the region has left outside")
 def a_result_of_a_recompute_in_backward():
     left = Log()

@@ -13,9 +13,9 @@ from torch.autograd import grad
 
 import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, is_recomputing
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import stack
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._function.frame import FunctionFrame
 from tests.measure import Calls, Log, leaf

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_hooks._core.hooks import undo
-from ckpt_hooks._core.inner_tensors import parts_of
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.modes import cuda_device, cuda_stream_data
+from ckpt_hooks._torch.tensors import parts_of
 
 from . import streams
 

@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import types
+import warnings
 import weakref
 from collections.abc import Mapping
 
@@ -15,21 +16,6 @@ import torch
 
 from ckpt_hooks._torch.modes import MODULE_CALL
 from ckpt_hooks._torch.tensors import storage_of
-
-from .descriptions import is_of_library
-
-__all__ = [
-    "Place",
-    "called_modules",
-    "module_in_call",
-    "module_in_words",
-    "module_names",
-    "name_in_models",
-    "outermost_module",
-    "place_in_words",
-    "place_of",
-    "site_of",
-]
 
 #: A place in a program, cheap to note: the code, its line, the innermost called module, and whether the line is inside of the
 #: innermost region.
@@ -39,6 +25,18 @@ Place = tuple[types.CodeType | None, int, "weakref.ref[torch.nn.Module] | None",
 _FILES: dict[str, tuple[bool, bool]] = {}
 
 _MOST = 6  # calls between a module's call and the line of an operator
+
+
+def is_of_library(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("ckpt_hooks", "torch")
+
+
+def warn_user(message: str) -> None:
+    """Warns at the innermost line of the user's program."""
+    level, frame = 1, sys._getframe(0)
+    while frame.f_back is not None and is_of_library(frame):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 def site_of(frame: types.FrameType | None) -> str | None:
@@ -60,14 +58,7 @@ def called_modules(frame: types.FrameType | None) -> tuple[torch.nn.Module | Non
 
 
 def module_in_call(module: torch.nn.Module | None) -> str | None:
-    """Returns the name of a module in the outermost called module; ``""`` for the outermost module itself.
-
-    Args:
-        module: The module; None for the innermost called module.
-
-    Returns:
-        The name; None without a module, or if the outermost module does not contain this module.
-    """
+    """Returns the name of a module, by default the innermost called one, in the outermost called module; None without."""
     innermost, outermost = called_modules(sys._getframe(1))
     module = innermost if module is None else module
     if outermost is None:
@@ -76,7 +67,6 @@ def module_in_call(module: torch.nn.Module | None) -> str | None:
 
 
 def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
-    """Returns whether a frame of Python runs code of this package or of torch, and whether of this package."""
     name = frame.f_code.co_filename
     found = is_of_library(frame), frame.f_globals.get("__name__", "").partition(".")[0] == "ckpt_hooks"
     if not name.startswith("<"):  # others may stand for several modules
@@ -85,11 +75,7 @@ def _look_at(frame: types.FrameType) -> tuple[bool, bool]:
 
 
 def place_of(frame: types.FrameType | None) -> Place:
-    """Returns the innermost line outside of this package and of torch, and the innermost called module around an operator.
-
-    Args:
-        frame: The frame of Python to start at, which is not of this package.
-    """
+    """Returns the innermost line outside of this package and of torch, and the innermost called module around an operator."""
     module, is_inside = None, True
     while frame is not None:
         code = frame.f_code
@@ -112,12 +98,6 @@ def place_of(frame: types.FrameType | None) -> Place:
 
 
 def place_in_words(place: Place, names: Mapping[int, str]) -> str:
-    """Returns a place in words, with the text of its line.
-
-    Args:
-        place: The place.
-        names: The names of modules (:func:`module_names`).
-    """
     code, line, reference, _ = place
     module = None if reference is None else reference()
     words = "an unknown line" if code is None else f"{os.path.basename(code.co_filename)}:{line} in {code.co_name}()"
@@ -128,11 +108,7 @@ def place_in_words(place: Place, names: Mapping[int, str]) -> str:
 
 
 def module_names(root: torch.nn.Module | None) -> dict[int, str]:
-    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares one.
-
-    Args:
-        root: The module; None for none.
-    """
+    """Returns the names of the modules in a module, by the identity of their dictionaries: a checkpointed module shares one."""
     names: dict[int, str] = {}
     for name, module in () if root is None else root.named_modules():
         names.setdefault(id(vars(module)), name)
@@ -140,29 +116,16 @@ def module_names(root: torch.nn.Module | None) -> dict[int, str]:
 
 
 def module_in_words(module: torch.nn.Module, names: Mapping[int, str]) -> str:
-    """Returns the class of a module in words, with the module's name if there is one.
-
-    Args:
-        module: The module.
-        names: The names of modules (:func:`module_names`).
-    """
     name = names.get(id(vars(module)), "")
     return f"module {name} ({type(module).__name__})" if name else f"module {type(module).__name__}"
 
 
 def outermost_module() -> torch.nn.Module | None:
-    """Returns the outermost module whose call runs on this thread."""
     return called_modules(sys._getframe(1))[1]
 
 
 def name_in_models(tensor: torch.Tensor) -> str | None:
-    """Returns the name of a parameter or buffer of a living model, in words; None for another tensor.
-
-    For errors: it goes through all objects.
-
-    Args:
-        tensor: The tensor, or another one in its memory.
-    """
+    """Returns the name of the parameter or buffer in a tensor's memory, in words; slow, as all objects are looked at."""
     storage = storage_of(tensor)
     if not storage:
         return None

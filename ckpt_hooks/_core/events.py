@@ -1,4 +1,4 @@
-"""Events: messages of regions of both kinds to observers.
+"""Events: what regions of both kinds tell observers, and telling them for one frame.
 
 An event names regions, tensors and storages by numbers, so kept events keep no tensor and no frame alive. Reports use events,
 :meth:`Frame.saved` and :meth:`Frame.held`, and nothing else.
@@ -6,137 +6,87 @@ An event names regions, tensors and storages by numbers, so kept events keep no 
 
 from __future__ import annotations
 
+import itertools
+import sys
+import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
-from .holdings import Holding, Reason
-from .saved_descriptions import Saved
+from ckpt_hooks._torch.autograd import graph_task_id
 
-__all__ = ["Observer", "Operator", "Region", "TensorInfo", "Watchable"]
+from .call_sites import module_in_call, site_of
+from .descriptions import RegionPath, format_path
+from .holdings import Holding, Kept, Reason, Saved, TrackedKept, cause_of_kept, size_of
+from .tensor_numbers import address_of, number_of, storage_and_size, tell_when_freed
 
 
 class Watchable(Protocol):
-    """A frame, as seen by observers.
-
-    Attributes:
-        kind: ``"function"`` or ``"recorded"``.
-    """
+    """A frame, as observers see it."""
 
     kind: ClassVar[str]
 
-    def saved(self) -> list[Saved]:
-        """See :meth:`Frame.saved`."""
+    def saved(self) -> list[Saved]: ...
 
-    def held(self) -> list[Holding]:
-        """See :meth:`Frame.held`."""
+    def held(self) -> list[Holding]: ...
 
-    def policy_in_words(self) -> str | None:
-        """See :meth:`Frame.policy_in_words`."""
+    def policy_in_words(self) -> str | None: ...
 
 
 class Region(NamedTuple):
-    """One entry of a region.
-
-    Attributes:
-        id: The entry's number, unique in the process.
-        parent: The number of the region around; None without a watched region around.
-        kind: ``"function"`` or ``"recorded"``.
-        path: The region's name and the names of the regions around, outermost first.
-        site: The entering line of the user's program, as in ``"model.py:12"``; None without user code on the stack.
-        module: The module run by the region, or else the module around, by its name in the outermost called module, as in
-            ``"layers.0"``; None in a recompute, and without a module.
-        in_recompute: Whether the recompute of a region around enters this region.
-        frame: A weak reference to the frame, for ``saved()``, ``held()`` and ``policy_in_words()``.
-        repeats: The number of forward's entry which a recompute enters again, by their order inside of the region around;
-            None in forward, and where forward had no such entry.
-    """
+    """One entry of a region. Numbers are unique in the process."""
 
     id: int
-    parent: int | None
-    kind: str
-    path: tuple[str, ...]
-    site: str | None
+    parent: int | None  # the number of the region around; None without a watched one
+    kind: str  # "function" or "recorded"
+    path: tuple[str, ...]  # its name and those of the regions around, outermost first
+    site: str | None  # the entering line, as in "model.py:12"; None without user code on the stack
+    # The module that the region runs, or else that around, by its name in the outermost called module, as in "layers.0"; None
+    # in a recompute, and without a module.
     module: str | None
-    in_recompute: bool
-    frame: Callable[[], Watchable | None]
-    repeats: int | None = None
+    in_recompute: bool  # whether the recompute of a region around enters it
+    frame: Callable[[], Watchable | None]  # a weak reference
 
 
 class TensorInfo(NamedTuple):
-    """A tensor of an event.
-
-    Attributes:
-        id: The tensor's number, unique in the process.
-        shape: The sizes; None for a nested tensor.
-        dtype: The dtype.
-        nbytes: The size in bytes.
-        storage: The number of its storage; None without a storage.
-        storage_nbytes: The size of its storage in bytes; 0 without a storage.
-        address: The address of the memory of its storage; 0 without memory.
-    """
+    """A tensor of an event. Numbers are unique in the process."""
 
     id: int
-    shape: torch.Size | None
+    shape: torch.Size | None  # None for a nested tensor
     dtype: torch.dtype
     nbytes: int
-    storage: int | None
-    storage_nbytes: int
-    address: int
+    storage: int | None  # the storage's number; None without a storage
+    storage_nbytes: int  # 0 without a storage
+    address: int  # of the storage's memory; 0 without memory
 
 
 class Operator(NamedTuple):
-    """A run of an operator below autograd.
+    """A run of an operator below autograd."""
 
-    Attributes:
-        place: The number of operators run before in this forward, or this recompute, of the region.
-        name: The operator's name, as in ``"aten.mm.default"``.
-        inputs: The tensors in its arguments.
-        outputs: The tensors in its result.
-        site: The calling line of the user's program; None in a replay, where no user code runs.
-        in_recompute: Whether a recompute ran the operator.
-        policy_index: The ``index`` at which a policy of the region that is a function is asked about this run, or was in
-            forward; None where policies are not asked: about views, operators which write in place, casts of parameters by
-            autocast, and operators of a backward inside the region. (The field ``index`` would hide a method of tuples.)
-        is_view: Whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``.
-        writes: The positions in ``inputs`` of the tensors written to; of an operator without a schema, all positions.
-        reads_shape_only: Whether the operator reads the shape of its first argument alone, as ``empty_like``.
-        seconds: The time on the host; None where no observer wants durations.
-        repeats: In a recompute, the region and the place of forward's operator which runs again. A replay runs operators of
-            regions inside, too. None in forward; in a replay, for operators inside of a custom function; in a rerun, for
-            operators which forward did not run.
-    """
-
-    place: int
-    name: str
+    name: str  # as in "aten.mm.default"
     inputs: tuple[TensorInfo, ...]
     outputs: tuple[TensorInfo, ...]
-    site: str | None
+    site: str | None  # the calling line; None in a replay, where no user code runs
     in_recompute: bool
-    policy_index: int | None
-    is_view: bool
-    writes: tuple[int, ...]
-    reads_shape_only: bool
-    seconds: float | None
-    repeats: tuple[int, int] | None
+    # Whether a policy of the region would be asked about this run: in forward alone, and not about views, operators that write
+    # in place, casts of parameters by autocast, and operators of a backward inside of the region.
+    is_asked_about: bool
+    is_view: bool  # whether the result shares memory with an argument: a view, or the result of ``_unsafe_view``
+    writes: tuple[int, ...]  # positions in ``inputs`` of what is written to; of an operator without a schema, all
+    reads_shape_only: bool  # of its first argument, as ``empty_like`` does
+    seconds: float | None  # on the host; None where no observer wants durations
 
 
 class Observer:
     """Hears of each event of the regions in a block of :func:`ckpt_hooks._core.settings.observe`.
 
-    A method does nothing unless overridden.
-
-    The thread of an event calls the method, in a recompute with the frame's lock held. :meth:`let_go` and :meth:`freed` come
-    from the place of the last reference.
-
-    Attributes:
-        wants_operators: Whether to call :meth:`ran`, by a dispatch mode around each region, at some 20 us an operator.
-        wants_durations: Whether operators are timed.
+    A method does nothing unless overridden. The thread of an event calls the method, in a recompute with the frame's lock held;
+    :meth:`let_go` and :meth:`freed` come from the place of the last reference.
     """
 
-    wants_operators = False
-    wants_durations = False
+    wants_operators = False  # whether to call ``ran``, by a dispatch mode around each region, at some 20 us an operator
+    wants_durations = False  # whether operators are timed
 
     def entered(self, region: Region) -> None:
         """Forward of a region begins."""
@@ -145,22 +95,10 @@ class Observer:
         """Forward of a region ended, by an exception or not."""
 
     def ran(self, region: Region | None, operator: Operator) -> None:
-        """An operator ran. Operators ignored by policies (``detach``) are left out.
-
-        Args:
-            region: The region; None for an operator outside of regions
-                (:func:`ckpt_hooks._operators.operator_events.observe_all`).
-            operator: The operator.
-        """
+        """An operator ran, ``detach`` and its like left out; outside of regions (:func:`observe_all`) the region is None."""
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
-        """Autograd saved a tensor in a region.
-
-        Args:
-            region: The region.
-            saved: The description. Each tensor of a region has a position of its own.
-            tensor: The tensor, with its storage at the moment of saving.
-        """
+        """Autograd saved a tensor, with its storage at that moment. Each tensor of a region has a position of its own."""
 
     def settled(self, region: Region, position: int, fate: Reason) -> None:
         """A later operator, or a name, has changed the fate of a saved tensor by the end of the outermost region."""
@@ -180,10 +118,8 @@ class Observer:
     def recomputing(self, region: Region, *, in_order: bool) -> None:
         """A recompute begins.
 
-        Args:
-            region: The region.
-            in_order: Whether forward's operators run in their order, all at once: in a rerun, and in the replay of a region
-                which overwrites a value after an operator read it. Other replays may run as far as one value needs.
+        Forward's operators run in their order, all at once, in a rerun, and in the replay of a region which overwrites a value
+        after an operator read it. Other replays may run as far as one value needs.
         """
 
     def recomputed(self, region: Region, error: BaseException | None) -> None:
@@ -195,9 +131,122 @@ class Observer:
     def backward_began(self) -> None:
         """A backward runs its first operator, or restores its first tensor of a watched region.
 
-        Told by :func:`ckpt_hooks._operators.operator_events.observe_all`, for the outermost backward alone: backwards inside of
-        a hook, or of a recompute, are part of it.
+        :func:`observe_all` tells of the outermost backward alone, of which backwards in a hook or a recompute are part.
         """
 
     def backward_ended(self) -> None:
         """The same backward has ended. There is no end after an exception in backward; the next begin comes all the same."""
+
+
+_next_region = itertools.count(1).__next__
+
+
+def info_of(tensor: torch.Tensor, observers: tuple[Observer, ...]) -> TensorInfo:
+    """Returns the facts of a tensor for an event; the observers will hear when its storage is freed."""
+    storage, size = storage_and_size(tensor)
+    if storage is not None:
+        tell_when_freed(storage, observers)
+    shape = None if tensor.is_nested else tensor.shape
+    return TensorInfo(number_of(tensor), shape, tensor.dtype, size_of(tensor), storage, size, address_of(storage))
+
+
+class Watch:
+    """Sends the events of one frame, which it holds weakly."""
+
+    __slots__ = ("__weakref__", "_fates", "_num_kept", "observers", "region", "task", "tensors", "wants_operators")
+
+    region: Region
+
+    def __init__(
+        self,
+        frame: Watchable,
+        path: RegionPath,
+        outer: Watch | None,
+        observers: tuple[Observer, ...],
+        module: torch.nn.Module | None,
+        *,
+        in_recompute: bool,
+    ) -> None:
+        self.observers, self.task = observers, graph_task_id()
+        self._num_kept = 0
+        self._fates: dict[int, Reason] = {}
+        self.tensors: dict[int, TensorInfo] = {}  # those that autograd has not let go of, by position
+        self.wants_operators = any(observer.wants_operators for observer in observers)
+        self.region = Region(
+            _next_region(),
+            None if outer is None else outer.region.id,
+            frame.kind,
+            format_path(path),
+            site_of(sys._getframe(1)),
+            None if in_recompute else module_in_call(module),
+            in_recompute,
+            weakref.ref(frame),
+        )
+
+    def _tell(self, event: str, *args: Any, **kwargs: Any) -> None:
+        for observer in self.observers:
+            getattr(observer, event)(self.region, *args, **kwargs)
+
+    def entered(self) -> None:
+        self._tell("entered")
+
+    def exited(self, error: BaseException | None) -> None:
+        self._tell("exited", error)
+
+    def ran(self, operator: Operator) -> None:
+        self._tell("ran", operator)
+
+    def saved(self, position: int | None, fate: Reason, tensor: torch.Tensor, made_by: str | None = None) -> int:
+        """Returns the tensor's position, a negative one without a handle."""
+        if position is None:
+            self._num_kept += 1
+            position = -self._num_kept
+        else:
+            self._fates[position] = fate
+        info = self.tensors[position] = info_of(tensor, self.observers)
+        saved = Saved(self.region.path, position, fate, info.shape, info.dtype, info.nbytes, made_by)
+        self._tell("saved", saved, info)
+        return position
+
+    def kept(self, position: int | None, packed: Kept, tensor: torch.Tensor) -> Kept:
+        """Returns the object to stand in the graph for a tensor that is kept."""
+        tracked = packed if isinstance(packed, TrackedKept) else TrackedKept(packed)
+        position = self.saved(position, cause_of_kept(packed).reason, tensor)
+        self.follow(tracked, position)
+        return tracked
+
+    def follow(self, packed: Any, position: int) -> None:
+        """Sends :meth:`let_go` when an object in the graph dies."""
+        weakref.finalize(packed, self.let_go, position).atexit = False
+
+    def let_go(self, position: int) -> None:
+        self._fates.pop(position, None)
+        self.tensors.pop(position, None)
+        self._tell("let_go", position)
+
+    def restored(self, position: int, tensor: torch.Tensor) -> None:
+        self._tell("restored", position, info_of(tensor, self.observers))
+
+    def settle(self) -> None:
+        """Sends fates changed since, and the frame's holdings: the outermost region has ended."""
+        frame = self.region.frame()
+        if frame is None:
+            return
+        for saved in frame.saved():
+            if self._fates.get(saved.position, saved.fate) is not saved.fate:
+                self._fates[saved.position] = saved.fate
+                self._tell("settled", saved.position, saved.fate)
+        holdings = frame.held()
+        for holding in holdings:
+            if holding.storage is not None:
+                tell_when_freed(holding.storage, self.observers)
+        self._tell("held", holdings)
+
+    def moved(self, nbytes: int, *, to_host: bool) -> None:
+        self._tell("moved", nbytes, to_host=to_host)
+
+    def recomputing(self, *, in_order: bool) -> None:
+        self._tell("recomputing", in_order=in_order)
+
+    def recomputed(self, error: BaseException | None) -> None:
+        self._tell("recomputed", error)

@@ -15,12 +15,10 @@ import torch
 
 from ckpt_hooks.errors import MutationError, OverlapError
 
-from .event_sender import Watch
-from .events import Observer
-from .holdings import Holding, size_of
+from .descriptions import RegionPath, format_path, region_in_words
+from .events import Observer, Watch
+from .holdings import Holding, Kept, Saved, cause_of_kept, size_of
 from .mutation import Why, mutated
-from .paths import RegionPath, format_path, region_in_words
-from .saved_descriptions import Kept, Saved, cause_of_kept
 from .scopes import NO_PASSES, Ending, Scope, drop_at_end
 
 R = TypeVar("R")
@@ -109,10 +107,6 @@ class Frame(abc.ABC):
 
     def note_inside(self, count: int, path: RegionPath) -> None:  # noqa: B027 (frames that replay need not know)
         """Notes tensors which a region inside hands to this frame: inputs, or outputs kept by a policy."""
-
-    def num_values(self) -> int | None:
-        """Returns the number of values on the tape of a recorded forward; None elsewhere."""
-        return None
 
     def observed(self, recompute: Callable[..., R], *args: Any, in_order: bool = True) -> R:
         """Runs a recompute, and tells observers, also whether it runs forward's operators in their order, all at once."""

@@ -1,4 +1,4 @@
-"""Holdings: tensors kept alive by a frame, and the reasons for holding, one enum for frames and reports alike.
+"""Saved tensors, tensors kept alive by a frame, and the reasons: one enum for frames and reports alike.
 
 A frame's holdings are found by going through its parts, for reports and never on a hot path.
 """
@@ -6,19 +6,17 @@ A frame's holdings are found by going through its parts, for reports and never o
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt_hooks._torch.autograd import SAVED_TENSORS, packed_of
-from ckpt_hooks._torch.tensors import is_kept_anyway
+from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway, parts_of
+from ckpt_hooks.errors import CheckpointError
 
 from .descriptions import dtype_and_shape, kind_in_words
-from .inner_tensors import dense_parts, parts_of
 from .tensor_numbers import storage_and_size
-
-__all__ = ["BY_POLICY", "Cause", "Holding", "Reason", "holdings_in", "owners_in", "size_of"]
 
 
 class Reason(str, enum.Enum):
@@ -76,18 +74,12 @@ _WORDS = {
 
 
 class Cause(NamedTuple):
-    """The reason for holding one tensor, with details.
-
-    Attributes:
-        reason: The reason.
-        detail: An operator, a name or the like, in words, for readers alone.
-    """
+    """The reason for holding one tensor."""
 
     reason: Reason
-    detail: str = ""
+    detail: str = ""  # an operator, a name or the like, in words, for readers alone
 
     def in_words(self) -> str:
-        """Returns reason and detail in words."""
         return ", ".join(filter(None, (_WORDS.get(self.reason), self.detail)))
 
 
@@ -97,29 +89,17 @@ _ATOMS = frozenset({type(None), bool, bytes, float, int, str, Cause, torch.devic
 
 
 class Holding(NamedTuple):
-    """A tensor kept alive by a frame.
-
-    Attributes:
-        reason: The reason.
-        why: The reason in more words.
-        nbytes: The tensor's size in bytes. Tensors in one storage share their bytes.
-        storage: The number of its storage; None without a storage of its own.
-        storage_nbytes: The size of its storage in bytes; 0 without a storage of its own.
-        shape: The sizes; None for a nested tensor.
-        dtype: The dtype.
-        device: The device; None where the user's saved-tensor hooks have the tensor.
-        parts: Of a tensor made of others, the number and the size of the storage of each.
-    """
+    """A tensor kept alive by a frame."""
 
     reason: Reason
-    why: str
-    nbytes: int
-    storage: int | None
-    storage_nbytes: int
-    shape: torch.Size | None
+    why: str  # in more words
+    nbytes: int  # tensors in one storage share their bytes
+    storage: int | None  # its number; None without a storage of the tensor's own
+    storage_nbytes: int  # 0 without a storage of its own
+    shape: torch.Size | None  # None for a nested tensor
     dtype: torch.dtype
-    device: torch.device | None
-    parts: tuple[tuple[int | None, int], ...] = ()
+    device: torch.device | None  # None where the user's saved-tensor hooks have the tensor
+    parts: tuple[tuple[int | None, int], ...] = ()  # of a tensor made of others, number and size of the storage of each
 
     @property
     def description(self) -> str:
@@ -128,14 +108,8 @@ class Holding(NamedTuple):
 
 
 def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ...] = ()) -> Iterator[Holding]:
-    """Yields each tensor in a part of a frame, once; leaves which require grad are not the frame's.
-
-    Args:
-        part: A tensor, a container, or an object of this package.
-        cause: The reason, unless a tensor is on the host or with hooks of the user's.
-        seen: Identities of objects met before; the function adds to these.
-        skipped: Classes of shared objects: frames, with their handles, and objects common to several frames.
-    """
+    """Yields each tensor in a part of a frame, once; leaves which require grad are not the frame's."""
+    # ``seen`` has the identities of objects met before. Skipped are frames, with their handles, and what several frames share.
     for value in _found_in(part, seen, skipped):
         if isinstance(value, skipped):
             continue
@@ -152,13 +126,7 @@ def holdings_in(part: Any, cause: Cause, seen: set[int], skipped: tuple[type, ..
 
 
 def owners_in(part: Any, kind: type[Any], skipped: tuple[type, ...] = ()) -> list[Any]:
-    """Returns each object of a class in a part of a frame, as the owner of a handle too, without those inside others.
-
-    Args:
-        part: A container, or an object of this package.
-        kind: The class, of frames.
-        skipped: Classes of objects not to look into.
-    """
+    """Returns each object of a class in a part of a frame, as the owner of a handle too, without those inside others."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [part]
@@ -211,3 +179,46 @@ def size_of(tensor: torch.Tensor) -> int:
 def _attributes(value: Any) -> list[Any]:
     names = [name for kind in type(value).__mro__ for name in vars(kind).get("__slots__", ())]
     return [getattr(value, name, None) for name in names] + list(getattr(value, "__dict__", {}).values())
+
+
+# Stands in autograd's graph for a saved tensor that is kept: the tensor, its version when it was saved, and the path of the
+# region that saved it. That is a leaf that requires grad, a parameter mostly, which costs nothing since the graph holds it in
+# any case; a tensor that nothing can be compared of, a nested one without a shape; or one that TorchScript saved.
+Kept = list[Any]
+
+
+class TrackedKept(list[Any]):
+    """The same, with support for weak references."""
+
+    __slots__ = ("__weakref__", "cause", "needed_by")
+
+    cause: Cause  # unset for a leaf that requires grad
+    needed_by: Callable[[CheckpointError], None]  # adds the operator which saved the tensor; unset outside of debug mode
+
+
+class Saved(NamedTuple):
+    """The description of a saved tensor."""
+
+    region: tuple[str, ...]  # its name and those of the regions around, outermost first
+    # How many tensors the region saved before. A recorded region counts tensors with a handle alone; others are below 0.
+    position: int
+    fate: Reason  # DROPPED, LOST, or the reason for holding the tensor
+    # None for a nested tensor, or where unknown: in a recorded region without observers, and where metadata is not compared.
+    shape: torch.Size | None
+    dtype: torch.dtype | None
+    nbytes: int | None
+    made_by: str | None = None  # the operator which returned the tensor; None where unknown
+
+
+def cause_of_kept(packed: Kept) -> Cause:
+    """Returns the reason for a tensor that stands in the graph itself."""
+    cause: Cause = getattr(packed, "cause", _INPUT)
+    return _PARAMETER if is_kept_anyway(packed[0]) else cause
+
+
+_PARAMETER, _INPUT = Cause(Reason.PARAMETER), Cause(Reason.INPUT)
+
+
+def nbytes_of(shape: torch.Size, dtype: torch.dtype) -> int | None:
+    """Returns the size of a dense tensor in bytes; None for a nested tensor with a ragged dimension."""
+    return shape.numel() * dtype.itemsize if all(type(size) is int for size in shape) else None

@@ -15,9 +15,9 @@ from ckpt_hooks._torch.autograd import Hooks, pop_saved_tensors_hooks, top_saved
 from ckpt_hooks._torch.modes import dispatch_mode_at, num_dispatch_modes
 from ckpt_hooks.errors import CheckpointError
 
+from .descriptions import RegionPath, format_path
 from .frame import Frame, stack
 from .modes import is_quiet, leave_modes
-from .paths import RegionPath, format_path
 
 
 class HandBack:

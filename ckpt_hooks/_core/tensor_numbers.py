@@ -16,8 +16,6 @@ import torch
 
 from ckpt_hooks._torch.tensors import storage_of
 
-__all__ = ["address_in", "address_of", "number_of", "storage_and_size", "tell_when_freed"]
-
 _next_number = itertools.count(1).__next__
 
 # By the identity of what is numbered, which leaves before another thing has the same.
@@ -27,10 +25,7 @@ _identities: dict[int, int] = {}
 
 
 class _Told(Protocol):
-    """An observer of storages."""
-
-    def freed(self, storage: int) -> None:
-        """A storage is freed."""
+    def freed(self, storage: int) -> None: ...
 
 
 # Observers, by the number of the storage.
@@ -43,7 +38,7 @@ def _forget(key: int, number: int, _: Any) -> None:
         observer.freed(number)
 
 
-def _numbered(thing: Any) -> int:
+def number_of(thing: Any) -> int:
     found = _numbers.get(id(thing))
     if found is not None:
         return found[1]
@@ -53,17 +48,12 @@ def _numbered(thing: Any) -> int:
     return number
 
 
-def number_of(tensor: torch.Tensor) -> int:
-    """Returns the number of a tensor."""
-    return _numbered(tensor)
-
-
 def storage_and_size(tensor: torch.Tensor) -> tuple[int | None, int]:
     """Returns the number of a tensor's storage, the same for all views, and its size in bytes; (None, 0) without a storage."""
     if storage_of(tensor) is None:
         return None, 0
     storage = tensor.untyped_storage()
-    return _numbered(storage), storage.nbytes()
+    return number_of(storage), storage.nbytes()
 
 
 def address_in(storage: Any) -> int:
@@ -77,11 +67,7 @@ def address_in(storage: Any) -> int:
 
 
 def address_of(storage: int | None) -> int:
-    """Returns the address of the memory of a storage; 0 if the storage is gone, or has no memory.
-
-    Args:
-        storage: The storage's number; None for no storage.
-    """
+    """Returns the address of the memory of a storage with a number; 0 if the storage is gone, or has no memory."""
     key = None if storage is None else _identities.get(storage)
     found = None if key is None else _numbers[key][0]()
     return 0 if found is None else address_in(found)

@@ -14,11 +14,10 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.descriptions import describe_kind
+from ckpt_hooks._core.descriptions import RegionPath, describe_kind
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
 from ckpt_hooks._tensors.copies import alias_with_history, as_kind, restore_layout
 from ckpt_hooks._tensors.held_tensors import num_fused_steps, save_all, stepped_since
@@ -299,12 +298,12 @@ class Arguments:
                 tensors.append(tensor)
         return tensors, stand_ins
 
-    def build(self, tensors: Sequence[Any], lent: Iterable[tuple[Lent, Any]]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def build(self, tensors: Sequence[Any], lent: Iterable[Lent]) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
         if self._captured is None:
             return tensors, _NO_KWARGS
         built: dict[int, Any] = {}
-        for one, _ in lent:
+        for one in lent:
             built.update(one.by_identity(self._containers))
         args, kwargs = self._captured
         return (

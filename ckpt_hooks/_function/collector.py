@@ -26,9 +26,9 @@ from typing import Any, TypeVar
 import torch
 
 from ckpt_hooks._ambient.positions import Position, where_streams_are
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.threads import are_other_threads_alive
 from ckpt_hooks._tensors.copies import stand_in_for
@@ -38,7 +38,6 @@ from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error
 from .handles import HandleFrame
-from .state.notes import Changes, Lent
 
 __all__ = ["Collector", "StopRecompute"]
 
@@ -61,9 +60,7 @@ class Collector:
         function: The function of the rerun.
         has_doubtful_draws: Whether the random streams moved otherwise than in forward, maybe by another thread.
         last: The number of the last tensor wanted.
-        lent: Contents lent to the rerun, and the changes by forward.
         marks: Marks of the regions inside, in this rerun.
-        num_scripted: How many calls of TorchScript the rerun has made.
         values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
         stopped: Whether the rerun was told to stop, since every value is there.
         versions: The version of each tensor when saved, where a hook notes versions; see :meth:`noting_versions`.
@@ -74,16 +71,13 @@ class Collector:
 
     __slots__ = (
         "_detach",
-        "_goes_on",
         "doubt",
         "early_stop",
         "frame",
         "function",
         "has_doubtful_draws",
         "last",
-        "lent",
         "marks",
-        "num_scripted",
         "stopped",
         "values",
         "versions",
@@ -103,9 +97,7 @@ class Collector:
         self.watches_draws = self.has_doubtful_draws = False
         self.without_grad: list[int] = []
         self.last = -1
-        self.lent: list[tuple[Lent, Changes | None]] = []
-        self.num_scripted = 0
-        self.stopped = self._goes_on = False
+        self.stopped = False
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
@@ -249,12 +241,8 @@ class Collector:
         return doubt
 
     def _stop(self) -> None:
-        """Stops the rerun, or lets the rerun go on where a container has changes that may be another thread's."""
-        if not self.stopped:
-            self.stopped = True
-            self._goes_on = not all(lent.is_explained(changes) for lent, changes in self.lent)
-        if not self._goes_on:
-            raise StopRecompute
+        self.stopped = True
+        raise StopRecompute
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
@@ -264,11 +252,6 @@ class Collector:
         elif self.frame.complete and len(self.values) > len(self.frame.numbers):
             raise StopRecompute
         return tensor.detach()
-
-    def end(self) -> None:
-        """Notes that the function has run to its end."""
-        for lent, _ in self.lent:
-            lent.is_settled = True
 
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""

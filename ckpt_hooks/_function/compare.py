@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.descriptions import describe
+from ckpt_hooks._core.descriptions import describe, format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import is_without_values, past_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.determinism import Check, may_be_unfilled, version_of
 from ckpt_hooks._tensors.determinism import first_difference as first_other_fingerprint

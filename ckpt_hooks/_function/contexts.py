@@ -14,7 +14,7 @@ import torch
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._operators.operator_events import OperatorCount, OperatorWatch, wants_operators
+from ckpt_hooks._operators.operator_events import OperatorWatch, wants_operators
 from ckpt_hooks._torch.modes import active_fake_mode
 from ckpt_hooks.errors import DeterminismError
 
@@ -79,10 +79,7 @@ def telling_operators(contexts: ContextPair | None, parent: Frame | None) -> Con
     in_forward = nullcontext() if wants_operators(parent) else OperatorWatch()
     if contexts is None:
         return in_forward, OperatorWatch()
-    if selection_of(contexts[0]) is None:
-        return both((in_forward, OperatorWatch()), contexts)
-    # A rerun takes kept outputs, and the mode outside does not see these operators. One inside counts all.
-    return both((in_forward, OperatorWatch(is_after_others=True)), both(contexts, (nullcontext(), OperatorCount())))
+    return both((in_forward, OperatorWatch()), contexts)
 
 
 class _Both(AbstractContextManager[None]):

@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
+from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
 from ckpt_hooks._core.hooks import close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.paths import RegionPath, format_path
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._operators.draws import DrawWatch
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs
@@ -32,7 +32,7 @@ from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
 from .packing import open_frame
 from .rerun import Rerun
-from .scripted import ScriptedCalls, watch_scripted
+from .scripted import watch_scripted
 from .state.module_plan import ModulePlan
 
 __all__ = ["FunctionFrame"]
@@ -46,7 +46,6 @@ class FunctionFrame(HandleFrame):
 
     Attributes:
         call: The captured call.
-        scripted: The calls of TorchScript in forward; None without.
 
     Example:
         >>> import torch
@@ -56,7 +55,7 @@ class FunctionFrame(HandleFrame):
         ...     y = torch.sin(x)
     """
 
-    __slots__ = ("_finish", "_keeps_all", "call", "scripted")
+    __slots__ = ("_finish", "_keeps_all", "call")
 
     def __init__(
         self,
@@ -94,7 +93,6 @@ class FunctionFrame(HandleFrame):
             raise
         self.call = CapturedCall(function, arguments, options, contexts)
         self.is_split = options.split_backward
-        self.scripted: ScriptedCalls | None = None
         self._keeps_all = False
         watch_scripted()
 

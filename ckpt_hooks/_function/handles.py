@@ -11,11 +11,10 @@ import torch
 
 from ckpt_hooks._ambient.current import Made
 from ckpt_hooks._ambient.positions import Position
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, Mark, overlap_error
-from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved_descriptions import Saved, nbytes_of
+from ckpt_hooks._core.holdings import Reason, Saved, nbytes_of
 from ckpt_hooks._core.scopes import MISSING, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
 from ckpt_hooks.errors import InternalError

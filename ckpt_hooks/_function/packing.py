@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.positions import where_streams_are
-from ckpt_hooks._core.event_sender import Watch
+from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.frame import mutated_leaf, stack
+from ckpt_hooks._core.holdings import Kept
 from ckpt_hooks._core.hooks import UNPACKS
-from ckpt_hooks._core.saved_descriptions import Kept
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._tensors.determinism import Fingerprints
 from ckpt_hooks._torch.autograd import graph_task_id, push_saved_tensors_hooks

@@ -16,11 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from ckpt_hooks import _ambient
 from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
 from ckpt_hooks._ambient.streams import default_generators_lock
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._operators.draws import DrawFound, DrawWatch
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
@@ -260,6 +260,7 @@ class Rerun:
         assert self._restored is not None
         tensors, stand_ins = self._restored
         rewound, lent, exchanged = None, None, _NO_STORAGES
+        contents: list[Lent] = []
         changed = lost = _UNCHANGED
         in_context = call.context is not None or self._contexts is not None or copy_context()
         try:
@@ -267,7 +268,7 @@ class Rerun:
                 rewound = Rewound(state, self._mutated, stand_ins)
                 if names is not None:  # for a list that an attribute shares with a variable to be found
                     rewound.lent.meet([value for value, _ in names.roots])
-                collector.lent.append((rewound.lent, state.changes))
+                contents.append(rewound.lent)
                 exchanged = rewound.put_back()
                 lost = rewound.lost(self._region)
                 changed = [*state.changed(), *lost] if is_complete else _UNCHANGED
@@ -275,10 +276,10 @@ class Rerun:
                 if names is not None:
                     lent = lend(names, stand_ins)
                     if type(lent) is VariableLoan:
-                        collector.lent.append((lent.lent, names.changes))
-                args, kwargs = call.arguments.build(tensors, collector.lent)
+                        contents.append(lent.lent)
+                args, kwargs = call.arguments.build(tensors, contents)
                 if is_complete:
-                    changed = [*changed, *(one for contents, _ in collector.lent for one in contents.changed)]
+                    changed = [*changed, *(one for part in contents for one in part.changed)]
                 hook = collector.hook(self._wanted, exchanged)
                 if changed or (self._selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
@@ -293,7 +294,6 @@ class Rerun:
                         _call_in_context(call, self._contexts, args, kwargs)
                     else:
                         call.function(*args, **kwargs)
-                    collector.end()
                 finally:
                     pop_saved_tensors_hooks()
             finally:
@@ -330,4 +330,4 @@ def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Seq
         # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
         call.context.copy().run(run)
     finally:
-        lent.restore(None)
+        lent.restore()

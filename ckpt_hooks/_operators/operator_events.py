@@ -6,136 +6,84 @@ import contextlib
 import sys
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_iter
-from typing_extensions import Self
 
 from ckpt_hooks._core.call_sites import site_of
-from ckpt_hooks._core.event_sender import OperatorRun
-from ckpt_hooks._core.events import Observer, Region, TensorInfo
+from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo, info_of
 from ckpt_hooks._core.frame import Frame, is_recomputing, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes, is_compiled_code_running
-from ckpt_hooks._core.order import Position
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id, is_in_two_backwards, queue_callback
 from ckpt_hooks._torch.tensors import is_kept_anyway
 
-from .facts import Kind, OpFacts, facts_of, same_operator
-
-__all__ = ["OperatorCount", "OperatorWatch", "observe_all", "wants_operators", "watch_forward", "watch_replay"]
+from .facts import Kind, OpFacts, facts_of
 
 
 class OperatorWatch(QuietDispatchMode):
-    """Tells observers of the operators of a region and of regions inside: the observers of the innermost region.
+    """Tells observers of the operators of a region and of regions inside: the observers of the innermost region."""
 
-    Attributes:
-        is_in_function: Whether a replay runs a custom function.
-    """
-
-    def __init__(self, replayed: Frame | None = None, *, is_after_others: bool = False) -> None:
+    def __init__(self, replayed: Frame | None = None) -> None:
         super().__init__()
-        self._replayed, self._is_after_others = replayed, is_after_others
-        self._expected: list[tuple[OpFacts, int]] = []
-        self.is_in_function = False
+        self._replayed = replayed
 
     def _recreate_cm(self) -> OperatorWatch:
-        """Returns another mode, for a rerun inside a rerun: the outer mode is paused meanwhile."""
-        return OperatorWatch(self._replayed, is_after_others=self._is_after_others)
-
-    def expect(self, operators: Iterable[tuple[OpFacts, int]]) -> None:
-        """Takes the operators of a replay and their numbers on the tape, the last to run first."""
-        self._expected = list(operators)
-
-    def _number_of(self, func: Any) -> int | None:
-        """Returns the number on the tape of an operator which runs in a replay; None inside of a custom function."""
-        if self.is_in_function:
-            return None
-        expected = self._expected
-        while expected and expected[-1][0].is_function:
-            expected.pop()
-        for at in reversed(range(max(0, len(expected) - 2), len(expected))):  # one may run as another operator
-            facts, number = expected[at]
-            if same_operator(facts.operator, func):
-                del expected[at:]
-                return number
-        return None
+        # For a rerun inside a rerun: the outer mode is paused meanwhile.
+        return OperatorWatch(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        facts, replayed = facts_of(func), self._replayed
-        frame = replayed or stack.innermost
-        watch = None if frame is None or self.paused or facts.kind is Kind.IGNORED else frame.watch
-        if frame is None or watch is None or facts.kind is Kind.RANGE:
+        facts, frame = facts_of(func), self._replayed or stack.innermost
+        is_told = not (self.paused or facts.kind is Kind.IGNORED or facts.kind is Kind.RANGE)
+        watch = frame.watch if frame is not None and is_told else None
+        if watch is None:
             output = func(*args, **kwargs) if kwargs else func(*args)
             count_writes(func, args)
             if facts.kind is Kind.RANGE:
                 self.note_range(func, args)
             return output
-        if replayed is not None:
-            number = self._number_of(func)
-            output, run = _run(func, facts, args, kwargs, is_timed=watch.wants_durations)
-            watch.ran(run._replace(in_recompute=True), watch.order.note_again(number))
-            return output
-        number = frame.num_values()
-        output, run = _run(func, facts, args, kwargs, is_timed=watch.wants_durations)
-        run = run._replace(site=site_of(sys._getframe(1)), in_recompute=is_recomputing())
-        is_loose, is_found = run.is_loose, self._is_after_others
-        watch.ran(run, watch.order.note(run.name, run.asked_in, number, is_loose=is_loose, is_found=is_found))
+        site = None if self._replayed is not None else site_of(sys._getframe(1))
+        again = self._replayed is not None or is_recomputing()
+        task = None if again else watch.task
+        output, operator = _run(func, facts, args, kwargs, watch.observers, site=site, in_recompute=again, task=task)
+        watch.ran(operator)
         return output
 
 
-class OperatorCount(QuietDispatchMode):
-    """Counts the operators of a rerun, those whose output was kept included: comes before the mode which hands out outputs."""
-
-    def _recreate_cm(self) -> OperatorCount:
-        """Returns another mode; see :class:`OperatorWatch`."""
-        return OperatorCount()
-
-    def __enter__(self) -> Self:
-        if (frame := stack.innermost) is not None and frame.watch is not None:
-            frame.watch.order.start_again()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        facts, frame = facts_of(func), stack.innermost
-        if facts.kind is Kind.RANGE:
-            self.note_range(func, args)
-        elif facts.kind is not Kind.IGNORED and not self.paused and frame is not None and frame.watch is not None:
-            frame.watch.order.find(facts.full_name, is_loose=_is_loose(facts, args))
-        output = func(*args, **kwargs) if kwargs else func(*args)
-        count_writes(func, args)
-        return output
-
-
-def _is_loose(facts: OpFacts, args: Any) -> bool:
-    """Whether another run of the same program may have an operator or not: autograd makes some views, autocast keeps casts."""
-    return facts.kind is Kind.VIEW or (facts.kind is Kind.CAST and is_kept_anyway(args[0]))
-
-
-def _run(func: Any, facts: OpFacts, args: Any, kwargs: Any, *, is_timed: bool) -> tuple[Any, OperatorRun]:
-    """Runs an operator; returns its result, and what there is to tell of the run."""
+def _run(
+    func: Any,
+    facts: OpFacts,
+    args: Any,
+    kwargs: Any,
+    observers: tuple[Observer, ...],
+    *,
+    site: str | None,
+    in_recompute: bool,
+    task: int | None,  # in which policies are asked; None where they are not
+) -> tuple[Any, Operator]:
+    """Runs an operator; returns its result and its event."""
     kwargs = kwargs or {}
-    is_loose = _is_loose(facts, args)
-    begun = time.perf_counter() if is_timed else 0.0
+    is_cast_again = facts.kind is Kind.CAST and is_kept_anyway(args[0])  # of a parameter: autocast keeps it for a while
+    begun = time.perf_counter()
     output = func(*args, **kwargs) if kwargs else func(*args)
-    seconds = time.perf_counter() - begun if is_timed else None
+    seconds = time.perf_counter() - begun if any(observer.wants_durations for observer in observers) else None
     count_writes(func, args)
     inputs = _tensors_in((args, kwargs))
-    is_asked_about = facts.is_asked_about and not is_loose and not is_compiled_code_running()
-    return output, OperatorRun(
+    written = set(map(id, _tensors_in(facts.written_in(args, kwargs))))
+    is_asked_about = facts.is_asked_about and graph_task_id() == task and not (is_cast_again or is_compiled_code_running())
+    return output, Operator(
         name=facts.full_name,
-        inputs=inputs,
-        outputs=_tensors_in(output),
-        written=_tensors_in(facts.written_in(args, kwargs)),
-        asked_in=graph_task_id() if is_asked_about else None,
-        is_loose=is_loose,
+        inputs=tuple(info_of(tensor, observers) for tensor in inputs),
+        outputs=tuple(info_of(tensor, observers) for tensor in _tensors_in(output)),
+        site=site,
+        in_recompute=in_recompute,
+        is_asked_about=is_asked_about,
         is_view=facts.is_view or facts.is_never_kept,
+        writes=tuple(position for position, tensor in enumerate(inputs) if id(tensor) in written),
         reads_shape_only=(facts.is_like or facts.is_uninitialized) and bool(inputs),
-        site=None,
-        in_recompute=False,
         seconds=seconds,
     )
 
@@ -168,11 +116,9 @@ class _Backwards(Observer):
         self._observer.backward_ended()
 
     def recomputing(self, region: Region, *, in_order: bool) -> None:
-        """A region brings back tensors, in backward mostly."""
         self.look()
 
     def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
-        """Autograd takes a tensor, in backward mostly."""
         self.look()
 
 
@@ -182,7 +128,6 @@ class _OutsideWatch(QuietDispatchMode):
     def __init__(self, observer: Observer, backwards: _Backwards) -> None:
         super().__init__()
         self._observer, self._backwards = observer, backwards
-        self._num_operators = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         facts = facts_of(func)
@@ -195,10 +140,9 @@ class _OutsideWatch(QuietDispatchMode):
             output = func(*args, **kwargs) if kwargs else func(*args)
             count_writes(func, args)
             return output
-        output, run = _run(func, facts, args, kwargs, is_timed=self._observer.wants_durations)
-        place, self._num_operators = self._num_operators, self._num_operators + 1
-        run = run._replace(site=site_of(sys._getframe(1)))
-        self._observer.ran(None, run.event(Position(place, None, None), (self._observer,)))
+        site, observers = site_of(sys._getframe(1)), (self._observer,)
+        output, operator = _run(func, facts, args, kwargs, observers, site=site, in_recompute=False, task=None)
+        self._observer.ran(None, operator)
         return output
 
 
@@ -216,17 +160,15 @@ def observe_all(observer: Observer) -> Iterator[None]:
 
 
 def wants_operators(frame: Frame | None) -> bool:
-    """Whether an observer of a frame wants to hear of operators."""
     return frame is not None and frame.watch is not None and frame.watch.wants_operators
 
 
 def watch_forward(frame: Frame) -> OperatorWatch | None:
-    """Returns the entered mode for a forward; None if no observer wants it, or the frame around has such a mode."""
+    """Returns the entered mode; None if no observer wants it, or the frame around has such a mode."""
     return OperatorWatch().__enter__() if wants_operators(frame) and not wants_operators(frame.parent) else None
 
 
 def watch_replay(frame: Frame) -> OperatorWatch | None:
-    """Returns the entered mode for a replay; None if no observer wants it."""
     return OperatorWatch(frame).__enter__() if wants_operators(frame) else None
 
 

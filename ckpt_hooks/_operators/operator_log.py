@@ -20,8 +20,6 @@ from ckpt_hooks._torch.autograd import graph_task_id
 
 from .facts import KNOWN, Kind, facts_of
 
-__all__ = ["Entry", "OperatorLog"]
-
 _IGNORED, _RANGE, _WRITES = Kind.IGNORED, Kind.RANGE, Kind.WRITES
 _Tensor = torch.Tensor
 
@@ -35,52 +33,35 @@ _NOTHING = object()
 
 
 class Entry:
-    """An operator of a log.
-
-    Attributes:
-        operator: The operator.
-        args: The kinds of its positional arguments: a tuple (dtype, shape, device) for a tensor, a list for several values, a
-            number or the like as it is, the class of anything else.
-        kwargs: The same for arguments by name.
-        grad: Whether a tensor among the positional arguments requires grad.
-        mark: The count when the operator began (:class:`OperatorLog`).
-        output: The kind of the result.
-        place: The line and the module which ran the operator.
-        training: Whether the module is in training mode.
-    """
+    """An operator of a log."""
 
     __slots__ = ("args", "grad", "kwargs", "mark", "operator", "output", "place", "training")
 
     operator: Any
+    # Kinds of arguments and result: a tuple (dtype, shape, device) for a tensor, a list for several values, a number or the
+    # like as it is, the class of anything else.
     args: list[Any]
     kwargs: dict[str, Any]
-    grad: bool
-    mark: int
     output: Any
+    grad: bool  # whether a tensor among the positional arguments requires grad
+    mark: int  # what the log counted when the operator began
     place: Place
-    training: bool | None
+    training: bool | None  # of the module of the place
 
     def kinds(self) -> tuple[Any, Any, Any]:
-        """Returns the kinds of arguments and result."""
         return self.args, self.kwargs, self.output
 
     def in_words(self) -> str:
-        """Returns the operator with the kinds of arguments and result in words."""
         words = [*map(_in_words, self.args), *(f"{name}={_in_words(value)}" for name, value in self.kwargs.items())]
         output = "" if self.output is _NOTHING else f" -> {_in_words(self.output)}"
         return f"{self.operator}({', '.join(words)}){output}"
 
     def site(self) -> str:
-        """Returns the line alone, as in ``"model.py:12"``."""
+        """As in ``"model.py:12"``."""
         code, line = self.place[:2]
         return "" if code is None else f"{os.path.basename(code.co_filename)}:{line}"
 
     def line(self, names: Mapping[int, str]) -> str:
-        """Returns line and module in words.
-
-        Args:
-            names: The names of modules (:func:`module_names`).
-        """
         return place_in_words(self.place, names)
 
 
@@ -88,17 +69,13 @@ class OperatorLog(QuietDispatchMode):
     """A dispatch mode which notes each operator of one run of a region, inner regions included.
 
     Operators of a backward in the middle of the run are left out, but by a log which counts.
-
-    Attributes:
-        entries: The operators in order.
-        error: The class of the exception which ended the run.
     """
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
         # ``count`` is called as each operator begins, for ``Entry.mark``; it must not keep a frame alive.
         super().__init__()
         self.entries: list[Entry] = []
-        self.error: type[BaseException] | None = None
+        self.error: type[BaseException] | None = None  # which ended the run
         self._count = count
         self._task = graph_task_id()
 

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.descriptions import describe, describe_tensor
+from ckpt_hooks._core.descriptions import describe, describe_tensor, format_path
 from ckpt_hooks._core.modes import is_without_values, modes_in_words, past_modes, users_modes
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._tensors.determinism import Fingerprints, first_difference, hash_of, may_be_unfilled
 from ckpt_hooks._torch.autograd import current_node
 from ckpt_hooks._torch.compiling import skipped

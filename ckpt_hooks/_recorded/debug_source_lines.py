@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.call_sites import module_names, outermost_module
-from ckpt_hooks._core.saved_descriptions import TrackedKept
+from ckpt_hooks._core.holdings import TrackedKept
 from ckpt_hooks._operators.operator_log import Entry, OperatorLog
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.compiling import skipped

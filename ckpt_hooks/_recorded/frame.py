@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._core.frame import mutated_leaf, stack
-from ckpt_hooks._core.holdings import Cause, Reason
+from ckpt_hooks._core.holdings import Cause, Kept, Reason, TrackedKept
 from ckpt_hooks._core.hooks import UNPACKS, are_of_frame, close_frame
 from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import is_without_values, users_modes
-from ckpt_hooks._core.saved_descriptions import Kept, TrackedKept
 from ckpt_hooks._core.settings import current_settings
 from ckpt_hooks._operators.operator_events import watch_forward
 from ckpt_hooks._tensors.held_tensors import watch_fused_steps
@@ -89,8 +88,6 @@ class RecordedFrame(ReplayedFrame):
         outer = parent if type(parent) is RecordedFrame and parent.tape is not None else None
         settings = current_settings()
         ReplayedFrame.__init__(self, name, parent, settings.observers, outer)
-        if self.watch is not None and outer is not None and outer.watch is not None:
-            self.watch.order.share_tape(outer.watch.order)
         self._debug = settings.debug
         self.compared: ComparedValues | None = None
         self.hooks_around: Hooks | None = None
@@ -106,10 +103,6 @@ class RecordedFrame(ReplayedFrame):
     def policy_in_words(self) -> str | None:
         """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
         return None if self._decisions is None else repr(self._decisions.policy)
-
-    def num_values(self) -> int | None:
-        """Returns the number of values on the tape; see :meth:`Frame.num_values`."""
-        return None if self.tape is None else self.tape.tables.number
 
     def __enter__(self) -> RecordedFrame:
         outer, tape = self.outer, self.tape

@@ -16,10 +16,9 @@ from torch.autograd.function import FunctionCtx
 
 from ckpt_hooks._ambient import streams as random_streams
 from ckpt_hooks._ambient.switches import AUTOCAST, FUNCTION_MODES
-from ckpt_hooks._core.descriptions import describe_tensor
+from ckpt_hooks._core.descriptions import describe_tensor, format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.draws import OwnStreams, device_of, draw_again, draw_anew, drops_nothing
 from ckpt_hooks._operators.facts import Kind, OpFacts, Written, facts_of
 from ckpt_hooks._tensors.containers import build

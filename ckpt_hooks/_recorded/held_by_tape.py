@@ -10,8 +10,8 @@ import weakref
 
 import torch
 
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import Cause
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import Kind
 from ckpt_hooks._tensors.held_tensors import HeldOnHost, HeldTensor, hold_tensor
 from ckpt_hooks._tensors.offloaded import Batch

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.facts import routing_advice
 from ckpt_hooks.errors import DeterminismError
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Made, run_on
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._operators.draws import OwnStreams, draw_again, draw_anew
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.copies import Clones, copy_in, stand_in_for
@@ -205,8 +205,6 @@ class Replay:
         todo = [steps[number] for number in sorted(steps, reverse=True)]
         steps.clear()
         with ReplayContext(self.frame) as context:
-            if context.operator_watch is not None:
-                context.operator_watch.expect((op.facts, op.number) for op in todo if type(op) is Op)
             while todo:
                 op = todo.pop()
                 if type(op) is Value:

@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import Frame, overlap_error
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
-from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved_descriptions import Saved, TrackedKept
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, TrackedKept, holdings_in, owners_in
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id

@@ -84,13 +84,9 @@ class ReplayContext:
             self._modes.__exit__(None, None, None)
         self._was_grad = torch.is_grad_enabled()
         set_grad_enabled(False)
-        if self.operator_watch is not None:
-            self.operator_watch.is_in_function = True
 
     def resume(self) -> None:
         """Ends :meth:`suspend`."""
-        if self.operator_watch is not None:
-            self.operator_watch.is_in_function = False
         set_grad_enabled(self._was_grad)
         if self._modes is not None:
             self._modes = PastFunctionModes()

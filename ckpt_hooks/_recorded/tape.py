@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import Current
-from ckpt_hooks._core.event_sender import Watch
+from ckpt_hooks._core.descriptions import RegionPath
+from ckpt_hooks._core.events import Watch
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.mutation import Why
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import OpFacts, facts_of
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, is_dense
 from ckpt_hooks._tensors.held_tensors import HeldRefilled, HeldTensor, Lost, num_fused_steps

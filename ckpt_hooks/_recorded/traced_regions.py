@@ -28,7 +28,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.compiling import at_end_of_compilation, num_traced_nodes, set_compile_configs, while_tracing
 from ckpt_hooks._torch.functions import OPERATORS, OVERLOAD

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import Cause, Reason
 from ckpt_hooks._core.modes import count_writes
 from ckpt_hooks._core.mutation import Why
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._operators.facts import Kind, OpFacts, Written
 from ckpt_hooks._tensors.containers import instances_in, tensors_in
 from ckpt_hooks._tensors.copies import PLAIN_OR_FAKE, Clones, same_layout

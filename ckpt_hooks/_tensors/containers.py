@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._core.inner_tensors import inner_tensors
+from ckpt_hooks._torch.tensors import inner_tensors
 
 T = TypeVar("T")
 

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ckpt_hooks._core.inner_tensors import parts_of
 from ckpt_hooks._core.modes import past_modes
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import wait_for_collective
 from ckpt_hooks._torch.modes import FAKE
-from ckpt_hooks._torch.tensors import nested_parts, storage_of
+from ckpt_hooks._torch.tensors import nested_parts, parts_of, storage_of
 
 
 @dataclass(frozen=True)

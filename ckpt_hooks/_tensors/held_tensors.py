@@ -13,14 +13,11 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, size_of
+from ckpt_hooks._core.descriptions import RegionPath, dtype_and_shape, format_path, kind_in_words
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, nbytes_of, size_of
 from ckpt_hooks._core.hooks import UNPACKS
-from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import unseen
 from ckpt_hooks._core.mutation import Why, mutated
-from ckpt_hooks._core.paths import RegionPath, format_path
-from ckpt_hooks._core.saved_descriptions import nbytes_of
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.autograd import (
     Hooks,
@@ -30,7 +27,7 @@ from ckpt_hooks._torch.autograd import (
     push_saved_tensors_hooks,
     save_tensor,
 )
-from ckpt_hooks._torch.tensors import counted_detach, is_freed, is_kept_anyway, storage_of, version_witness
+from ckpt_hooks._torch.tensors import counted_detach, dense_parts, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
 from .containers import instances_in

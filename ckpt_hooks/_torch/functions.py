@@ -1,4 +1,4 @@
-"""What programs run: operators, and custom autograd functions, whose calls are diverted to a watcher of the package.
+"""What programs run: operators, custom functions and TorchScript, whose calls are diverted to a watcher of the package.
 
 A handler is set once, at the first region that watches, and stays: attributes set and deleted often on a base class slow
 every subclass for good on Python 3.13. While no watcher is at work, a plain call pays for one look.
@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+
+from .compiling import skipped
 
 # What operators are: overloads, and operators of operators; several overloads of one name are a packet. 2.11 to 2.15. Goes when
 # these classes are public.
@@ -144,3 +146,19 @@ def divert_triton(unseen: _Unseen) -> None:
 
     run.is_diverted = True  # type: ignore[attr-defined]
     kernel.run = run
+
+
+def divert_scripted(run: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> None:
+    """Has all calls of TorchScript run by ``run(call, function, args, kwargs)``. 2.11 to 2.15. Goes with TorchScript."""
+    # Scripted and traced functions, and methods of scripted and traced modules.
+    kinds: tuple[Any, ...] = torch._C.ScriptFunction, torch._C.ScriptMethod
+    for kind in kinds:
+        kind.__call__ = _scripted(kind.__call__, run)
+
+
+def _scripted(call: Callable[..., Any], run: Callable[..., Any]) -> Callable[..., Any]:
+    @skipped
+    def diverted(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return run(call, self, args, kwargs)
+
+    return diverted

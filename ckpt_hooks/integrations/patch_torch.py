@@ -13,7 +13,7 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks._checkpoint.running import frame_of_call, own_contexts
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import mark_thread, rewind
 from ckpt_hooks._core.misuse import flag_or_none

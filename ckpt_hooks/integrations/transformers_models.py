@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn import Module, ModuleList
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.misuse import described_as
 from ckpt_hooks.modules import apply_checkpointing, every
 from ckpt_hooks.modules.forward import RegionRunner, region_forward_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 
 #: In Transformers, since 4.35, and in diffusers: the attribute of a module that holds the function.
 FUNCTION = "_gradient_checkpointing_func"

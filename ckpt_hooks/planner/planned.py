@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words, warn_user
+from ckpt_hooks._core.call_sites import warn_user
+from ckpt_hooks._core.descriptions import dtype_and_shape, kind_in_words
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._torch.compiling import skipped
 from ckpt_hooks.modules.forward import RegionRunner

@@ -15,8 +15,7 @@ from torch.nn import Module
 
 from ckpt_hooks._core.call_sites import called_modules
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
-from ckpt_hooks._core.holdings import Reason
-from ckpt_hooks._core.saved_descriptions import Saved
+from ckpt_hooks._core.holdings import Reason, Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.profiling import profile_memory
 from ckpt_hooks.report.ledger.rows import Marks, Moment, rows_of
@@ -61,7 +60,7 @@ class _Watch(Observer):
 
     def ran(self, region: Region | None, operator: Operator) -> None:
         run = None
-        if region is not None and not operator.in_recompute and operator.policy_index is not None:
+        if region is not None and operator.is_asked_about:
             run = self._run_of(region, operator)
         self._mark(_Moment.RAN, (None if region is None else region.id, operator, run))
 
@@ -241,9 +240,9 @@ class _Reader:
         self._handles: dict[tuple[int, int], Request] = {}
         self._versions: dict[tuple[int, int], int] = {}  # by region and allocation
         self._recomputes: list[int] = []
-        self._begun = 0  # the bytes that live when the latest operator of a recompute ended, and the most since
+        self._begun = 0  # the bytes that live when the latest operator ended, and the most since
         self._live = self._most = 0
-        self._has_begun = False
+        self._first, self._has_begun = 0, False  # the allocations before, and whether there is one since
         self._seen = 0  # allocations up to the latest operator of forward
 
     def read(self, rows: Sequence[Any]) -> Profile:
@@ -278,10 +277,11 @@ class _Reader:
         if moment is _Moment.ENTERED and not data.in_recompute and data.path[-1] in self._blocks:
             self._entries[data.id] = BlockCall(data.path[-1], at, at)
             self._seen = len(self._allocations)
+            self._restart()
         elif moment is _Moment.EXITED and data in self._entries:
             self._entries[data].end = at
         elif moment is _Moment.RAN:
-            self._ran(*data)
+            self._ran(at, *data)
         elif moment is _Moment.SAVED:
             self._saved(*data)
         elif moment is _Moment.LET_GO and data in self._handles:
@@ -292,7 +292,6 @@ class _Reader:
         elif moment is _Moment.RECOMPUTING:
             region, in_order = data
             self._recomputes.append(region)
-            self._restart()
             if region in self._entries:
                 self._entries[region].in_order |= in_order
         elif moment is _Moment.RECOMPUTED and self._recomputes:
@@ -304,13 +303,13 @@ class _Reader:
         number = self._alive.get(address)
         return None if number is None else (number, self._versions.get((region, number), 0))
 
-    def _ran(self, region: int | None, operator: Operator, run: Run | None) -> None:
-        if operator.in_recompute:
-            self._ran_again(operator)
-            return
-        entry = None if region is None else self._entries.get(region)
-        if entry is None or region is None:
-            return
+    def _ran(self, row: int, region: int | None, operator: Operator, run: Run | None) -> None:
+        entry = None if region is None or operator.in_recompute else self._entries.get(region)
+        if entry is not None and region is not None:
+            self._ran_in(entry, row, region, operator, run)
+        self._restart()
+
+    def _ran_in(self, entry: BlockCall, row: int, region: int, operator: Operator, run: Run | None) -> None:
         reads = [value for tensor in operator.inputs if (value := self._value_at(region, tensor.address)) is not None]
         written = {
             value[0]
@@ -344,22 +343,13 @@ class _Reader:
         new = range(self._seen, len(self._allocations))
         self._seen = len(self._allocations)
         op.extras = [number for number in new if number not in fresh]
+        stays = sum(one.nbytes for one in self._allocations[self._first :] if one.freed > row)
+        op.temporary = max(0, self._most - self._begun - stays)
         entry.ops.append(op)
-
-    def _ran_again(self, operator: Operator) -> None:
-        """Notes what a second run of an operator takes besides its results."""
-        if operator.repeats is not None:
-            region, place = operator.repeats
-            entry = self._entries.get(region)
-            if entry is not None and place < len(entry.ops):
-                op = entry.ops[place]
-                results = sum(self._allocations[number].nbytes for number in op.fresh)
-                op.temporary = max(op.temporary, self._most - self._begun - results)
-        self._restart()
 
     def _restart(self) -> None:
         self._begun = self._most = self._live
-        self._has_begun = False
+        self._first, self._has_begun = len(self._allocations), False
 
     def _saved(self, region: int, position: int, fate: Reason, address: int) -> None:
         entry = self._entries.get(region)

@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._operators.facts import Kind, facts_of
 from ckpt_hooks._torch.compiling import while_tracing
 from ckpt_hooks._torch.functions import OPERATOR_PACKET, OPERATORS

@@ -10,10 +10,9 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks._core.call_sites import site_of
-from ckpt_hooks._core.inner_tensors import inner_tensors
 from ckpt_hooks._core.unseen import WatchesUnseen
 from ckpt_hooks._tensors.containers import tensors_in
-from ckpt_hooks._torch.tensors import storage_of
+from ckpt_hooks._torch.tensors import inner_tensors, storage_of
 
 _TorchContext = torch.utils.checkpoint.SelectiveCheckpointContext
 

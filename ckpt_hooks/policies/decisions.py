@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import warn_user
 from ckpt_hooks._core.modes import is_compiled_code_running
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._torch.functions import OVERLOAD

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ckpt_hooks._core.call_sites import called_modules
-from ckpt_hooks._core.descriptions import warn_user
+from ckpt_hooks._core.call_sites import called_modules, warn_user
 from ckpt_hooks._torch.modes import MODULE_CALL
 
 from .base import Policy, PolicyFn, checked_operators, makes_policies

@@ -9,15 +9,13 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Frame, describe_packed, frame_of
-from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in
-from ckpt_hooks._core.inner_tensors import dense_parts
-from ckpt_hooks._core.paths import format_path
-from ckpt_hooks._core.saved_descriptions import Saved, cause_of_kept
+from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, cause_of_kept, holdings_in
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import LEAF_NODE, attributes_of, is_packed, node_number, packed_of, saved_in
-from ckpt_hooks._torch.tensors import is_kept_anyway, storage_of
+from ckpt_hooks._torch.tensors import dense_parts, is_kept_anyway, storage_of
 
 from .notes import NOWHERE, Known, Notes, Origin
 from .saved_entries import Residual, SavedResiduals

@@ -13,12 +13,12 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 from ckpt_hooks._core.call_sites import called_modules, site_of
 from ckpt_hooks._core.events import Observer
 from ckpt_hooks._core.frame import is_recomputing
-from ckpt_hooks._core.inner_tensors import dense_parts
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.facts import facts_of
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.functions import OVERLOAD
+from ckpt_hooks._torch.tensors import dense_parts
 
 _aten = torch.ops.aten
 # These make a tensor, and get it as their argument.

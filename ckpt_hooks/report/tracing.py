@@ -10,9 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckpt_hooks._core.events import Observer, Operator, Region, TensorInfo
-from ckpt_hooks._core.holdings import Holding, Reason
+from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.misuse import checked_flag
-from ckpt_hooks._core.saved_descriptions import Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._torch.autograd import graph_task_id
 from ckpt_hooks._torch.profiling import named_range

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import contextlib
-import copy
 import dataclasses
 import functools
-import threading
 import types
 import weakref
 
@@ -17,32 +14,9 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._function.state.notes import ContentNote
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import Run, assert_as_eager, plain
 from tests.measure import Log, leaf
-
-
-@contextlib.contextmanager
-def idle_thread():
-    """Another thread of Python waits meanwhile, as one of a logger or of a data loader does."""
-    waiting = threading.Event()
-    thread = threading.Thread(target=waiting.wait)
-    thread.start()
-    try:
-        yield
-    finally:
-        waiting.set()
-        thread.join()
-
-
-def meanwhile(act, *args, **kwargs):
-    """In a recompute, has another thread act; the thread is through before the recompute is."""
-    if torch._C._current_graph_task_id() != -1:
-        acting = threading.Thread(target=act, args=args, kwargs=kwargs)
-        acting.start()
-        acting.join()
-
 
 # Containers: each is made with a value "h", is read, and is changed.
 
@@ -619,16 +593,15 @@ def test_a_rerun_leaves_no_cycle_behind():
         made.append(weakref.ref(x))
         checkpoint(function, x).sum().backward()
 
-    with idle_thread():
-        train()
+    train()
     held.h = None
     assert [one() for one in made] == [None] * 3
 
 
-# What other threads do meanwhile
+# What a stopped recompute leaves behind
 
 
-def test_what_is_set_and_set_back_while_a_thread_runs():
+def test_what_is_set_and_set_back():
     """In forward the attribute is in the end as it was; a recompute stops in between."""
     held, x = Plain(), leaf(3)
     held.mode, held.by_name = 0, {"mode": 0}
@@ -640,8 +613,7 @@ def test_what_is_set_and_set_back_while_a_thread_runs():
         held.mode = held.by_name["mode"] = mode
         return z
 
-    with idle_thread():
-        checkpoint(function, checkpoint(function, x)).sum().backward()
+    checkpoint(function, checkpoint(function, x)).sum().backward()
     assert (held.mode, held.by_name) == (0, {"mode": 0})
 
 
@@ -667,7 +639,7 @@ def _add(held, h):
 
 @pytest.mark.parametrize("put", [_stash, _bind, _append, _add])
 @pytest.mark.parametrize("is_attribute", [False, True])
-def test_what_is_put_and_taken_out_while_a_thread_runs(put, is_attribute):
+def test_what_is_put_and_taken_out(put, is_attribute):
     """A recompute stops in between, and leaves nothing of its own."""
 
     def program(run):
@@ -684,61 +656,10 @@ def test_what_is_put_and_taken_out_while_a_thread_runs(put, is_attribute):
         run(module if is_attribute else function, x).sum().backward()
         return [x.grad, list(held.by), list(vars(held)), len(held.entries), len(held.seen)]
 
-    with idle_thread():
-        assert_as_eager(program, Run("ours"))
+    assert_as_eager(program, Run("ours"))
 
 
-def _not_equal(held, y):
-    held.entries.append(float("nan"))
-
-
-def _of_a_pool(held, y):
-    order = "abcd" if torch._C._current_graph_task_id() == -1 else "dbca"
-    held.entries.extend(order)
-
-
-@pytest.mark.parametrize("put", [_not_equal, _of_a_pool])
-def test_what_is_not_equal_or_of_another_order_counts_once_while_a_thread_runs(put):
-    held, x = Plain(), leaf(3)
-    held.entries = []
-
-    def function(x):
-        y = x.sin().exp()
-        put(held, y)
-        return y.cos()
-
-    with idle_thread():
-        checkpoint(function, x).sum().backward()
-    assert len(held.entries) == (4 if put is _of_a_pool else 1)
-
-
-CHANGES = {
-    "popleft": (collections.deque([1, 2]), lambda held: held.popleft(), [2]),
-    "appendleft": (collections.deque([1, 2]), lambda held: held.appendleft(3), [3, 1, 2]),
-    "maxlen": (collections.deque([1, 2], 2), lambda held: held.append(3), [2, 3]),
-    "pop": ([1, 2], lambda held: held.pop(), [1]),
-    "item": ([1, 2], lambda held: held.__setitem__(0, 3), [3, 2]),
-    "discard": ({1, 2}, lambda held: held.discard(2), [1]),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_what_another_thread_changes_stays_where_forward_changes_nothing(change):
-    made, act, expected = CHANGES[change]
-    held, x = copy.copy(made), leaf(3)
-
-    def function(x):
-        y = x.sin() * min(len(held), 1)
-        meanwhile(act, held)
-        return y.exp().cos()
-
-    y = checkpoint(function, x)
-    with idle_thread():
-        y.sum().backward()
-    assert list(held) == expected
-
-
-def test_a_list_made_anew_while_a_thread_runs():
+def test_a_list_made_anew():
     """The second new list may be where the first one was."""
 
     def program(run):
@@ -754,12 +675,11 @@ def test_a_list_made_anew_while_a_thread_runs():
         y.sum().backward()
         return [x.grad, held["log"]]
 
-    with idle_thread():
-        for _ in range(5):
-            assert_as_eager(program, Run("ours"))
+    for _ in range(5):
+        assert_as_eager(program, Run("ours"))
 
 
-def test_keys_keep_their_order_while_a_thread_runs():
+def test_keys_keep_their_order():
     """A ring of keys, of which a recompute has put the first when it stops."""
 
     def program(run):
@@ -777,8 +697,7 @@ def test_keys_keep_their_order_while_a_thread_runs():
         h.sum().backward()
         return [x.grad, list(held), *held.values()]
 
-    with idle_thread():
-        assert_as_eager(program, Run("ours"))
+    assert_as_eager(program, Run("ours"))
 
 
 @dataclasses.dataclass
@@ -857,7 +776,7 @@ def _take_out(entries):
 @pytest.mark.parametrize("make", [list, collections.deque])
 @pytest.mark.parametrize("move", [_insert, _move, _take_out])
 def test_an_entry_that_forward_moves_is_bound_once(make, move):
-    """What forward binds in an entry is not taken for another thread's, wherever the entry has got to."""
+    """What forward binds in an entry is there once, wherever the entry has got to."""
     entry, x = {"mean": None}, leaf(3)
     held = make([entry, {}])
 
@@ -869,101 +788,6 @@ def test_an_entry_that_forward_moves_is_bound_once(make, move):
 
     y = checkpoint(function, x)
     mean, found = entry["mean"], list(map(id, held))
-    with idle_thread():
-        y.sum().backward()
+    y.sum().backward()
     assert entry["mean"] is mean
     assert list(map(id, held)) == found
-
-
-def test_what_another_thread_binds_anew_stays():
-    """An entry that forward only reads."""
-    held, x = {"lr": 1.0}, leaf(3)
-
-    def function(x):
-        y = x.sin().exp()
-        meanwhile(held.update, lr=0.5, new=1)
-        return y.cos() * held["lr"]
-
-    y = checkpoint(function, x)
-    with idle_thread():
-        y.sum().backward()
-    assert held == {"lr": 0.5, "new": 1}
-
-
-def test_what_another_thread_appends_before_a_rerun_begins_stays(monkeypatch):
-    """Between the look whether an object is as noted, and the noted content put in place."""
-    held, x, fill = Plain(), leaf(3), ContentNote.fill
-    held.entries, held.by_number, held.seen, held.last = [0], {0: 0}, {0}, {"count": 0}
-
-    def fill_later(*args, **kwargs):
-        if not held.by_number.get(1):
-            meanwhile(held.entries.append, 1)
-            meanwhile(held.by_number.update, {1: 1})
-            meanwhile(held.seen.add, 1)
-        return fill(*args, **kwargs)
-
-    def function(x):
-        held.last["count"] += 1
-        return (x * len(held.entries)).sin().exp() * held.last["count"]
-
-    y = checkpoint(function, x)
-    monkeypatch.setattr(ContentNote, "fill", fill_later)
-    with idle_thread():
-        y.sum().backward()
-    assert vars(held) == {"entries": [0, 1], "by_number": {0: 0, 1: 1}, "seen": {0, 1}, "last": {"count": 1}}
-
-
-@pytest.mark.parametrize("grows_in_forward", [False, True])
-@pytest.mark.parametrize("place", ["closure", "argument", "attribute"])
-def test_what_another_thread_appends_stays(place, grows_in_forward):
-    """A logger's list, say, and its count."""
-    logged, x = Plain(), leaf(3)
-    logged.entries, logged.by_number, logged.seen = [], {}, set()
-    ended = threading.Event()
-
-    def log():
-        number = 0
-        while not ended.is_set():
-            logged.entries.append(number)
-            logged.by_number[number] = number
-            logged.seen.add(number)
-            number += 1
-            ended.wait(1e-5)
-        written.append(number)
-
-    def function(x, logged):
-        if grows_in_forward:
-            logged.entries.append("forward")
-        return (x * len(logged.by_number)).sin().exp() * 0 + x.sin().exp()
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.logged = logged
-
-        def forward(self, x):
-            return function(x, self.logged)
-
-    written, module = [], Module()
-    thread = threading.Thread(target=log)
-    thread.start()
-    reruns = 300
-    try:
-        for _ in range(reruns):
-            if place == "closure":
-                y = checkpoint(lambda x: function(x, logged), x)
-            elif place == "argument":
-                y = checkpoint(function, x, logged)
-            else:
-                y = checkpoint(module, x)
-            y.sum().backward()
-            assert torch.equal(x.grad, (x.sin().exp() * x.cos()).detach())
-            x.grad = None
-    finally:
-        ended.set()
-        thread.join()
-    numbers = [entry for entry in logged.entries if entry != "forward"]
-    assert numbers == list(range(*written))
-    assert sorted(logged.by_number) == numbers  # in another order, perhaps
-    assert logged.seen == set(numbers)
-    assert logged.entries.count("forward") == (reruns if grows_in_forward else 0)

@@ -15,10 +15,10 @@ from typing import Any
 
 from typing_extensions import Self
 
+from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
-from ckpt_hooks._core.paths import format_path
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._core.unseen import WatchesUnseen, run_watched
 from ckpt_hooks._function.collector import StopRecompute

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.holdings import BY_POLICY
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.modes import is_compiled_code_running, past_modes, unseen
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.draws import skip_draw
 from ckpt_hooks._operators.facts import Kind, OpFacts

@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_hooks._core.descriptions import RegionPath
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.holdings import Reason
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.paths import RegionPath
 from ckpt_hooks._tensors.containers import instances_in
 from ckpt_hooks._tensors.held_tensors import HeldOnHost
 from ckpt_hooks._torch.tensors import storage_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ckpt_hooks._core.paths import RegionPath, format_path
+from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks.errors import DeterminismError
 

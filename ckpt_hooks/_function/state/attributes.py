@@ -26,7 +26,7 @@ import torch
 from torch.nn import Module
 
 from .container_contents import ATOMS, is_atom, same
-from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, holds, noted_in, present
+from .notes import ABSENT, ContentNote, Lent, holds, noted_in, present
 from .reached_values import Walk
 from .tensor_note import GoneError, TensorNote
 
@@ -158,12 +158,6 @@ class ModuleNote:
 
     def _flags(self) -> list[Any]:
         return list(_flags_in((*self.values, *self._noted.values())))
-
-    def roots(self) -> list[Root]:
-        """Returns the containers and objects which the attributes are still bound to, with their notes."""
-        own: dict[str, Any] = getattr(self.module(), "__dict__", {})
-        noted = [(own.get(name), one) for name, one in self._noted.items() if type(one) is ContentNote and name != "_buffers"]
-        return [(value, one) for value, one in noted if one.is_of(value)]
 
     def take_parts_out(self, own: dict[str, Any], *, with_buffers: bool) -> bool:
         """Takes out submodules, parameters and buffers added since; returns whether there were any."""
@@ -298,11 +292,6 @@ class AttributeNotes:
         except (AttributeError, KeyError):  # of a module that is gone, an attribute that is
             pass
         return None
-
-    def changes(self) -> Changes | None:
-        """Returns the changes in containers and objects since they were noted; None if there are none of these."""
-        roots = [] if self._are_flat else [root for note in self.notes for root in note.roots()]
-        return changes_of(roots) if roots else None
 
     def hold(self) -> bool:
         """Whether all modules have the noted attributes."""

@@ -29,7 +29,6 @@ __all__ = [
     "contents_kind_of",
     "differs_in_notes_alone",
     "is_atom",
-    "likeness",
     "new",
     "same",
     "slots_and_dict_of",
@@ -50,22 +49,8 @@ class Part:
         """Returns the content of an object beyond its first ``base`` entries; None if the object has fewer."""
         return list(tuple.__iter__(value))
 
-    def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
-        """Replaces the content beyond the first ``base`` entries in place.
-
-        A list, a deque or a key is replaced in one step, which no other thread comes between.
-
-        Args:
-            value: The object.
-            base: The number of entries that stay.
-            now: The present content, as :meth:`read` returned it.
-            content: The content to put there.
-            keep: Whether other threads run: what they have added since ``now`` was read stays.
-
-        Returns:
-            What they have added to a list.
-        """
-        return []
+    def put(self, value: Any, base: int, now: Any, content: Any) -> None:
+        """Replaces the content ``now`` beyond the first ``base`` entries in place."""
 
 
 class _Frozen(Part):
@@ -86,9 +71,8 @@ class _List(Part):
     def read(self, value: Any, base: int) -> Content | None:
         return list.__getitem__(value, slice(base, None)) if not base or list.__len__(value) >= base else None
 
-    def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
-        list.__setitem__(value, slice(base, base + len(now)), content)
-        return list.__getitem__(value, slice(base + len(content), None))
+    def put(self, value: Any, base: int, now: Any, content: Any) -> None:
+        list.__setitem__(value, slice(base, None), content)
 
 
 class _Deque(Part):
@@ -97,15 +81,8 @@ class _Deque(Part):
     def read(self, value: Any, base: int) -> Content | None:
         return list(deque.__iter__(value))
 
-    def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
-        out: list[Any] = []
-        _at_once(partial(list.extend, out, value), partial(deque.clear, value), partial(deque.extend, value, content))
-        # What others have appended to a full one has pushed as many of the first entries out.
-        gone = next((gone for gone in range(len(now) + 1) if all(map(is_, out, now[gone:]))), 0)
-        others = out[len(now) - gone :]
-        if others:
-            self.put(value, base, content, [*content, *others])
-        return others
+    def put(self, value: Any, base: int, now: Any, content: Any) -> None:
+        _at_once(partial(deque.clear, value), partial(deque.extend, value, content))
 
 
 class _Set(Part):
@@ -114,50 +91,30 @@ class _Set(Part):
     def read(self, value: Any, base: int) -> Content | None:
         return list(set.__iter__(set.copy(value)))
 
-    def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
+    def put(self, value: Any, base: int, now: Any, content: Any) -> None:
         set.difference_update(value, now)
         set.update(value, content)
-        return []
 
 
 class _Keyed(Part):
     """An object with values under keys, names or slots: read by ``get``, changed in two steps."""
 
-    def unset(self, value: Any, key: Any) -> None:
-        """Takes a key out."""
-        dict.pop(value, key, None)
-
     def set(self, value: Any, key: Any, one: Any) -> None:
         """Binds a key."""
         dict.__setitem__(value, key, one)
 
-    def put(self, value: Any, base: int, now: Any, content: Any, *, keep: bool = False) -> list[Any]:
+    def put(self, value: Any, base: int, now: Any, content: Any) -> None:
         if list(now) != list(content):
-            if not keep:
-                self.refill(value, base, content)
-                return []
-            for key in now.keys() - content.keys():
-                self.unset(value, key)
+            self.refill(value, base, content)
+            return
         for key, one in content.items():
-            if key not in now or now[key] is not one:
+            if now[key] is not one:
                 self.set(value, key, one)
-        if keep and [key for key in self.read(value, base) or () if key in content] != list(content):
-            for key in content:
-                self.move_to_end(value, key)
-        return []
-
-    def move_to_end(self, value: Any, key: Any) -> None:
-        """Makes a key the last one."""
 
     def refill(self, value: Any, base: int, content: Any) -> None:
         """Replaces the content at once, each key at the former position, so that an iteration around goes on."""
         everything = {**dict(islice(dict.items(value), base)), **content}
-        dict.clear(value)
-        dict.update(value, everything)
-
-
-def _move_to_end(own: dict[Any, Any], key: Any) -> None:
-    _at_once(partial(dict.pop, own, key, None), partial(dict.__setitem__, own, key, own[key]))
+        _at_once(partial(dict.clear, value), partial(dict.update, value, everything))
 
 
 class _Dict(_Keyed):
@@ -169,10 +126,6 @@ class _Dict(_Keyed):
         size = dict.__len__(value) - base
         return None if size < 0 else dict([*islice(reversed(dict.items(value)), size)][::-1])
 
-    def move_to_end(self, value: Any, key: Any) -> None:
-        with suppress(KeyError):  # which another thread took out
-            _move_to_end(value, key)
-
 
 class _Ordered(_Dict):
     def read(self, value: Any, base: int) -> Content | None:
@@ -180,15 +133,7 @@ class _Ordered(_Dict):
 
     def refill(self, value: Any, base: int, content: Any) -> None:
         everything = {**dict(islice(OrderedDict.items(value), base)), **content}
-        OrderedDict.clear(value)
-        OrderedDict.update(value, everything)
-
-    def move_to_end(self, value: Any, key: Any) -> None:
-        with suppress(KeyError):
-            OrderedDict.move_to_end(value, key)
-
-    def unset(self, value: Any, key: Any) -> None:
-        OrderedDict.pop(value, key, None)
+        _at_once(partial(OrderedDict.clear, value), partial(OrderedDict.update, value, everything))
 
     def set(self, value: Any, key: Any, one: Any) -> None:
         OrderedDict.__setitem__(value, key, one)
@@ -204,15 +149,7 @@ class _Variables(_Keyed):
     def refill(self, value: Any, base: int, content: Any) -> None:
         own = object.__getattribute__(value, "__dict__")
         if own is not value and type(own) is dict:
-            own.clear()
-            own.update(content)
-
-    def move_to_end(self, value: Any, key: Any) -> None:
-        with suppress(KeyError):
-            _move_to_end(object.__getattribute__(value, "__dict__"), key)
-
-    def unset(self, value: Any, key: Any) -> None:
-        object.__getattribute__(value, "__dict__").pop(key, None)
+            _at_once(partial(own.clear), partial(own.update, content))
 
     def set(self, value: Any, key: Any, one: Any) -> None:
         object.__getattribute__(value, "__dict__")[key] = one
@@ -238,11 +175,8 @@ class _Slots(_Keyed):
             if slot in content:
                 self.set(value, slot, content[slot])
             else:
-                self.unset(value, slot)
-
-    def unset(self, value: Any, key: Any) -> None:
-        with suppress(AttributeError):
-            key.__delete__(value)
+                with suppress(AttributeError):  # an empty slot
+                    slot.__delete__(value)
 
     def set(self, value: Any, key: Any, one: Any) -> None:
         key.__set__(value, one)
@@ -359,13 +293,6 @@ def is_atom(value: Any) -> bool:
         defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
         return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
     return kind in (tuple, frozenset) and all(map(is_atom, value))
-
-
-def likeness(value: Any) -> Any:
-    """Returns a key for an entry, equal for the entry that a rerun adds in its place."""
-    if isinstance(value, torch.Tensor):
-        return value.shape
-    return type(value), repr(value) if type(value) is float else value if is_atom(value) else None  # NaN is not NaN
 
 
 def new(kind: type, maxlen: int | None = None) -> Any:

@@ -20,7 +20,7 @@ from operator import is_
 from threading import Condition, Lock, get_ident
 from typing import Any
 
-from .notes import ABSENT, Changes, ContentNote, Lent, Root, changes_of, present
+from .notes import ABSENT, ContentNote, Lent, Root, present
 from .reached_values import Entry, Walk, read
 from .tensor_note import GoneError, StandIns, TensorNote
 
@@ -34,20 +34,19 @@ class Names:
 
     Attributes:
         entries: The variables.
-        changes: What forward changed in these; None until it has ended.
+        is_changed: Whether forward changed containers and objects; True until forward has ended.
         roots: The containers and objects, and their notes.
     """
 
-    __slots__ = ("changes", "entries", "roots")
+    __slots__ = ("entries", "is_changed", "roots")
 
     def __init__(self, entries: Sequence[Entry], roots: Sequence[Root]) -> None:
         self.entries, self.roots = entries, roots
-        self.changes: Changes | None = None
+        self.is_changed = True
 
     def settle(self) -> None:
-        """Ends forward: notes the places that forward changed."""
-        if self.roots:
-            self.changes = changes_of(self.roots)
+        """Ends forward."""
+        self.is_changed = not all(noted.holds(value) for value, noted in self.roots)
 
     def places(self) -> frozenset[Any]:
         """Returns a key for each place, equal where the place is the same."""
@@ -166,7 +165,7 @@ class VariableLoan:
         found = [zip(_places(entry), entry[3], read(*entry[:3]), strict=True) for entry in names.entries]
         lent = [place for place, noted, value in chain(*found) if not _is_content(noted, value, stand_ins)]
         for (_, noted), holds in zip(names.roots, holding, strict=True):
-            if names.changes is None or names.changes or not holds:
+            if names.is_changed or not holds:
                 lent += noted.identities()
         return get_ident(), names, frozenset(lent)
 
@@ -179,7 +178,7 @@ class VariableLoan:
     def end(self) -> None:
         """Restores the contents from before the loan."""
         with _lock:
-            self.lent.restore(self._names.changes)
+            self.lent.restore()
             before = zip(self._names.entries, self._before, strict=False)  # some of these, where __init__ failed
             for entry, contents in reversed(list(before)):
                 _write(entry, contents, read(*entry[:3]))

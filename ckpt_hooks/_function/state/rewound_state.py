@@ -18,7 +18,7 @@ from .buffers import Complain
 from .contents import Contents
 from .contents_undo import ContentsUndo
 from .module_plan import ModulePlan, epoch, has_new_parts, idle_plan, plan_of
-from .notes import Changes, Lent
+from .notes import Lent
 from .parameters import Noted, Rebound, references_of
 from .reached_values import Walk
 from .submodules import Before, Submodules
@@ -31,7 +31,6 @@ class ReachedState:
     """The state found by one forward.
 
     Attributes:
-        changes: What forward changed in containers and objects; None until it has ended, or if there are none.
         generators: Random generators.
         parameters: Parameters, with their versions.
         plans: The plans of the modules.
@@ -43,7 +42,6 @@ class ReachedState:
         "_epoch",
         "_submodules",
         "_with_buffers",
-        "changes",
         "generators",
         "parameters",
         "plans",
@@ -52,7 +50,6 @@ class ReachedState:
     generators: Sequence[torch.Generator]
     parameters: Noted
     plans: Sequence[ModulePlan]
-    changes: Changes | None
     _attributes: AttributeNotes
     _contents: Contents | None
     _epoch: int
@@ -73,7 +70,6 @@ class ReachedState:
             A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
         """
         contents = self._contents
-        self.changes = self._attributes.changes()
         if contents is not None:
             contents.settle(failed=failed)
             if contents.parameters:  # which a rerun finds as they were
@@ -168,7 +164,7 @@ class Rewound:
             for submodules, before in reversed(self._submodules):  # a module may be in several plans
                 if before or self._epoch != epoch():
                     submodules.unbind(before)
-            self.lent.restore(self._state.changes)
+            self.lent.restore()
 
 
 _NO_STORAGES: frozenset[int | None] = frozenset()
@@ -184,7 +180,7 @@ def state_of_idle(module: Any, *, preserve_buffers: bool) -> ReachedState | None
     state = ReachedState()  # attributes one by one: half the cost of an ``__init__``
     state.plans = (plan,)
     state._epoch = plan.epoch
-    state._attributes, state._submodules, state.changes = plan.notes, (submodules,), None
+    state._attributes, state._submodules = plan.notes, (submodules,)
     state._contents = Contents((plan,), (), []) if preserve_buffers and plan.notes.tensors else None
     state._with_buffers = preserve_buffers
     state.parameters = Noted(plan.parameters)
@@ -209,7 +205,7 @@ def state_of(walk: Walk, *, preserve_buffers: bool) -> ReachedState | None:
         walk.look(function)
     state = ReachedState()
     state.plans = plans
-    state._epoch, state.changes = epoch(), None
+    state._epoch = epoch()
     state._submodules = [submodules for plan in plans if (submodules := plan.submodules()) is not None]
     state._attributes = (
         plans[0].notes if len(plans) == 1 else AttributeNotes([note for plan in plans for note in plan.notes.notes])

@@ -141,7 +141,6 @@ class RegionEntry:
         site: The entering line; None where unknown.
         is_again: Whether the recompute of a region around entered the region.
         parent: The number of the region around; None without.
-        repeats: In a recompute, the number of forward's entry which is entered again; None where unknown.
         begin: The number of changes before.
         end: The number of changes before the end of forward.
         modules: The number of calls of modules in its forward.
@@ -155,7 +154,6 @@ class RegionEntry:
     site: str | None
     is_again: bool
     parent: int | None
-    repeats: int | None
     begin: int
     end: int
     modules: int = 0
@@ -296,8 +294,8 @@ class RowReader:
             self._opened.append(_Opened(region.id, name, around.module, maker, region.site, region.id))
             entry = self.entries.get(region.id)
             if entry is None:
-                ids = region.parent, region.repeats
-                entry = RegionEntry(name, region.path, region.module, region.site, region.in_recompute, *ids, now, now)
+                place = region.module, region.site
+                entry = RegionEntry(name, region.path, *place, region.in_recompute, region.parent, now, now)
                 self.entries[region.id] = entry
             if moment is Moment.RECOMPUTE_BEGINS:
                 entry.recomputes.append((now, now))

@@ -214,14 +214,16 @@ def _nested(ledger: LedgerData) -> Iterator[Advice]:
         if one.entry in inside and one.origin.maker is Maker.RECOMPUTE:
             entry = ledger.entries[one.entry]
             (inside if entry.begin <= one.born < entry.end else again)[one.entry] += one.nbytes
-    twice: dict[int, int] = {}
+    children: dict[int | None, list[int]] = {}
     for number, entry in ledger.entries.items():
-        forward = None if entry.repeats is None else ledger.entries.get(entry.repeats)
-        around = None if forward is None or forward.parent is None else ledger.entries.get(forward.parent)
-        if forward is None or around is None or len(forward.path) < _DEEP or entry.repeats is None:
-            continue
-        if any(begin <= entry.begin < end for begin, end in around.recomputes):
-            twice[entry.repeats] = min(inside[number], again[entry.repeats])
+        children.setdefault(entry.parent, []).append(number)
+    twice: dict[int, int] = {}
+    for number, around in ledger.entries.items():
+        forward = [child for child in children.get(number, ()) if not ledger.entries[child].is_again]
+        for begin, end in around.recomputes:  # each enters regions in forward's order
+            entered = [child for child in children.get(number, ()) if begin <= ledger.entries[child].begin < end]
+            for child, entered_first in zip(entered, forward, strict=False):
+                twice[entered_first] = min(inside[child], again[entered_first])
     deep = [number for number, entry in _forward_entries(ledger).items() if len(entry.path) >= _DEEP]
     for group in _groups(ledger.entries, deep):
         yield _advice(

@@ -16,12 +16,11 @@ from torch.overrides import TorchFunctionMode
 
 from ckpt_hooks._core.call_sites import site_of
 from ckpt_hooks._core.events import Observer, Region, TensorInfo
-from ckpt_hooks._core.holdings import Holding, Reason
-from ckpt_hooks._core.inner_tensors import dense_parts
-from ckpt_hooks._core.saved_descriptions import Saved
+from ckpt_hooks._core.holdings import Holding, Reason, Saved
 from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.tensor_numbers import address_in, address_of
 from ckpt_hooks._torch.modes import PastFunctionModes
+from ckpt_hooks._torch.tensors import dense_parts
 
 from .rows import Marks, Moment
 
