@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.settings import observe
 
 T = TypeVar("T")
 
@@ -154,7 +156,22 @@ def allocated(program):
     return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
-class Frames(Observer):
+class Watch(Observer):
+    """Hears of the regions that begin in its ``with`` block; what it hears is what reports are made of."""
+
+    _blocks = threading.local()  # several threads may be in blocks of one
+
+    def __enter__(self):
+        block = observe(self)
+        block.__enter__()
+        vars(self._blocks).setdefault("open", []).append(block)
+        return self
+
+    def __exit__(self, *exc_info):
+        self._blocks.open.pop().__exit__(*exc_info)
+
+
+class Frames(Watch):
     """Weak references to the frames of a block, and the storages of what was brought back that are not freed."""
 
     def __init__(self):

@@ -7,19 +7,17 @@ import torch
 from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, is_recomputing
-from ckpt_hooks._core.event_sender import Watch
-from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core import event_sender
 from ckpt_hooks._core.order import Order
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._operators.operator_events import OperatorCount, OperatorWatch, observe_all
 from ckpt_hooks.policies import save_every, save_ops
-from tests.measure import leaf
+from tests.measure import Watch, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 
-class Notes(Observer):
+class Notes(Watch):
     """Notes operators with their regions, recomputes, and backwards."""
 
     wants_operators = True
@@ -89,7 +87,7 @@ RECORDED = pytest.mark.parametrize("form", [FORMS["recorded"], FORMS["recorded, 
 
 def watched(function, *inputs, form, notes=None, **options):
     notes = Notes() if notes is None else notes
-    with observe(notes):
+    with notes:
         form(function, **options)(*inputs).sum().backward()
     return notes
 
@@ -138,7 +136,7 @@ def test_views_writes_and_shapes(form):
 
 def test_tensors_without_memory_have_no_address():
     notes = Notes()
-    with observe(notes):
+    with notes:
         checkpoint(torch.sin, torch.empty(3, device="meta", requires_grad=True))
     (one,) = notes.forward
     assert [each.address for each in one.inputs + one.outputs] == [0, 0]
@@ -238,7 +236,7 @@ def test_the_index_in_nested_regions(form, inner):
         return inner(lambda x: x.exp().sin(), policy=policy(1))(x.cos()).tanh()
 
     notes = Told()
-    with observe(notes):
+    with notes:
         form(outer, policy=policy(0))(leaf(4))
     told = [[one for region, one in notes.told if len(region.path) == 1 + depth] for depth in (0, 1)]
     assert [(one.policy_index, one.name) for one in told[1]] == asked[1]
@@ -296,7 +294,7 @@ def test_nested_replays_name_operators_of_their_own_region(form):
     notes = Notes()
     regions = []
     notes.ran = lambda region, operator: regions.append((region.id, operator))
-    with observe(notes):
+    with notes:
         form(outer)(leaf(4)).sum().backward()
     forward = {}
     for region, one in regions:
@@ -353,7 +351,7 @@ def test_a_rerun_that_takes_kept_outputs_names_the_operators_of_forward(policy):
         return checkpoint(lambda h: (h @ w).sin().exp(), h).cos()
 
     notes = Told()
-    with observe(notes):
+    with notes:
         y = checkpoint(policy=policy)(block)(leaf(4, 4), leaf(4, 4)).sum()
         y.backward(retain_graph=True)
         y.backward()
@@ -411,7 +409,7 @@ def test_a_recorded_region_inside_of_a_rerun(form):
         return form(lambda y: y.sin().exp().cos(), name="inner")(x.exp()).tanh()
 
     notes = Told()
-    with observe(notes):
+    with notes:
         checkpoint(outer, leaf(4)).sum().backward()
     forward, again = notes.of_forward, notes.of_recomputes
     assert [name(one) for _, one in again] == ["exp", "sin", "exp", "cos", "tanh", "sin", "exp"]
@@ -424,7 +422,7 @@ def test_a_rerun_that_casts_a_parameter_again():
     """Autocast had its cast when the region began."""
     x, w = (torch.ones(4, 4, requires_grad=True) for _ in range(2))
     notes = Notes()
-    with observe(notes), torch.autocast("cpu", dtype=torch.bfloat16):
+    with notes, torch.autocast("cpu", dtype=torch.bfloat16):
         torch.mm(x, w)
         y = checkpoint(lambda x: torch.stack([x.sin() @ w, w @ x.cos()]).exp().tanh(), x)
     y.sum().backward()
@@ -456,7 +454,7 @@ def test_two_recomputes_repeat_the_same_entries():
 
     notes = Notes()
     x = leaf(4)
-    with observe(notes):
+    with notes:
         y = checkpoint(outer, x).sum()
         y.backward(retain_graph=True)
         y.backward()
@@ -646,7 +644,7 @@ def test_nothing_of_it_runs_without_observers(monkeypatch):
         raise AssertionError
 
     for owner, method in (
-        *((each, "__init__") for each in (OperatorCount, OperatorWatch, Order, Watch)),
+        *((each, "__init__") for each in (OperatorCount, OperatorWatch, Order, event_sender.Watch)),
         *((each, "__torch_dispatch__") for each in (OperatorCount, OperatorWatch)),
         (Order, "note"),
     ):
@@ -655,7 +653,7 @@ def test_nothing_of_it_runs_without_observers(monkeypatch):
     for form in FORMS.values():
         for policy in (None, save_ops(torch.ops.aten.mm.default)):
             form(work, policy=policy)(x, w).sum().backward()
-    with pytest.raises(AssertionError), observe(Notes()):
+    with pytest.raises(AssertionError), Notes():
         checkpoint(torch.sin, x)
 
 

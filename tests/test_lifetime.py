@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
 from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._function.handles import Pass
 from ckpt_hooks._function.selective import selection
 from ckpt_hooks._function.state import buffers
@@ -32,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 @pytest.fixture
 def frames():
     watching = Frames()
-    with observe(watching):
+    with watching:
         yield watching
 
 
@@ -242,7 +241,7 @@ def test_a_chain_of_regions_is_discarded_without_recursion(count):
     """Dropping the output of many regions in a row without a backward is no deep recursion either."""
     x = torch.ones(1, requires_grad=True)
     frames = Frames()
-    with observe(frames):
+    with frames:
         y = x
         for _ in range(count):
             y = checkpoint(torch.sin, y)
@@ -279,7 +278,7 @@ def test_a_frame_knows_which_handles_are_alive():
     """By the holders of each number: not those of another frame with the same numbers, nor of a leaf that was kept."""
     frames = Frames()
     x = torch.ones(3, requires_grad=True)
-    with observe(frames):
+    with frames:
         first, second = checkpoint(lambda x: (x.sin().cos(), x.exp().tanh()), x)
         others = checkpoint(lambda x: x.sin().cos().tan(), x)
     frame = frames.frames[0]()
@@ -296,7 +295,7 @@ def test_a_handle_that_died_is_not_brought_back_with_those_after_which_it_was_ta
     """A node that asks twice has what was taken after it brought back too, as far as anybody still may ask for that."""
     frames = Frames()
     x = torch.ones(3, requires_grad=True)
-    with observe(frames):
+    with frames:
         y = checkpoint(lambda x: x.sin().cos().tan(), x)
     frame = frames.frames[0]()
     opened = Pass(frame.recompute(None))
@@ -334,7 +333,7 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
 
     x, scale = leaf(3), torch.ones(5)
     gone = weakref.ref(scale)
-    with observe(watching) if observed else contextlib.nullcontext():
+    with watching if observed else contextlib.nullcontext():
         y, unclaimed = checkpoint(function, x, scale, **options)
         del scale
         y.sum().backward()

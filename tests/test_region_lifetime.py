@@ -16,7 +16,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from train_charlm import peak_bytes
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_region, policies
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._recorded.frame import RecordedFrame
 from ckpt_hooks._recorded.recorder import Recorder
 from ckpt_hooks._recorded.values import Op, Store, Value
@@ -39,7 +38,7 @@ def _frozen():
 @pytest.fixture
 def frames():
     watching = Frames()
-    with observe(watching):
+    with watching:
         yield watching
 
 

@@ -10,10 +10,8 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._recorded import replay
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Watch, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
 
 # What runs
@@ -136,7 +134,7 @@ def test_observers_are_told_of_replays(fails, monkeypatch):
     """Of each region that runs an operator again, within what is asked of the one around."""
     log = []
 
-    class Log(Observer):
+    class Log(Watch):
         def recomputing(self, region, *, in_order):
             log.append(("begins", region.path[-1]))
 
@@ -144,7 +142,7 @@ def test_observers_are_told_of_replays(fails, monkeypatch):
             log.append(("ends", region.path[-1], type(error)))
 
     x = leaf(4)
-    with observe(Log()):
+    with Log():
         with checkpoint_region(name="outer"):
             h = x.sin()
             with checkpoint_region(name="inner"):

@@ -9,10 +9,8 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, policies
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._tensors.determinism import hash_of, sample_of
-from tests.measure import CountOps, Log
+from tests.measure import CountOps, Log, Watch
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no process groups", allow_module_level=True)
@@ -190,7 +188,7 @@ def composed(block, mesh):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shard", [wrapped, composed])
 def test_torchs_regions_around_a_unit_run_here(one_rank, shard):
-    class Count(Observer):
+    class Count(Watch):
         entries = recomputes = 0
 
         def entered(self, region):
@@ -204,7 +202,7 @@ def test_torchs_regions_around_a_unit_run_here(one_rank, shard):
 
     count = Count()
     expected = losses(call, sharded, one_rank)
-    with observe(count), ckpt_hooks.patch_torch(preserve_rng_state=True):
+    with count, ckpt_hooks.patch_torch(preserve_rng_state=True):
         assert losses(call, shard, one_rank) == expected
     assert (count.entries, count.recomputes) == (4, 4)
     assert losses(call, shard, one_rank) != expected  # with torch's engine

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_module, checkpoint_region
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._recorded import replay
 from ckpt_hooks.policies import dots_saveable
 from tests.measure import Calls, CountOps, Frames, SavesItsResult
@@ -143,7 +142,7 @@ def test_rule_4_a_value_goes_after_two_uses(form, no_gc):
     """Also while the graph lives on; and a third and a fourth backward share a recompute again."""
     x = torch.randn(4, requires_grad=True)
     watched = Frames()
-    with observe(watched):
+    with watched:
         y = form(split_backward=True)(function)(x)
     expected = grad(function(x).sum(), x)[0]
     for _ in range(2):
@@ -175,7 +174,7 @@ def test_rule_4_a_backward_which_frees_the_graph_keeps_nothing(form, no_gc):
             sizes.append(watched.values_alive())
             return gradient
 
-    with observe(watched):
+    with watched:
         y = form(split_backward=True)(lambda x: function(Notes.apply(function(x * 2))))(Notes.apply(x))
     y.sum().backward()
     assert sizes == [0, 0]
@@ -186,7 +185,7 @@ def test_rule_4_a_value_goes_with_its_handle(form, no_gc):
     """A part of the graph that is dropped between the two backwards leaves nothing behind."""
     x = torch.randn(4, requires_grad=True)
     watched = Frames()
-    with observe(watched):
+    with watched:
         a, b = form(split_backward=True)(lambda x: (x.sin().exp().tanh(), x.cos().exp().tanh()))(x)
     expected = [grad(x.sin().exp().tanh().sum(), x)[0], grad(x.cos().exp().tanh().sum(), x)[0]]
     assert torch.equal(grad(a.sum(), x, retain_graph=True)[0], expected[0])

@@ -13,8 +13,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choose
 from ckpt_hooks.planner.costs import by_seconds
@@ -22,6 +20,7 @@ from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import profile_step
 from ckpt_hooks.planner.restoring import as_before
 from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
+from tests.measure import Watch
 from tests.planner.models import MODELS, VARIANTS, built, same, state_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
@@ -126,7 +125,7 @@ def test_choices_are_the_best_of_all(name):
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_replays_run_the_operators_that_were_predicted(name):
-    class Again(Observer):
+    class Again(Watch):
         wants_operators = True
 
         def __init__(self):
@@ -148,7 +147,7 @@ def test_replays_run_the_operators_that_were_predicted(name):
             expected += [entry.ops[at].name for at in effect.again if entry.ops[at].cost]
     plan = plan_memory(model, step, int(budget), blocks=blocks)
     seen = Again()
-    with as_before(model), plan.apply(), observe(seen):
+    with as_before(model), plan.apply(), seen:
         step(model)
     rename = {"aten.empty_like.default": "aten.empty_strided.default"}
     assert sorted(rename.get(one, one) for one in expected) == sorted(seen.names)

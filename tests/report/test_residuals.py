@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import offload_ops, save_from_both_policies, save_only_these_names, save_ops
 from ckpt_hooks.report import (
@@ -296,7 +295,7 @@ def test_nothing_is_left_behind():
         made.append(weakref.ref(h.untyped_storage()))
         return checkpoint(torch.sin, h).cos()
 
-    with observe(log):
+    with log:
         report = saved_residuals(program, x)
     assert log.alive() == [False]
     assert [reference() for reference in made] == [None]
