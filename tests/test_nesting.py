@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint, set_checkpoint_early_stop
+from ckpt_hooks import DeterminismError, checkpoint, set_checkpoint_early_stop
 from tests.measure import Calls, CountOps, Log, leaf
 
 
@@ -156,6 +156,43 @@ def test_rule_5_without_early_stop_runs_to_the_end(impl):
         y.sum().backward()
     assert ops.counts["neg"] == 4
     assert ops.counts["exp"] == 1
+
+
+def test_rule_5_frozen_weights_do_not_delay_the_stop():
+    """A parameter that needs no gradient was complete before the region ran."""
+    linear = torch.nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
+    y = checkpoint(lambda x: linear(x.sin()), leaf(2, 3))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops.counts["addmm"] == 0
+
+
+def test_rule_5_without_early_stop_the_counts_of_saved_tensors_agree():
+    """Also where those that are missing are not needed any more."""
+    calls = Calls(lambda x: (x.neg().sin(), x.cos()) if calls.count == 1 else (x.neg().sin(),))
+    a, b = checkpoint(calls, leaf(3), early_stop=False)
+    del b
+    with pytest.raises(DeterminismError, match="A different number of tensors was saved"):
+        a.sum().backward()
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_rule_8_what_a_function_raises_on_being_stopped(raised):
+    """An error is of no consequence, since every value is there. An interrupt is the user's."""
+
+    def function(x):
+        try:
+            return x.sin().exp()
+        except BaseException:
+            raise raised from None
+
+    x = leaf(3)
+    y = checkpoint(function, x).sum()
+    if raised is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            y.backward()
+    else:
+        assert torch.equal(grad(y, x)[0], grad(function(x).sum(), x)[0])
 
 
 def test_rule_6_backward_inside_forward_retaining(impl):
