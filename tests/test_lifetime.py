@@ -544,6 +544,21 @@ def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_e
     assert not kept[0].outputs._brought
 
 
+def test_what_a_policy_keeps_goes_with_the_backward():
+    x, w, gone = leaf(4, 4), leaf(4, 4), []
+
+    def function(x):
+        h = x @ w
+        gone.append(StorageWeakRef(h.untyped_storage()))
+        return h.sin().exp()
+
+    y = checkpoint(policy=[torch.ops.aten.mm.default])(function)(x).sum()
+    assert not gone[0].expired()
+    y.backward()
+    assert gone[0].expired()
+    del y
+
+
 def test_values_from_a_fingerprint_go_with_the_frame():
     w, v, fingerprints = leaf(3), leaf(3), []
 

@@ -101,6 +101,26 @@ def test_what_a_region_drops_is_listed_apart():
     }
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_known_of_dropped_tensors():
+    """That one was overwritten; no shape where none is compared, and of a nested tensor."""
+    x = leaf(4)
+    with checkpoint_region():
+        h = x * 2
+        lost = h.sin()
+        h.mul_(2)
+    unchecked = checkpoint(determinism_check="none")(lambda x: (x * 2).sin())(x)
+    parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]).requires_grad_()
+    with checkpoint_region():
+        nested = (parts * 2).relu()
+    found = [saved_tensors_report(y).dropped for y in (lost, unchecked, nested)]
+    assert [[(entry.reason.value, entry.shape) for entry in entries] for entries in found] == [
+        [("lost", None)],
+        [("dropped", None)],
+        [("dropped", None)],
+    ]
+
+
 def test_reasons_of_a_function_region():
     norm = nn.BatchNorm1d(4)
     norm.register_buffer("calls", torch.zeros(5000))
