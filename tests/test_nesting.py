@@ -277,6 +277,29 @@ def test_rule_6_backward_inside_forward_after_an_argument_got_another_storage():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_rule_6_a_rerun_in_the_middle_of_forward_does_not_run_ahead(early_stop):
+    """A backward inside asks for tensors before forward has come to the write below."""
+
+    def found(form):
+        x = torch.linspace(-1, 1, 8, requires_grad=True)
+        h, log = x * 1.2, Log()
+
+        def function():
+            y = h * 0.25
+            (inner,) = grad(torch.nn.functional.celu(y).sum(), y, create_graph=True)
+            h.view(2, 4)[0].mul_(-0.7)
+            log.append(inner.detach())
+            return h * inner
+
+        result = form(function)
+        return [result.detach(), h.detach(), *log]
+
+    expected = found(lambda function: function())
+    results = found(lambda function: checkpoint(early_stop=early_stop)(function)())
+    assert list(map(torch.equal, results, expected)) == [True] * 3
+
+
 def test_rule_6_third_order_through_nested_regions(impl):
     """Third derivatives through four levels of nesting are bitwise those of plain autograd."""
     x = leaf(4)
