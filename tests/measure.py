@@ -135,6 +135,14 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits: of 0.0 and -0.0, which are equal, they are others."""
+    if one.shape != other.shape or one.dtype is not other.dtype or one.layout is not torch.strided:
+        return torch.equal(one, other)
+    bits = (tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
 class SavesItsResult(torch.autograd.Function):
     """The exponential function, which hands out what it saved."""
 

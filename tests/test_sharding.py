@@ -9,7 +9,6 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, policies
-from ckpt_hooks._tensors.determinism import hash_of, sample_of
 from tests.measure import CountOps, Log, Watch
 
 if not torch.distributed.is_available():
@@ -156,20 +155,6 @@ def test_values_of_what_a_collective_has_not_filled_yet(one_rank, check, policy)
         assert torch.equal(found, run(lambda function: function))
         with_counts.append(ops.counts)
     assert with_counts[0] == with_counts[1]
-
-
-@pytest.mark.parametrize("fingerprint", [hash_of, sample_of])
-def test_a_fingerprint_waits_for_a_collective(one_rank, fingerprint):
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
-
-    reduced = all_reduce(torch.arange(3.0), "sum", one_rank.get_group())
-    assert isinstance(reduced, AsyncCollectiveTensor)
-    with CountOps() as ops:
-        (found,) = fingerprint(reduced)
-    assert ops.counts["wait_tensor"] == 1
-    assert torch.equal(found, fingerprint(torch.arange(3.0)))
-    assert not reduced.completed  # the program waits by itself, where it would have
-    assert torch.equal(reduced + 1, torch.arange(1.0, 4.0))
 
 
 def wrapped(block, mesh):

@@ -11,7 +11,6 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_module, checkpoint_region
-from ckpt_hooks._recorded import replay
 from ckpt_hooks.policies import dots_saveable
 from tests.measure import Calls, CountOps, Frames, SavesItsResult
 
@@ -126,7 +125,11 @@ def test_the_recompute_of_a_schedule_without_the_option():
     assert train(REGIONS["checkpoint"], True, by_schedule)[1] == 3
 
 
-FORMS = {"function": lambda **options: checkpoint(**options), "region": lambda **options: checkpoint_region(**options)}
+FORMS = {
+    "function": lambda **options: checkpoint(**options),
+    "region": lambda **options: checkpoint_region(**options),
+    "region in parts": lambda **options: checkpoint_region(replay_whole=False, **options),
+}
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
@@ -267,9 +270,8 @@ def test_two_operators_which_saved_one_tensor(form):
     assert ops.counts["exp"] == plain.counts["exp"] == 1
 
 
-def test_part_of_the_graph_many_times(form, monkeypatch):
+def test_part_of_the_graph_many_times(form):
     """Backward over one of two outputs: what the other waits for stays, and is right."""
-    monkeypatch.setattr(replay, "AT_ONCE", 0)
     x = torch.randn(4, requires_grad=True)
 
     def two(x):

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint
-from ckpt_hooks._function.state.notes import ContentNote
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import Run, assert_as_eager, plain
 from tests.measure import Log, leaf
@@ -888,29 +887,6 @@ def test_what_another_thread_binds_anew_stays():
     with idle_thread():
         y.sum().backward()
     assert held == {"lr": 0.5, "new": 1}
-
-
-def test_what_another_thread_appends_before_a_rerun_begins_stays(monkeypatch):
-    """Between the look whether an object is as noted, and the noted content put in place."""
-    held, x, fill = Plain(), leaf(3), ContentNote.fill
-    held.entries, held.by_number, held.seen, held.last = [0], {0: 0}, {0}, {"count": 0}
-
-    def fill_later(*args, **kwargs):
-        if not held.by_number.get(1):
-            meanwhile(held.entries.append, 1)
-            meanwhile(held.by_number.update, {1: 1})
-            meanwhile(held.seen.add, 1)
-        return fill(*args, **kwargs)
-
-    def function(x):
-        held.last["count"] += 1
-        return (x * len(held.entries)).sin().exp() * held.last["count"]
-
-    y = checkpoint(function, x)
-    monkeypatch.setattr(ContentNote, "fill", fill_later)
-    with idle_thread():
-        y.sum().backward()
-    assert vars(held) == {"entries": [0, 1], "by_number": {0: 0, 1: 1}, "seen": {0, 1}, "last": {"count": 1}}
 
 
 @pytest.mark.parametrize("grows_in_forward", [False, True])
