@@ -143,6 +143,23 @@ def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(*bits)
 
 
+class Saves(torch.autograd.Function):
+    """Saves a tensor, and hands it to a function in backward. Returns a copy of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor, take: Any = None) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        ctx.take = take
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (saved,) = ctx.saved_tensors
+        if ctx.take is not None:
+            ctx.take(saved)
+        return gradient, None, None
+
+
 class SavesItsResult(torch.autograd.Function):
     """The exponential function, which hands out what it saved."""
 
