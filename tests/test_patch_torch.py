@@ -23,13 +23,17 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import ckpt_hooks
 from ckpt_hooks import is_recomputing, patch_torch
-from ckpt_hooks._core.interrupts import mark_thread, rewind
-from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
 from ckpt_hooks.report import Reason
 from tests.measure import Log, Watch, leaf
+from tests.test_threads import in_threads
 
 aten = torch.ops.aten
+
+#: The function that all calls of torch's engine come to; from torch 2.14 on it is another one.
+FUNCTION_OF_ENGINE = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{FUNCTION_OF_ENGINE}_impl"):
+    FUNCTION_OF_ENGINE += "_impl"
 ENGINE = getattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE)
 HAS_CURRIED = inspect.signature(imported_early).parameters["function"].default is None
 
@@ -783,23 +787,25 @@ def test_ctrl_c_in_forward_leaves_the_thread_as_it_was(form):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+class FailsFirst(nn.Module):
+    """Is interrupted until it is told not to be."""
+
+    fails = True
+
+    def forward(self, x):
+        x = x.sin()
+        if self.fails:
+            raise KeyboardInterrupt
+        return x.cos()
+
+
 def test_ctrl_c_in_a_composable_module_is_made_good_by_the_next_call():
     """Hooks of modules do not hear of Ctrl-C; the next call closes the region that was left open, as with torch's engine."""
-
-    class Fails(nn.Module):
-        fail = True
-
-        def forward(self, x):
-            x = x.sin()
-            if self.fail:
-                raise KeyboardInterrupt
-            return x.cos()
-
-    module, count = composable_checkpoint(Fails()), Count()
+    module, count = composable_checkpoint(FailsFirst()), Count()
     with count, patch_torch():
         with pytest.raises(KeyboardInterrupt):
             module(leaf(3))
-        module.fail = False
+        module.fails = False
         x = leaf(3)
         module(x).sum().backward()
     assert count.recomputes == 1
@@ -809,20 +815,20 @@ def test_ctrl_c_in_a_composable_module_is_made_good_by_the_next_call():
 
 
 def test_a_region_left_open_is_not_closed_in_place_of_another():
-    """As where the next call of an interrupted module is inside another region."""
-    mark = mark_thread()
-    try:
-        with patch_torch() as patch:
-            left_open, other = (patch._region(torch.sin, (leaf(3),), {}) for _ in range(2))
-            next(left_open)
-            next(other)
-            before = mark_thread()
-            left_open.close()
-            assert mark_thread() == before
-            next(other, None)
-            assert mark_thread() != before
-    finally:
-        rewind(mark, KeyboardInterrupt())
+    """As where the next call of an interrupted module is inside another region. The one left open ends with its thread."""
+    inner, x = composable_checkpoint(FailsFirst()), leaf(3)
+    outer = composable_checkpoint(nn.Sequential(nn.Tanh(), inner, nn.Tanh()))
+
+    def program():
+        with pytest.raises(KeyboardInterrupt):
+            inner(leaf(3))
+        inner.fails = False
+        outer(x).sum().backward()
+
+    with patch_torch():
+        in_threads(program)
+    plain = x.detach().requires_grad_()
+    assert torch.equal(x.grad, torch.autograd.grad(plain.tanh().sin().cos().tanh().sum(), plain)[0])
 
 
 @pytest.mark.parametrize("form", FORMS)
