@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 
 import ckpt_hooks
+from ckpt_hooks._function import callables, explain
 from ckpt_hooks.policies import base
 from tests.fake_device import FakeTransfers, fake_device
 
@@ -46,10 +47,11 @@ def _frozen() -> None:
 def _seeded() -> Iterator[None]:
     """Each test draws the same numbers whatever ran before it, and leaves no hooks, modes or settings behind.
 
-    A list of operators has warned in no earlier test.
+    A list of operators, and a transform, have warned in no earlier test.
     """
     torch.manual_seed(0)
     base._lists.clear()
+    callables._warned_of_transform = explain._has_warned = False
     yield
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch._C._len_torch_function_stack() == 0

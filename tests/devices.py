@@ -111,17 +111,22 @@ class FakeDevices:
         return found
 
 
+def forget_modules() -> None:
+    """Has the package look for device modules anew."""
+    streams._modules_known_for = -1
+
+
 @pytest.fixture
 def install(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Puts a module on torch under a name, in the place of one that the package looks for."""
 
     def put(name: str, module: Any) -> Any:
         monkeypatch.setattr(torch, name, module, raising=False)
-        monkeypatch.setattr(streams, "_modules_known_for", -1)
+        forget_modules()
         if name not in streams._DEVICE_TYPES:
             monkeypatch.setattr(streams, "_DEVICE_TYPES", [*streams._DEVICE_TYPES, name])
         return module
 
     yield put
     monkeypatch.undo()  # first, since it would put back for how many names the modules are known, and the fakes with it
-    streams._modules_known_for = -1
+    forget_modules()

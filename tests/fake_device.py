@@ -14,12 +14,15 @@ import itertools
 import threading
 import types
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ckpt_hooks._function.state import buffers
+from ckpt_hooks._recorded import function_calls
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.transfers import Transfers
 from tests.measure import as_library
@@ -238,3 +241,33 @@ def fake_device(min_offload_size: int = 1024) -> Iterator[FakeTransfers]:
         transfers.DEFAULT_MIN_OFFLOAD_SIZE = before
         del torch.Tensor.copy_
         library._destroy()
+
+
+def count_waits_for_buffers(monkeypatch: Any) -> Counter[str]:
+    """Has buffers pass for those of a device, where each comparison of contents makes the program wait; returns a count."""
+    counts: Counter[str] = Counter()
+    same_bits = buffers.same_bits
+
+    def counted(*tensors: torch.Tensor) -> bool:
+        counts["waits"] += 1
+        return same_bits(*tensors)
+
+    monkeypatch.setattr(buffers, "same_bits", counted)
+    monkeypatch.setattr(buffers, "answers_at_once", lambda tensor: False)
+    monkeypatch.setattr(buffers, "is_small_on_host", lambda note, limit: False)
+    return counts
+
+
+def note_comparisons(monkeypatch: Any) -> list[tuple[int, ...]]:
+    """Has the arguments of custom functions pass for those of a device; returns the shapes of those that are compared.
+
+    The answer is a tensor there, which nobody looks at before backward.
+    """
+    differs, compared = function_calls.differs, []
+
+    def later(tensor: torch.Tensor, image: Any) -> torch.Tensor:
+        compared.append(tuple(tensor.shape))
+        return torch.tensor(differs(tensor, image))
+
+    monkeypatch.setattr(function_calls, "differs", later)
+    return compared

@@ -15,8 +15,12 @@ import types
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ckpt_hooks._torch.tensors import storage_of
 from tests.measure import as_library
+
+
+def storage_of(tensor):
+    """Returns the address of a tensor's storage."""
+    return tensor.untyped_storage()._cdata
 
 
 @as_library

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter, UserDict
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
@@ -12,6 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks._core.events import Observer
+from ckpt_hooks._core.settings import observe
 
 T = TypeVar("T")
 
@@ -133,6 +135,31 @@ def leaf(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
 
 
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bits: of 0.0 and -0.0, which are equal, they are others."""
+    if one.shape != other.shape or one.dtype is not other.dtype or one.layout is not torch.strided:
+        return torch.equal(one, other)
+    bits = (tensor.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for tensor in (one, other))
+    return torch.equal(*bits)
+
+
+class Saves(torch.autograd.Function):
+    """Saves a tensor, and hands it to a function in backward. Returns a copy of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, saved: torch.Tensor, take: Any = None) -> torch.Tensor:
+        ctx.save_for_backward(saved)
+        ctx.take = take
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        (saved,) = ctx.saved_tensors
+        if ctx.take is not None:
+            ctx.take(saved)
+        return gradient, None, None
+
+
 class SavesItsResult(torch.autograd.Function):
     """The exponential function, which hands out what it saved."""
 
@@ -154,7 +181,22 @@ def allocated(program):
     return result, sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
 
 
-class Frames(Observer):
+class Watch(Observer):
+    """Hears of the regions that begin in its ``with`` block; what it hears is what reports are made of."""
+
+    _blocks = threading.local()  # several threads may be in blocks of one
+
+    def __enter__(self):
+        block = observe(self)
+        block.__enter__()
+        vars(self._blocks).setdefault("open", []).append(block)
+        return self
+
+    def __exit__(self, *exc_info):
+        self._blocks.open.pop().__exit__(*exc_info)
+
+
+class Frames(Watch):
     """Weak references to the frames of a block, and the storages of what was brought back that are not freed."""
 
     def __init__(self):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
 import enum
@@ -20,7 +21,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks import CheckpointError, MutationError, checkpoint
-from ckpt_hooks._function.arguments import Arguments
 from tests.measure import Log
 
 
@@ -300,52 +300,32 @@ def copying_hooks(packed: list[torch.Tensor]) -> saved_tensors_hooks:
     return saved_tensors_hooks(pack, torch.clone)
 
 
-def restored(arguments: Arguments) -> tuple[list[Any], dict[str, Any]]:
-    arguments.live = None  # as at the end of forward
-    args, kwargs = arguments.build(arguments.restore(lambda: ("region",), [])[0], ())
-    return args, kwargs
+def in_rerun(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments with which a region's function is called again."""
+    weight, seen = leaf(), Log()
+
+    def function(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append((args, kwargs))
+        return weight.sin().cos()
+
+    checkpoint(function, *args, **kwargs).sum().backward()
+    assert len(seen) == 2
+    return seen[1]
 
 
 # Capturing and rebuilding
 
 
-def test_tensors_alone_come_back_as_they_are() -> None:
-    """Without hooks around, tensors come back as the same objects, in order."""
-    tensors = [leaf(), leaf(), torch.ones(2, dtype=torch.int64)]
-    args, kwargs = restored(Arguments(tuple(tensors), {}))
-    assert list(map(id, args)) == list(map(id, tensors))
-    assert kwargs == {}
-
-
-def test_no_arguments() -> None:
-    """No arguments come back as none."""
-    args, kwargs = restored(Arguments((), {}))
-    assert list(args) == []
-    assert kwargs == {}
-
-
+@pytest.mark.parametrize("extra", [{}, {"extra": None}], ids=["tensors alone", "and others"])
 @pytest.mark.parametrize("hooked", [False, True])
-def test_the_short_way_for_tensors_gives_what_the_long_way_gives(hooked: bool) -> None:
-    """Positional tensors alone are not walked over; the walk brings back the same."""
-    tensors = [leaf() * 1, leaf() * 1, leaf() * 1]
-    with copying_hooks([]) if hooked else torch.enable_grad():
-        short, long = Arguments(tuple(tensors), {}), Arguments(tuple(tensors), {"extra": None})
-    for one, other in zip(restored(short)[0], restored(long)[0], strict=True):
-        assert torch.equal(one, other)
-        assert (one is other) is not hooked
-
-
-def test_until_forward_ends_arguments_are_those_at_hand() -> None:
-    """Hooks that copy are not asked meanwhile, but for arguments that are not what they were."""
-    tensors = (leaf() * 1, leaf() * 1)
-    with copying_hooks([]):
-        arguments = Arguments(tensors, {})
-    assert list(map(id, arguments.restore(lambda: (), [])[0])) == list(map(id, tensors))
-    before = tensors[0].detach().clone()
-    tensors[0].mul_(2)
-    args, *_ = arguments.restore(lambda: (), [])
-    assert torch.equal(args[0], before)
-    assert all(one is not other for one, other in zip(args, tensors, strict=True))
+def test_tensors_come_back_in_their_order(hooked: bool, extra: dict[str, None]) -> None:
+    """Leaves as they are. Positional tensors alone are not walked over; the walk brings back the same."""
+    tensors = [leaf(), leaf(), torch.ones(2, dtype=torch.int64), leaf() * 1]
+    with copying_hooks([]) if hooked else contextlib.nullcontext():
+        args, kwargs = in_rerun(*tensors, **extra)
+    assert kwargs == extra
+    assert all(torch.equal(one, other) for one, other in zip(args, tensors, strict=True))
+    assert [one is other for one, other in zip(args[:2], tensors[:2], strict=True)] == [True, True]
 
 
 def test_containers_come_back_with_type_and_values(container: Any) -> None:
@@ -353,7 +333,7 @@ def test_containers_come_back_with_type_and_values(container: Any) -> None:
     make, first, second = container
     a, b = leaf(), leaf()
     given = make(a, b)
-    (back,), kwargs = restored(Arguments((given,), {"given": given}))
+    (back,), kwargs = in_rerun(given, given=given)
     assert type(back) is type(given)
     assert back is not given
     assert torch.equal(first(back), a)
@@ -377,28 +357,34 @@ def test_containers_through_a_region(container: Any) -> None:
     assert torch.equal(b.grad, expected[1])
 
 
-def test_each_restore_makes_new_containers() -> None:
+def test_each_rerun_gets_new_containers() -> None:
     """What one rerun does to its containers, the next one does not see."""
-    arguments = Arguments(([leaf()], {"x": [1]}), {})
-    (items, record), _ = restored(arguments)
-    items.append("junk")
-    record["x"].append("junk")
-    (items, record), _ = restored(arguments)
-    assert len(items) == 1
-    assert record == {"x": [1]}
+    seen: list[Any] = Log()
+
+    def function(items: list[Any], record: dict[str, Any]) -> torch.Tensor:
+        seen.append((len(items), dict(record)))
+        y = items[0].sin().cos()
+        items.append("junk")
+        record["x"] = "junk"
+        return y.exp()
+
+    y = checkpoint(function, [leaf()], {"x": 1}).sum()
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    assert seen == [(1, {"x": 1})] * 3
 
 
 def test_order_of_dict_entries_is_kept() -> None:
     """Dicts come back in their order, with keys of any kind."""
     given = {"z": 1, 3: leaf(), (1, 2): None, "a": 4}
-    (back,), _ = restored(Arguments((given,), {}))
+    (back,), _ = in_rerun(given)
     assert list(back) == list(given)
 
 
 def test_defaultdict_keeps_its_factory() -> None:
     """A rerun's defaultdict makes entries as the original does, and leaves the original alone."""
     given = collections.defaultdict(list, x=leaf())
-    (back,), _ = restored(Arguments((given,), {}))
+    (back,), _ = in_rerun(given)
     back["new"].append(1)
     assert back["new"] == [1]
     assert list(given) == ["x"]
@@ -406,7 +392,7 @@ def test_defaultdict_keeps_its_factory() -> None:
 
 def test_fields_that_are_not_set_stay_so() -> None:
     """A dataclass with a field that has no value yet is rebuilt without it."""
-    (back,), _ = restored(Arguments((Unset(leaf()),), {}))
+    (back,), _ = in_rerun(Unset(leaf()))
     assert back.y == 2.0
     assert not hasattr(back, "later")
 
@@ -431,21 +417,21 @@ def test_dataclass_that_is_something_else_besides_is_handed_on(base: type[Any]) 
 def test_dataclass_without_tensors_is_handed_on() -> None:
     """What holds no tensor and no list or dict is the same object."""
     given = Plain(1, (2, "a"))
-    (back,), _ = restored(Arguments((given,), {}))
+    (back,), _ = in_rerun(given)
     assert back is given
 
 
 def test_tuple_without_tensors_is_handed_on() -> None:
     """A tuple of other things is the same object."""
     given = (1, (2, None))
-    (back, _), _ = restored(Arguments((given, leaf()), {}))
+    (back, _), _ = in_rerun(given, leaf())
     assert back is given
 
 
 def test_return_types_of_torch_come_back_as_such() -> None:
     """What ``torch.max`` returns is a tuple that takes one sequence."""
     given = torch.max(leaf(3, 3), 0)
-    (back,), _ = restored(Arguments((given,), {}))
+    (back,), _ = in_rerun(given)
     assert type(back) is torch.return_types.max
     assert back.indices is given.indices
 
@@ -463,7 +449,7 @@ def test_packed_sequences_come_back_as_such() -> None:
 
 def test_a_list_that_reads_otherwise_than_it_holds() -> None:
     """What a subclass of list answers when it is read is what it answers in the rerun, too."""
-    (back,), _ = restored(Arguments((Doubled([1.0, 2.0, 3.0]),), {}))
+    (back,), _ = in_rerun(Doubled([1.0, 2.0, 3.0]))
     assert list(back) == [(0, 1.0), (1, 2.0), (2, 3.0)]
 
 
@@ -683,7 +669,7 @@ def test_a_list_that_contains_itself() -> None:
     items.append(record)
     plain = Plain(leaf())
     plain.y = [plain]
-    (back, other), _ = restored(Arguments((items, plain), {}))
+    (back, other), _ = in_rerun(items, plain)
     assert back is not items
     assert back[1] is back
     assert back[2]["self"] is back[2]
@@ -1161,7 +1147,7 @@ def test_copy_of_arguments_is_not_asked_of_tensors() -> None:
             raise AssertionError
 
     tensor = torch.rand(3).as_subclass(Uncopyable)
-    (back, items), _ = restored(Arguments((tensor, [tensor, Plain(tensor)]), {}))
+    (back, items), _ = in_rerun(tensor, [tensor, Plain(tensor)])
     assert back is items[0] is items[1].x is tensor
     with pytest.raises(AssertionError):
         copy.copy(tensor)

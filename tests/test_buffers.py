@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import Counter
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import ckpt_hooks
-from ckpt_hooks._function.state import buffers
+from tests.fake_device import count_waits_for_buffers
 
 STEPS = 8
 
@@ -278,19 +277,7 @@ def nested(model, x):
 @pytest.fixture(params=[False, True], ids=["host", "device"])
 def waits(request, monkeypatch):
     """Counts comparisons of contents; on a device each of them would make the program wait."""
-    counts = Counter()
-    if request.param:
-        same_bits = buffers.same_bits
-
-        def counted(*tensors):
-            counts["waits"] += 1
-            return same_bits(*tensors)
-
-        monkeypatch.setattr(buffers, "same_bits", counted)
-        monkeypatch.setattr(buffers, "answers_at_once", lambda tensor: False)
-        monkeypatch.setattr(buffers, "is_small_on_host", lambda note, limit: False)
-        return counts
-    return None
+    return count_waits_for_buffers(monkeypatch) if request.param else None
 
 
 @pytest.mark.parametrize("change", [always, begin_training])

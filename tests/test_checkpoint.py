@@ -22,7 +22,6 @@ from torch import nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode
 
 import ckpt_hooks
-import ckpt_hooks._checkpoint
 from ckpt_hooks import checkpoint, checkpoint_sequential, set_checkpoint_debug_enabled, set_checkpoint_early_stop
 from tests.measure import Calls, Log, as_library
 
@@ -1265,6 +1264,13 @@ def test_function_that_saves_nothing_is_never_rerun(impl: Callable[..., Any], fu
     assert torch.equal(x.grad, torch.autograd.grad(function(x).sum(), x)[0])
 
 
+def test_a_function_is_told_that_it_is_rerun() -> None:
+    told: list[bool] = Log()
+    checkpoint(lambda x: (told.append(ckpt_hooks.is_recomputing()), sin_cos(x))[1], leaf()).sum().backward()
+    assert told == [False, True]
+    assert not ckpt_hooks.is_recomputing()
+
+
 def test_region_that_backward_does_not_reach_is_never_rerun(impl: Callable[..., Any]) -> None:
     """A region whose output is not used, or detached, costs its forward alone."""
     unused, detached = Counted(sin_cos), Counted(sin_cos)
@@ -1435,20 +1441,32 @@ def test_disabled_saved_tensor_hooks(impl: Callable[..., Any]) -> None:
     with torch.autograd.graph.disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"):
         impl(fn, leaf())
     assert fn.begun == 0
+    x = leaf()
+    y = impl(fn, x).sum()
+    with torch.autograd.graph.disable_saved_tensors_hooks("nor here"), pytest.raises(RuntimeError, match="nor here"):
+        y.backward()
+    y.backward()
+    assert torch.equal(x.grad, torch.autograd.grad(sin_cos(x).sum(), x)[0])
 
 
-def test_functional_transforms_run_the_function_plainly_with_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("transform", ["grad", "vjp", "vmap", "jacrev"])
+def test_functional_transforms_run_the_function_plainly_with_one_warning(transform: str) -> None:
     """Under ``torch.func`` regions do nothing, and the first one says so where it was called."""
-    monkeypatch.setattr(ckpt_hooks._function.callables, "_warned_of_transform", False)
     fn = Counted(sin_cos)
-    x = torch.rand(3)
+    x = torch.rand(4, 3)
     (expected,) = torch.autograd.grad(sin_cos(x.requires_grad_()).sum(), x)
 
     def twice(x: torch.Tensor) -> torch.Tensor:
         return checkpoint(fn, x).sum() + checkpoint()(fn)(x).sum()
 
+    run = {
+        "grad": lambda x: torch.func.grad(twice)(x.detach()),
+        "vjp": lambda x: torch.func.vjp(twice, x.detach())[1](torch.ones(()))[0],
+        "vmap": lambda x: torch.autograd.grad(torch.vmap(twice)(x).sum(), x)[0],
+        "jacrev": lambda x: torch.func.jacrev(twice)(x.detach()),
+    }[transform]
     with pytest.warns(UserWarning, match=r"torch\.func") as caught:
-        found = torch.func.grad(twice)(x.detach())
+        found = run(x)
     assert [warning.filename for warning in caught] == [__file__]
     assert torch.equal(found, expected * 2)
     assert fn.begun == 2

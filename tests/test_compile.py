@@ -27,7 +27,6 @@ from ckpt_hooks import (
     policies,
 )
 from ckpt_hooks._checkpoint.curried import _classes
-from ckpt_hooks._core.settings import observe
 from tests.measure import Frames
 
 pytestmark = [pytest.mark.compile, pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("one_thread")]
@@ -516,7 +515,7 @@ def test_after_a_graph_break_in_the_body_regions_are_the_packages_own(form, func
     compiled, regions = torch.compile(program, backend="aot_eager"), Frames()
     for _ in range(2):
         ran.clear()
-        with observe(regions):
+        with regions:
             found = gradients(compiled)
         torch.testing.assert_close(found, expected)
         assert ran == forwards
@@ -544,7 +543,7 @@ def test_compiled_modules_with_graph_breaks(recorded, is_broken):
     layer.load_state_dict(plain.state_dict())
     checkpoint_module(layer, recorded=recorded).compile(backend="aot_eager")
     regions = Frames()
-    with observe(regions):
+    with regions:
         for one in (layer, plain):
             one(torch.ones(2, 8)).sum().backward()
     torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)

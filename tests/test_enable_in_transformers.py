@@ -17,7 +17,6 @@ import torch.utils.checkpoint
 from torch import nn
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, checkpoint_module
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.integrations import enable_in_transformers
 from ckpt_hooks.policies import dots_saveable
 from tests.fake_device import fake_device
@@ -60,11 +59,11 @@ def attributes(model):
 def test_a_step_is_bitwise_the_same(kind, recorded, policy):
     model, frames = kind(), Frames()
     expected, before = trained(model), attributes(model)
-    with enable_in_transformers(model, recorded=recorded, policy=policy), observe(frames):
+    with enable_in_transformers(model, recorded=recorded, policy=policy), frames:
         assert_same(trained(model), expected)
     assert len(frames.frames) == 5
     assert attributes(model) == before
-    with observe(frames):
+    with frames:
         assert_same(trained(model), expected)
     assert len(frames.frames) == 5
 
@@ -87,7 +86,7 @@ def test_regions_have_the_names_of_modules():
 
 def test_only_in_training_and_only_with_gradients():
     model, frames = Model(), Frames()
-    with enable_in_transformers(model), observe(frames):
+    with enable_in_transformers(model), frames:
         model.eval()
         model(IDS)
         model.train()
@@ -158,7 +157,7 @@ def test_the_models_own_switch_turns_these_regions_on_and_off(kind, wrap, record
     expected, outer = trained(model), wrap(model)
     handle = enable_in_transformers(outer, recorded=recorded, policy=dots_saveable)
     names = handle.regions
-    with observe(frames):
+    with frames:
         for step in range(1, 4):
             outer.gradient_checkpointing_enable({"use_reentrant": step == 2})
             assert outer.is_gradient_checkpointing == (kind is not TorchCaller)  # whose layers are regions by their forward
@@ -190,7 +189,7 @@ def test_the_switch_of_a_model_inside():
     assert handle.regions == ("head",)
     outer.model.gradient_checkpointing_enable()
     assert handle.regions == before
-    with observe(frames):
+    with frames:
         assert_same(trained(outer), expected)
     assert len(frames.frames) == 6
     handle.undo()
@@ -237,7 +236,7 @@ def test_the_switch_of_a_copy_is_its_own(kind, copied):
     other = copied(model)
     other.gradient_checkpointing_disable()
     assert handle.regions == names
-    with observe(frames):
+    with frames:
         assert_same(trained(other), expected)
         assert frames.frames == []
         other.gradient_checkpointing_enable()
@@ -245,7 +244,7 @@ def test_the_switch_of_a_copy_is_its_own(kind, copied):
         assert len(frames.frames) == 5
     model.gradient_checkpointing_disable()
     assert handle.regions == ()
-    with observe(frames):
+    with frames:
         assert_same(trained(other), expected)
     assert len(frames.frames) == 10
 
@@ -367,7 +366,7 @@ def test_copies_have_regions_of_their_own(kind, options, copied):
     trained(model)
     other = copied(model)
     handle.undo()
-    with observe(frames):
+    with frames:
         assert_same(trained(other), expected)
     assert len(frames.frames) == 5
 
@@ -390,7 +389,7 @@ def test_a_frozen_part_below_keeps_nothing():
     expected = gradients()
     for asked in (False, True):
         before = attributes(model)
-        with enable_in_transformers(model, input_require_grads=asked), observe(frames):
+        with enable_in_transformers(model, input_require_grads=asked), frames:
             assert model.embedding(IDS).requires_grad is asked
             assert_same(gradients(), expected)
         assert not model.embedding(IDS).requires_grad
@@ -438,13 +437,13 @@ def test_models_without_the_switch():
 def test_a_switch_that_takes_no_function_runs_under_a_patch(policy):
     model, frames = OldModel(), Frames()
     expected, before, ours = trained(model), attributes(model), torch.utils.checkpoint.checkpoint
-    with enable_in_transformers(model, policy=policy) as handle, observe(frames):
+    with enable_in_transformers(model, policy=policy) as handle, frames:
         assert handle.regions == ("",)
         assert_same(trained(model), expected)
     assert len(frames.frames) == 5
     assert attributes(model) == before
     assert torch.utils.checkpoint.checkpoint is ours
-    with observe(frames):
+    with frames:
         trained(model)
     assert len(frames.frames) == 5
 

@@ -10,20 +10,18 @@ import pytest
 import torch
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks.policies import offload_ops, save_only_these_names, save_ops
 from ckpt_hooks.report import Reason
 from tests.behaviours.runs import same
-from tests.measure import CountOps, allocated, leaf
+from tests.measure import CountOps, Watch, allocated, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 aten = torch.ops.aten
 
 
-class Ledger(Observer):
+class Ledger(Watch):
     """What events tell, as one would want it in a report; nothing in it is asked of a frame."""
 
     wants_operators = True
@@ -140,7 +138,7 @@ class Ledger(Observer):
 def warmed_up(run, *args):
     """Runs a region whose graph stays for as long as the result; returns the storages that it keeps, too."""
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y = run(*args)
     return y, set(ledger.reasons)
 
@@ -175,7 +173,7 @@ def test_a_region(region):
     run = region(block, "block")
     other, before = warmed_up(run, x.sin())  # the states of generators that it holds are those of the next one
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y, nbytes = allocated(lambda: run(x.sin()))
     assert ledger.tree() == [("function" if region is function_region else "recorded", "block", [])]
     assert ledger.operators[min(ledger.regions)] == ["mm", "sin", "mm", "exp"]
@@ -215,7 +213,7 @@ def test_nested_regions(region, inner, policy):
     run = region(block, "outer")
     other, before = warmed_up(run, x.sin())
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y, nbytes = allocated(lambda: run(x.sin()))
     kinds = ["function" if each is function_region else "recorded" for each in (region, inner)]
     assert ledger.tree() == [(kinds[0], "outer", [(kinds[1], "inner", [])])]
@@ -255,7 +253,7 @@ def test_policies_and_random_draws(region):
     before.sum().backward(retain_graph=True)
     torch.manual_seed(1)
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y, nbytes = allocated(lambda: run(x.sin()))
     size = 32 * 32 * 8
     reasons = ledger.by_reason()
@@ -281,7 +279,7 @@ def test_state_of_modules(region):
     for _ in range(3):
         _, before = warmed_up(run, x.sin())
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y, nbytes = allocated(lambda: run(x.sin()))
     inputs = [x, *norm.parameters(), *norm.buffers()]
     assert ledger.kept_bytes(*inputs, before=before) + y.nbytes == nbytes
@@ -304,7 +302,7 @@ def test_offloading(region, transfers):
     _, before = warmed_up(run, x.sin())
     others = transfers.in_flight()
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y, nbytes = allocated(lambda: run(x.sin()))
     size = 32 * 32 * 8
     # The last few that were sent are on the device as well.
@@ -331,11 +329,11 @@ def test_an_output_that_is_overwritten_is_not_kept_by_the_policy():
         return kept.exp()
 
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         function_region(block, "block", save_ops(aten.mm.default))(x)
     assert Reason.POLICY not in ledger.fates("block")
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y = recorded_region(block, "block")(x)
     assert ledger.fates("block")[Reason.LOST][0] == 1
     del y
@@ -344,7 +342,7 @@ def test_an_output_that_is_overwritten_is_not_kept_by_the_policy():
 def test_a_name_changes_the_fate_of_what_was_saved():
     x = leaf(4)
     ledger = Ledger()
-    with observe(ledger), checkpoint_region(policy=save_only_these_names("h")):
+    with ledger, checkpoint_region(policy=save_only_these_names("h")):
         h = x.sin()
         y = h.cos()
         checkpoint_name(h, "h")
@@ -359,7 +357,7 @@ def test_failures(region):
         raise KeyError
 
     x, ledger = leaf(4), Ledger()
-    with observe(ledger), pytest.raises(KeyError):
+    with ledger, pytest.raises(KeyError):
         region(fails, "block")(x)
     assert ledger.failed == [(("block",), KeyError)]
     assert ledger.open == []
@@ -373,7 +371,7 @@ def test_a_context_that_fails_as_its_region_begins():
             raise KeyError
 
     ledger = Ledger()
-    with observe(ledger), pytest.raises(KeyError):
+    with ledger, pytest.raises(KeyError):
         checkpoint(name="block", context_fn=lambda: (Fails(), contextlib.nullcontext()))(torch.sin)(leaf(4))
     assert ledger.failed == [(("block",), KeyError)]
     assert ledger.open == []
@@ -394,7 +392,7 @@ def test_where_regions_are(region):
 
     model = torch.nn.Sequential(Block(region), torch.nn.ReLU(), Block(region))
     ledger = Ledger()
-    with observe(ledger):
+    with ledger:
         y = model(leaf(2, 4))
     suffix = ".inner" if region is function_region else ""
     assert [entered.module for entered in ledger.regions.values()] == [f"0{suffix}", f"2{suffix}"]
@@ -408,7 +406,7 @@ def test_observers_that_do_not_ask_hear_of_no_operators():
     """And run under no dispatch mode."""
     x, log = leaf(4), []
 
-    class Quiet(Observer):
+    class Quiet(Watch):
         def ran(self, region, operator):
             log.append(operator)
 
@@ -416,11 +414,11 @@ def test_observers_that_do_not_ask_hear_of_no_operators():
         pass
 
     quiet, asks = Quiet(), Asks()
-    with observe(quiet):
+    with quiet:
         checkpoint(lambda x: log.append(torch._C._len_torch_dispatch_stack()) or x.sin(), x)
         assert log == [0]
         log.clear()
-        with observe(asks):
+        with asks:
             checkpoint(torch.sin, x)
         checkpoint(torch.sin, x)
     assert len(log) == 1  # a mode was there for the other one
@@ -433,7 +431,7 @@ def test_an_observer_inside_a_region_hears_of_the_regions_in_its_block_alone(reg
     x, within = leaf(4), Ledger()
 
     def block(h):
-        with observe(within):
+        with within:
             h = inner(lambda h: h.sin().exp(), "inner")(h)
         return h.cos()
 
@@ -456,7 +454,7 @@ def test_observing_changes_nothing(region):
     found = []
     for watched in (False, True):
         torch.manual_seed(3)
-        with observe(Ledger() if watched else Observer()):
+        with Ledger() if watched else Watch():
             y = region(block, "block", save_ops(aten.mm.default))(x.sin())
         y.sum().backward()
         found.append([y.detach(), torch.rand(3), *(each.grad for each in (x, w, v))])

@@ -7,16 +7,15 @@ import torch
 from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region
-from ckpt_hooks._core.events import Observer, Watch
-from ckpt_hooks._core.settings import observe
+from ckpt_hooks._core import events
 from ckpt_hooks._operators.operator_events import OperatorWatch, observe_all
 from ckpt_hooks.policies import save_ops
-from tests.measure import leaf
+from tests.measure import Watch, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
 
 
-class Notes(Observer):
+class Notes(Watch):
     """Notes operators with their regions, recomputes, and backwards."""
 
     wants_operators = True
@@ -72,7 +71,7 @@ ALL = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 def watched(function, *inputs, form, notes=None, **options):
     notes = Notes() if notes is None else notes
-    with observe(notes):
+    with notes:
         form(function, **options)(*inputs).sum().backward()
     return notes
 
@@ -121,7 +120,7 @@ def test_views_writes_and_shapes(form):
 
 def test_tensors_without_memory_have_no_address():
     notes = Notes()
-    with observe(notes):
+    with notes:
         checkpoint(torch.sin, torch.empty(3, device="meta", requires_grad=True))
     (one,) = notes.forward
     assert [each.address for each in one.inputs + one.outputs] == [0, 0]
@@ -217,7 +216,7 @@ def test_operators_that_policies_of_nested_regions_are_asked_about(form, inner):
         return inner(lambda x: x.exp().sin(), policy=policy(1))(x.cos()).tanh()
 
     notes = Told()
-    with observe(notes):
+    with notes:
         form(outer, policy=policy(0))(leaf(4))
     told = [[one for region, one in notes.told if len(region.path) == 1 + depth] for depth in (0, 1)]
     assert [one.name for one in told[1] if one.is_asked_about] == asked[1]
@@ -421,13 +420,13 @@ def test_nothing_of_it_runs_without_observers(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError
 
-    for owner, method in (OperatorWatch, "__init__"), (Watch, "__init__"), (OperatorWatch, "__torch_dispatch__"):
+    for owner, method in (OperatorWatch, "__init__"), (events.Watch, "__init__"), (OperatorWatch, "__torch_dispatch__"):
         monkeypatch.setattr(owner, method, fails)
     x, w = leaf(4, 4), leaf(8, 8)
     for form in FORMS.values():
         for policy in (None, save_ops(torch.ops.aten.mm.default)):
             form(work, policy=policy)(x, w).sum().backward()
-    with pytest.raises(AssertionError), observe(Notes()):
+    with pytest.raises(AssertionError), Notes():
         checkpoint(torch.sin, x)
 
 

@@ -8,8 +8,6 @@ import torch.nn.functional as F
 from torch.autograd import grad
 
 from ckpt_hooks import checkpoint, checkpoint_region, policies
-from ckpt_hooks._ambient import streams
-from ckpt_hooks._ambient.streams import stream_of_generator
 from tests.devices import FakeDevices, PhiloxGenerator, install  # noqa: F401 -- a fixture
 from tests.measure import leaf
 
@@ -91,24 +89,6 @@ def test_a_function_region_that_draws_anew_reads_no_state(devices, options):
     y = checkpoint(preserve_rng_state=False, **options)(draws)(x)
     grad(y.sum(), x)
     assert devices.counted() == {"get": 0, "set": 0, "look": 0}
-
-
-def test_an_explicit_generator_that_cannot_be_read_is_left_alone(devices):
-    """Where a recompute draws anew; as soon as it can be read, it is put back."""
-    generator = PhiloxGenerator(3, devices.calls)
-    generator.device = torch.device("hpu", 0)
-    generator.get_state = devices.refusing(generator.get_state)
-    devices.capturing = True
-    captured = streams.capture([generator], preserve=False)
-    assert [stream.generator for stream, _ in captured[2]] == [generator]
-    streams.leave(streams.enter(captured))
-    devices.capturing = False
-    before = generator.get_state()
-    undo = streams.enter(captured)
-    generator.draw()
-    streams.leave(undo)
-    assert torch.equal(generator.get_state(), before)
-    assert stream_of_generator(generator).is_readable()
 
 
 # What ``preserve_rng_state=False`` means to a recorded region, with no device in it

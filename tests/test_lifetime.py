@@ -14,16 +14,7 @@ import torch
 from torch.autograd import grad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing
-from ckpt_hooks._core.scopes import MISSING
-from ckpt_hooks._core.settings import observe
-from ckpt_hooks._function.handles import Pass
-from ckpt_hooks._function.selective import selection
-from ckpt_hooks._function.state import buffers
-from ckpt_hooks._function.state.container_contents import contents_kind_of
-from ckpt_hooks._function.state.reached_values import facts_of_code
-from ckpt_hooks._tensors.containers import instances_in
-from ckpt_hooks._tensors.held_tensors import HeldByHooks
+from ckpt_hooks import CheckpointError, GraphExecGroup, checkpoint, is_recomputing, trace
 from tests.measure import Frames, Log, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -32,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("no_gc")
 @pytest.fixture
 def frames():
     watching = Frames()
-    with observe(watching):
+    with watching:
         yield watching
 
 
@@ -114,7 +105,6 @@ def test_an_exception_in_recompute_keeps_nothing(frames):
         y.backward(retain_graph=True)
     assert [r() for r in made] == [None, None]
     assert frames.alive() == [True]
-    assert frames.frames[0]().passes == {}
     del y
     assert frames.alive() == [False]
 
@@ -133,48 +123,55 @@ def test_the_stop_leaves_no_cycle_behind(frames):
     assert [r() for r in made] == [None, None]
 
 
-def test_unclaimed_values_are_dropped_when_backward_ends(frames):
+def two(made):
+    """Returns a function of two outputs, which notes the memory of a tensor that backward reads of the second one alone."""
+
+    def function(x):
+        a, b = x.sin().exp(), x.cos()
+        made.append(StorageWeakRef(b.untyped_storage()))
+        return a, b.sin()
+
+    return function
+
+
+def test_unclaimed_values_are_dropped_when_backward_ends():
     """A partial backward under retain_graph, repeated, piles nothing up."""
-    x = leaf(3)
-    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().tanh()), x)
+    x, made = leaf(3), Log()
+    a, b = checkpoint(two(made), x)
     for _ in range(3):
         grad(a.sum(), x, retain_graph=True)
-        assert frames.frames[0]().passes == {}
-    del a, b
-    assert frames.alive() == [False]
+    assert [memory.expired() for memory in made] == [True] * 4
+    del b
 
 
-def test_unclaimed_values_are_dropped_when_backward_fails(frames):
+def test_unclaimed_values_are_dropped_when_backward_fails():
     """The same where the backward does not reach its end."""
-    x = leaf(3)
-    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().tanh()), x)
-    held = []
+    x, made, held = leaf(3), Log(), []
+    a, b = checkpoint(two(made), x)
 
     def fail(g):
-        held.append(len(frames.frames[0]().passes))
+        held.append(made[-1].expired())
         raise KeyError
 
     x.register_hook(fail)
     with contextlib.suppress(KeyError):
         a.sum().backward(retain_graph=True)
-    assert held == [1]
-    assert frames.frames[0]().passes == {}
-    assert frames.values_alive() == 0
+    assert held == [False]
+    assert [memory.expired() for memory in made] == [True] * 2
     del b
 
 
-def test_unclaimed_values_of_a_group_die_with_the_group(frames):
+def test_unclaimed_values_of_a_group_die_with_the_group():
     """A group keeps what its later backwards may need, and no longer than itself."""
-    x = leaf(3)
-    a, b = checkpoint(lambda x: (x.sin().exp(), x.cos().tanh()), x)
+    x, made = leaf(3), Log()
+    a, b = checkpoint(two(made), x)
     group = GraphExecGroup()
     with group:
         grad(a.sum(), x, retain_graph=True)
-    assert len(frames.frames[0]().passes) == 1
+    assert [memory.expired() for memory in made] == [True, False]
     del group
-    assert frames.frames[0]().passes == {}
-    del a, b
-    assert frames.alive() == [False]
+    assert [memory.expired() for memory in made] == [True] * 2
+    del b
 
 
 def test_nested_frames_die(frames):
@@ -242,7 +239,7 @@ def test_a_chain_of_regions_is_discarded_without_recursion(count):
     """Dropping the output of many regions in a row without a backward is no deep recursion either."""
     x = torch.ones(1, requires_grad=True)
     frames = Frames()
-    with observe(frames):
+    with frames:
         y = x
         for _ in range(count):
             y = checkpoint(torch.sin, y)
@@ -268,46 +265,12 @@ def test_a_frame_whose_forward_failed_in_a_context_of_its_own_is_closed(frames):
     assert torch.equal(y.grad_fn._saved_self, x)
 
 
-def test_frames_that_draw_nothing_share_one_rng_state(frames):
+def test_frames_that_draw_nothing_share_one_rng_state():
     x = leaf(3)
-    outputs = [checkpoint(block, x) for _ in range(10)]
-    assert len({id(r().call.ambient.streams[0]) for r in frames.frames}) == 1
+    with trace() as found:
+        outputs = [checkpoint(block, x) for _ in range(10)]
+    assert found.steps[0].held_bytes["random state"] == torch.get_rng_state().nbytes
     del outputs
-
-
-def test_a_frame_knows_which_handles_are_alive():
-    """By the holders of each number: not those of another frame with the same numbers, nor of a leaf that was kept."""
-    frames = Frames()
-    x = torch.ones(3, requires_grad=True)
-    with observe(frames):
-        first, second = checkpoint(lambda x: (x.sin().cos(), x.exp().tanh()), x)
-        others = checkpoint(lambda x: x.sin().cos().tan(), x)
-    frame = frames.frames[0]()
-    assert frame.alive() == [False, True, True, True]  # x is a leaf
-    del second
-    assert frame.alive() == [False, True, False, False]
-    first.sum().backward(retain_graph=True)
-    assert frame.alive() == [False, True, False, False]
-    del first, others
-    assert frame.alive() == [False] * 4
-
-
-def test_a_handle_that_died_is_not_brought_back_with_those_after_which_it_was_taken():
-    """A node that asks twice has what was taken after it brought back too, as far as anybody still may ask for that."""
-    frames = Frames()
-    x = torch.ones(3, requires_grad=True)
-    with observe(frames):
-        y = checkpoint(lambda x: x.sin().cos().tan(), x)
-    frame = frames.frames[0]()
-    opened = Pass(frame.recompute(None))
-    taken, opened.values[1:] = opened.values[1:], [MISSING, MISSING]
-    opened.taken[:] = [1, 2]
-    node = y.grad_fn.next_functions[0][0]
-    del y  # and the handle of tan's input with it
-    assert frame.alive() == [False, True, False]
-    assert torch.equal(frame.reopen_pass(opened, 1), taken[0])
-    assert opened.values[2] is MISSING
-    del node
 
 
 def test_a_frame_dies_before_a_graph_that_saved_nothing_but_leaves(frames):
@@ -334,7 +297,7 @@ def test_what_a_rerun_leaves_behind_keeps_neither_frame_nor_values(options, obse
 
     x, scale = leaf(3), torch.ones(5)
     gone = weakref.ref(scale)
-    with observe(watching) if observed else contextlib.nullcontext():
+    with watching if observed else contextlib.nullcontext():
         y, unclaimed = checkpoint(function, x, scale, **options)
         del scale
         y.sum().backward()
@@ -507,10 +470,13 @@ def test_outputs_within_reach_of_the_next_region_are_no_chain(held):
 
 
 def test_copies_of_tensors_that_no_module_owns_go_with_their_frames():
-    data = [torch.ones(5) for _ in range(3)]
+    def alive():
+        return sum(type(one) is torch.Tensor and one.numel() == 1019 for one in gc.get_objects())
+
+    before, data = alive(), [torch.ones(1019) for _ in range(3)]
     for batch in data:
         checkpoint(lambda x, batch=batch: (x * batch.sum()).sin(), leaf(3)).sum().backward()
-    assert [buffers._copies.get(batch, None)[1]() for batch in data] == [None] * 3
+    assert alive() == before + 3
 
 
 def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):
@@ -524,25 +490,33 @@ def test_an_exception_on_the_way_out_of_a_context_is_in_no_cycle(frames):
 
 
 def test_what_a_region_around_brings_back_for_a_policy_goes_when_the_recompute_ends():
-    inner = checkpoint(policy=[torch.ops.aten.exp.default])
-    kept = []
-    attach = selection.Selection.attach
+    made, inner = Log(), checkpoint(policy=[torch.ops.aten.exp.default])
 
-    def noting(self, *args, **kwargs):
-        kept.append(self)
-        attach(self, *args, **kwargs)
+    def several(x):
+        a, b = x.sin().exp(), x.cos().exp()
+        made.extend(StorageWeakRef(one.untyped_storage()) for one in (a, b))
+        return a.cos(), b.sin()
 
-    def two(x):
-        return x.sin().exp().cos(), x.cos().exp().sin()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection.Selection, "attach", noting)
-        y, z = checkpoint(lambda x: inner(two)(x * 2), leaf(3))
+    y, z = checkpoint(lambda x: inner(several)(x * 2), leaf(3))
     del z
     y.sum().backward(retain_graph=True)
-    packed = [one for entry in kept[0].outputs.entries.values() for one in instances_in(entry.value, HeldByHooks)]
-    assert packed
-    assert not kept[0].outputs._brought
+    assert len(made) > 2
+    assert all(memory.expired() for memory in made)
+
+
+def test_what_a_policy_keeps_goes_with_the_backward():
+    x, w, gone = leaf(4, 4), leaf(4, 4), []
+
+    def function(x):
+        h = x @ w
+        gone.append(StorageWeakRef(h.untyped_storage()))
+        return h.sin().exp()
+
+    y = checkpoint(policy=[torch.ops.aten.mm.default])(function)(x).sum()
+    assert not gone[0].expired()
+    y.backward()
+    assert gone[0].expired()
+    del y
 
 
 def test_values_from_a_fingerprint_go_with_the_frame():
@@ -644,13 +618,16 @@ def test_what_a_region_returns_written_to_its_argument_is_no_cycle(made, write, 
     assert memory.expired()
 
 
+@pytest.mark.slow
 def test_what_is_known_of_code_and_of_classes_that_are_made_anew_keeps_few_of_them():
-    kind, code = type("Made", (), {}), compile("lambda x: x", "made", "eval")
-    contents_kind_of(kind)
-    facts_of_code(eval(code, {}))
-    gone = weakref.ref(kind), weakref.ref(code.co_consts[0])
-    for _ in range(10_001):
-        contents_kind_of(type("Made", (), {}))
-    del kind, code
+    """A program may define functions and classes in a loop."""
+    x, source, gone = leaf(3), "lambda x: (x, held)[0]", []
+    for number in range(10_002):
+        kind = type("Made", (), {})
+        function = eval(compile(source, "made", "eval"), {"held": kind()})
+        checkpoint(function, x)
+        if number == 0:
+            gone += [weakref.ref(kind), weakref.ref(function.__code__)]
+    del kind, function
     gc.collect()
     assert [one() for one in gone] == [None, None]

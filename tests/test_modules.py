@@ -27,7 +27,6 @@ from ckpt_hooks import (
     policies,
     remove_checkpointing,
 )
-from ckpt_hooks._core.settings import observe
 from tests.behaviours.runs import same
 from tests.measure import CountOps, Frames, Log, as_library
 from tests.test_threads import in_threads
@@ -163,7 +162,7 @@ def test_copies_are_checkpointed_by_themselves(base, options, copied, monkeypatc
     reference = weakref.ref(model.layers[0])
     del model, base
     regions = Frames()
-    with observe(regions):
+    with regions:
         assert all_same(trained(twin), expected)
     assert len(regions.frames) == 6
     remove_checkpointing(twin)
@@ -202,7 +201,7 @@ def test_undo(base, options):
     other = Net()
     other.load_state_dict(model.state_dict())
     regions = Frames()
-    with observe(regions):
+    with regions:
         trained(model)
     assert regions.frames == []
 
@@ -213,7 +212,7 @@ def test_an_earlier_undo_leaves_other_regions_alone(base):
     second = apply_checkpointing(model, "layers.1")
     first.undo()
     regions = Frames()
-    with observe(regions):
+    with regions:
         assert all_same(trained(model), expected)
     assert len(regions.frames) == 2
     second.undo()
@@ -265,7 +264,7 @@ def test_a_forward_of_the_instance(base):
     assert layer.forward is after
     ran.clear()
     regions = Frames()
-    with observe(regions):
+    with regions:
         model(torch.ones(3, 4)).sum().backward()
     assert (regions.frames, ran) == ([], ["after", "before"])
     checkpoint_module(layer)
@@ -316,7 +315,7 @@ def test_replicas_of_data_parallel(base, options):
         replica.linear.bias.zero_()
     replica.eval()
     regions = Frames()
-    with observe(regions):
+    with regions:
         replica(torch.ones(3, 4)).sum().backward()
     assert len(regions.frames) == 1
     assert torch.count_nonzero(replica.linear.bias.grad) == 4
@@ -395,7 +394,7 @@ def test_without_gradients(base, options):
     apply_checkpointing(model, Block, **options)
     regions = Frames()
     x = torch.ones(3, 4)
-    with observe(regions), torch.no_grad():
+    with regions, torch.no_grad():
         assert torch.equal(model.eval()(x), plain(x))
     assert regions.frames == []
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from torch.autograd import grad
 
-from ckpt_hooks import checkpoint, set_checkpoint_early_stop
+from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, policies, set_checkpoint_early_stop
+from ckpt_hooks.offload import offload_saved_tensors
 from tests.measure import Calls, CountOps, Log, leaf
 
 
@@ -158,6 +161,43 @@ def test_rule_5_without_early_stop_runs_to_the_end(impl):
     assert ops.counts["exp"] == 1
 
 
+def test_rule_5_frozen_weights_do_not_delay_the_stop():
+    """A parameter that needs no gradient was complete before the region ran."""
+    linear = torch.nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
+    y = checkpoint(lambda x: linear(x.sin()), leaf(2, 3))
+    with CountOps() as ops:
+        y.sum().backward()
+    assert ops.counts["addmm"] == 0
+
+
+def test_rule_5_without_early_stop_the_counts_of_saved_tensors_agree():
+    """Also where those that are missing are not needed any more."""
+    calls = Calls(lambda x: (x.neg().sin(), x.cos()) if calls.count == 1 else (x.neg().sin(),))
+    a, b = checkpoint(calls, leaf(3), early_stop=False)
+    del b
+    with pytest.raises(DeterminismError, match="A different number of tensors was saved"):
+        a.sum().backward()
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_rule_8_what_a_function_raises_on_being_stopped(raised):
+    """An error is of no consequence, since every value is there. An interrupt is the user's."""
+
+    def function(x):
+        try:
+            return x.sin().exp()
+        except BaseException:
+            raise raised from None
+
+    x = leaf(3)
+    y = checkpoint(function, x).sum()
+    if raised is KeyboardInterrupt:
+        with pytest.raises(KeyboardInterrupt):
+            y.backward()
+    else:
+        assert torch.equal(grad(y, x)[0], grad(function(x).sum(), x)[0])
+
+
 def test_rule_6_backward_inside_forward_retaining(impl):
     """``autograd.grad`` with retain_graph inside a region."""
 
@@ -237,6 +277,29 @@ def test_rule_6_backward_inside_forward_after_an_argument_got_another_storage():
     assert torch.equal(found, expected)
 
 
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_rule_6_a_rerun_in_the_middle_of_forward_does_not_run_ahead(early_stop):
+    """A backward inside asks for tensors before forward has come to the write below."""
+
+    def found(form):
+        x = torch.linspace(-1, 1, 8, requires_grad=True)
+        h, log = x * 1.2, Log()
+
+        def function():
+            y = h * 0.25
+            (inner,) = grad(torch.nn.functional.celu(y).sum(), y, create_graph=True)
+            h.view(2, 4)[0].mul_(-0.7)
+            log.append(inner.detach())
+            return h * inner
+
+        result = form(function)
+        return [result.detach(), h.detach(), *log]
+
+    expected = found(lambda function: function())
+    results = found(lambda function: checkpoint(early_stop=early_stop)(function)())
+    assert list(map(torch.equal, results, expected)) == [True] * 3
+
+
 def test_rule_6_third_order_through_nested_regions(impl):
     """Third derivatives through four levels of nesting are bitwise those of plain autograd."""
     x = leaf(4)
@@ -281,6 +344,92 @@ def test_rule_6_access_outside_of_backward_stops_at_what_was_asked_for():
     with CountOps() as ops:
         node._saved_result  # noqa: B018
     assert ops.counts == {"sin": 1, "exp": 1}
+
+
+# Saved tensors in any order, which torch leaves open
+
+
+def program(x, w):
+    h = torch.nn.functional.dropout(x @ w, 0.5)
+    for _ in range(2):
+        h = torch.tanh(h @ w) * h.exp() + (h.sin() * h.cos()).softmax(-1)
+    return h.sigmoid() @ w
+
+
+def region(function, *args, **options):
+    return checkpoint_region(**options)(function)(*args)
+
+
+def offloaded(function, *args):
+    with offload_saved_tensors(min_offload_size=1024):
+        return region(function, *args)
+
+
+MM = torch.ops.aten.mm.default
+#: Ways to run the program, and how often one backward calls it again: a region that only records does not.
+FORMS = {
+    "checkpoint": (checkpoint, 1),
+    "to its end": (lambda function, *args: checkpoint(function, *args, early_stop=False), 1),
+    "policy": (lambda function, *args: checkpoint(policy=[MM])(function)(*args), 1),
+    "policy that offloads": (lambda function, *args: checkpoint(policy=policies.offload_ops(MM))(function)(*args), 1),
+    "nested": (lambda function, *args: checkpoint(lambda *args: checkpoint(function, *args), *args), 1),
+    "region": (region, 0),
+    "region with a policy": (lambda function, *args: region(function, *args, policy=[MM]), 0),
+    "region that offloads": (lambda function, *args: region(function, *args, policy=policies.offload_ops(MM)), 0),
+    "region among offloaded tensors": (offloaded, 0),
+    "region in checkpoint": (lambda function, *args: checkpoint(lambda *args: region(function, *args), *args), 1),
+    "checkpoint in region": (lambda function, *args: region(lambda *args: checkpoint(function, *args), *args), 1),
+}
+
+
+def read(y, order):
+    """Reads the saved tensors of a graph in an order; returns them in the order of packing, None where a node needs none."""
+    nodes, todo = {}, [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in nodes and node.name() != "torch::autograd::AccumulateGrad":
+            nodes[node] = node._sequence_nr()
+            todo += [below for below, _ in node.next_functions]
+    found = [
+        (node, name)
+        for node in sorted(nodes, key=nodes.__getitem__)
+        for name in dir(node)
+        if name.startswith("_saved_") and isinstance(getattr(node, f"_raw{name}", None), torch._C._autograd.SavedTensor)
+    ]
+    shuffled = found[::-1] if order == "backward" else found[:]
+    if isinstance(order, int):
+        random.Random(order).shuffle(shuffled)
+    values = {(node, name): getattr(node, name) for node, name in shuffled}
+    return [values[access] for access in found]
+
+
+@pytest.mark.parametrize("order", ["forward", "backward", 0, 1])
+@pytest.mark.parametrize("within", [True, False], ids=["in one backward", "outside of backward"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.usefixtures("transfers")
+def test_rule_6_saved_tensors_in_any_order(form, within, order):
+    """Each is plain autograd's bit for bit. In one backward a recompute serves them all, and the next one another."""
+    run, reruns = FORMS[form]
+    x, w = leaf(16, 16), (torch.randn(16, 16, dtype=torch.float64) / 16).requires_grad_()
+    torch.manual_seed(0)
+    plain = program(x.sin(), w)
+    expected = [None if value is None else value.clone() for value in read(plain, "forward")]
+    gradients = grad(plain.sum(), (x, w))
+    torch.manual_seed(0)
+    calls, found = Calls(program), []
+    y = run(calls, x.sin(), w)
+    if within:  # in the course of a backward which has nothing to do with it
+        unrelated = leaf(1) * 1
+        unrelated.register_hook(lambda gradient: found.extend(read(y, order)))
+        unrelated.sum().backward()
+        assert calls.count == 1 + reruns
+        calls.count = 1
+    else:
+        found = read(y, order)
+    assert len(found) == len(expected)
+    assert all(one is other is None or torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    assert all(map(torch.equal, grad(y.sum(), (x, w)), gradients))
+    assert not within or calls.count == 1 + reruns
 
 
 def test_a_saved_tensor_may_be_unpacked_twice_in_one_backward():

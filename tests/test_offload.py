@@ -11,10 +11,8 @@ from torch.autograd import grad
 
 import ckpt_hooks
 from ckpt_hooks import CheckpointPolicy, MutationError, checkpoint_name, checkpoint_region
-from ckpt_hooks._tensors.offloaded import Batch
-from ckpt_hooks._tensors.transfers import transfers_for
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.measure import CountOps, Log, SavesItsResult, leaf
+from tests.measure import CountOps, Log, Saves, SavesItsResult, leaf
 
 aten = torch.ops.aten
 
@@ -31,10 +29,10 @@ def save_and_offload(*operators):
 
 def test_streams_wait_for_each_other(transfers):
     """The copy out for the computing before it, the copy back for the copy out, the computing after for the copy back."""
-    tensor = torch.randn(300)
-    batch = Batch()
-    sent = batch.send(tensor, transfers)
-    assert torch.equal(sent.get(), tensor)
+    x = torch.randn(300, requires_grad=True)
+    with offloading():
+        y = (x * 1).sin()
+    assert torch.equal(grad(y.sum(), x)[0], x.cos())
     assert transfers.notes == [
         ("out", "waits for", "main"),
         ("send", 300),
@@ -47,15 +45,18 @@ def test_streams_wait_for_each_other(transfers):
 
 
 def test_a_tensor_comes_back_as_it_was(transfers):
-    """Strides, version and values, in a new object each time."""
-    tensor = torch.randn(40, 30).t()
+    """With its strides and values, in a new object each time."""
+    tensor, found = torch.randn(40, 30).t(), []
     tensor.mul_(2)
-    sent = Batch().send(tensor, transfers)
-    first, second = sent.get(), sent.get()
+    with offloading():
+        y = Saves.apply(leaf(1), tensor, found.append)
+    for _ in range(2):
+        y.backward(retain_graph=True)
+    first, second = found
     assert first is not second
-    for found in (first, second):
-        assert torch.equal(found, tensor)
-        assert (found.stride(), found._version, found.data_ptr() == tensor.data_ptr()) == (tensor.stride(), 1, False)
+    for one in found:
+        assert torch.equal(one, tensor)
+        assert (one.stride(), one.data_ptr() == tensor.data_ptr()) == (tensor.stride(), False)
 
 
 @pytest.mark.parametrize(
@@ -72,19 +73,30 @@ def test_a_tensor_comes_back_as_it_was(transfers):
 )
 def test_what_stays(transfers, tensor):
     """What is not worth moving, or not to be moved as it is."""
-    assert transfers_for(tensor) is None
+    with offloading():
+        y = Saves.apply(leaf(1), tensor)
+    assert transfers.moved() == []
+    y.backward()
 
 
 def test_the_threshold(transfers):
     """In bytes."""
-    assert transfers_for(torch.ones(256)) is transfers
-    assert transfers_for(torch.ones(255)) is None
-    assert transfers_for(torch.ones(255), min_offload_size=0) is transfers
+    sent = []
+    for size, threshold in ((256, 1024), (255, 1024), (255, 0)):
+        with offload_saved_tensors(min_offload_size=threshold):
+            y = Saves.apply(leaf(1), torch.ones(size))
+        sent.append(transfers.count("send"))
+        y.backward()
+    assert sent == [1, 1, 2]
 
 
 def test_the_host_stays_where_it_is():
     """Without a device there is nothing to move."""
-    assert transfers_for(torch.ones(10_000)) is None
+    tensor, found = torch.ones(10_000), []
+    with offload_saved_tensors(min_offload_size=0):
+        y = Saves.apply(leaf(1), tensor, found.append)
+    y.backward()
+    assert found[0].data_ptr() == tensor.data_ptr()
 
 
 def test_a_policy_offloads(transfers):

@@ -12,11 +12,9 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import MutationError, apply_checkpointing, checkpoint, checkpoint_module, checkpoint_region
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.policies import dots_saveable
 from ckpt_hooks.report import Reason
-from tests.measure import CountOps, Log
+from tests.measure import CountOps, Log, Watch
 
 
 class Layer(nn.Module):
@@ -276,7 +274,7 @@ def test_what_is_told(transfers):
     """Reports see the inputs on the host, and the copies."""
     x = torch.randn(300, requires_grad=True)
 
-    class Copies(Observer):
+    class Copies(Watch):
         def __init__(self):
             self.found = []
 
@@ -289,7 +287,7 @@ def test_what_is_told(transfers):
     for make in (checkpoint, checkpoint_region):
         copies = Copies()
         region = make(name="one", offload_inputs=True)
-        with observe(copies):
+        with copies:
             y = region(lambda x: x.sin().cos())(x * 1)
         y.sum().backward()
         told = [("one", 1200, True), (Reason.OFFLOADED, 1200), ("one", 1200, False)]

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ckpt_hooks._operators import schema_gaps
+from ckpt_hooks._operators.facts import facts_of
 
 LATEST_LOOKED_AT = (2, 15)
 
@@ -92,3 +93,16 @@ def test_rrelu_saves_its_noise_first():
         with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t.requires_grad), lambda t: t):
             function(x, training=True)
         assert saved == [False, True]
+
+
+@pytest.mark.parametrize("name", ["_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"])
+def test_operators_that_drop_out_by_a_buffer_of_masks(name):
+    """The names of their arguments are those that tell whether they do."""
+    operator = getattr(torch.ops.aten, name).default
+    positions = {argument.name: index for index, argument in enumerate(operator._schema.arguments)}
+    for dropout, train in ((0.5, True), (0.0, True), (0.5, False)):
+        args = [None] * len(positions)
+        args[positions["dropout"]], args[positions["train"]] = dropout, train
+        assert facts_of(operator).drops_from_buffer(args, {}) == bool(dropout and train)
+        assert facts_of(operator).drops_from_buffer([], {"dropout": dropout, "train": train}) == bool(dropout and train)
+    assert not facts_of(torch.ops.aten.native_dropout.default).drops_from_buffer([], {"p": 0.5, "train": True})

@@ -23,20 +23,22 @@ from torch.utils.checkpoint import checkpoint_sequential as sequential_of_torch
 
 import ckpt_hooks
 from ckpt_hooks import is_recomputing, patch_torch
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.hooks import mark_thread, rewind
-from ckpt_hooks._core.settings import observe
-from ckpt_hooks._torch.checkpoint import FUNCTION_OF_ENGINE
 from ckpt_hooks.integrations import patch_torch as of_integrations
 from ckpt_hooks.report import Reason
-from tests.measure import Log, leaf
+from tests.measure import Log, Watch, leaf
+from tests.test_threads import in_threads
 
 aten = torch.ops.aten
+
+#: The function that all calls of torch's engine come to; from torch 2.14 on it is another one.
+FUNCTION_OF_ENGINE = "_checkpoint_without_reentrant_generator"
+if hasattr(torch.utils.checkpoint, f"{FUNCTION_OF_ENGINE}_impl"):
+    FUNCTION_OF_ENGINE += "_impl"
 ENGINE = getattr(torch.utils.checkpoint, FUNCTION_OF_ENGINE)
 HAS_CURRIED = inspect.signature(imported_early).parameters["function"].default is None
 
 
-class Count(Observer):
+class Count(Watch):
     """Counts regions of this package, and their recomputes."""
 
     def __init__(self):
@@ -157,12 +159,12 @@ def same_as_plain(found):
 @pytest.mark.parametrize("form", WITH_SEQUENTIAL)
 def test_every_form_runs_here_bit_for_bit_and_on_torch_afterwards(form):
     module, count = block(), Count()
-    with observe(count), patch_torch():
+    with count, patch_torch():
         found = step(module, WITH_SEQUENTIAL[form](module))
     assert (len(count.names), count.recomputes) == (1, 1)
     same_as_plain(found)
     module = block()
-    with observe(count):
+    with count:
         step(module, WITH_SEQUENTIAL[form](module))
     assert len(count.names) == 1
 
@@ -171,7 +173,7 @@ def test_every_form_runs_here_bit_for_bit_and_on_torch_afterwards(form):
 def test_what_was_made_before_the_patch_runs_here_too(form):
     module, count = block(), Count()
     call = WITH_SEQUENTIAL[form](module)
-    with observe(count), patch_torch():
+    with count, patch_torch():
         found = step(module, call)
     assert (len(count.names), count.recomputes) == (1, 1)
     same_as_plain(found)
@@ -218,7 +220,7 @@ def test_selective_policies(form, whose):
     of = torch.utils.checkpoint if whose == "theirs" else ckpt_hooks
     options = {} if whose == "patch" else {"context_fn": functools.partial(of.create_selective_checkpoint_contexts, policy)}
     module, count = block(), Count()
-    with observe(count), patch_torch(policy=policy if whose == "patch" else None):
+    with count, patch_torch(policy=policy if whose == "patch" else None):
         call = FORMS[form](module, **options)
         found = step(module, call)
         y = call(leaf(4, 8)).sum()
@@ -282,7 +284,7 @@ REENTRANT = {
 @pytest.mark.parametrize("form", REENTRANT)
 def test_reentrant_calls_stay_torchs(form):
     count, module = Count(), block()
-    with observe(count), patch_torch(reentrant=False):
+    with count, patch_torch(reentrant=False):
         found = step(module, REENTRANT[form](module))
     assert count.names == []
     module = block()
@@ -317,7 +319,7 @@ def test_no_warning_of_reentrant_calls_where_the_patch_says_what_it_wants(reentr
 @pytest.mark.parametrize("form", REENTRANT)
 def test_reentrant_calls_run_here_if_asked(form):
     count, module = Count(), block()
-    with observe(count), patch_torch(reentrant=True):
+    with count, patch_torch(reentrant=True):
         found = step(module, REENTRANT[form](module))
     assert (len(count.names), count.recomputes) == (1, 1)
     same_as_plain(found)  # buffers included, which torch's engine updates twice
@@ -325,7 +327,7 @@ def test_reentrant_calls_run_here_if_asked(form):
 
 def test_reentrant_wrapper_with_keyword_arguments():
     count, module = Count(), block()
-    with observe(count), patch_torch(reentrant=True):
+    with count, patch_torch(reentrant=True):
         call = reentrant_wrapper(module)
         found = step(module, lambda x: call(x, scale=3.0))
     assert count.recomputes == 1
@@ -340,7 +342,7 @@ def test_torchs_warning_of_the_missing_flag_stays():
 
 def test_the_latest_patch_decides_about_reentrant_calls():
     count = Count()
-    with observe(count), patch_torch(reentrant=True):
+    with count, patch_torch(reentrant=True):
         with patch_torch(reentrant=False):
             imported_early(cosine, leaf(3), use_reentrant=True)
         assert count.names == []
@@ -354,7 +356,7 @@ def test_the_latest_patch_decides_about_reentrant_calls():
 def runs_here():
     """Whether a call runs on this package's engine."""
     count = Count()
-    with observe(count):
+    with count:
         imported_early(torch.sin, leaf(3), use_reentrant=False)
     return bool(count.names)
 
@@ -438,7 +440,7 @@ def _forgotten():
 
 def test_a_region_of_before_is_recomputed_after():
     x, count = leaf(3), Count()
-    with observe(count), patch_torch():
+    with count, patch_torch():
         y = imported_early(lambda x: x.sin().cos(), x, use_reentrant=False)
     y.sum().backward()
     assert count.recomputes == 1
@@ -446,7 +448,7 @@ def test_a_region_of_before_is_recomputed_after():
     plain.sin().cos().sum().backward()
     assert torch.equal(x.grad, plain.grad)
     y = imported_early(lambda x: x.sin().cos(), x, use_reentrant=False)
-    with observe(count), patch_torch():
+    with count, patch_torch():
         y.sum().backward()  # torch's
     assert count.recomputes == 1
     assert torch.equal(x.grad, 2 * plain.grad)
@@ -479,6 +481,7 @@ def test_it_is_exported():
 # Threads
 
 
+@pytest.mark.filterwarnings("ignore:another thread draws")
 def test_all_threads_run_here(no_gc):
     count, failures = Count(), []
 
@@ -487,7 +490,7 @@ def test_all_threads_run_here(no_gc):
             for _ in range(20):
                 module = nn.Sequential(nn.Linear(4, 4), nn.GELU()).double()
                 x = leaf(2, 4)
-                with observe(count):
+                with count:
                     y = imported_early(module, x, use_reentrant=False)
                 y.sum().backward()
                 plain = x.detach().requires_grad_()
@@ -552,7 +555,7 @@ def test_nested_regions(outer, inner):
     module, count = Outer(), Count()
     object.__setattr__(module, "call", FORMS[inner](module.second))
     call = FORMS[outer](module)
-    with observe(count), patch_torch():
+    with count, patch_torch():
         found = step(module, call)
     assert len(count.names) == 3  # the inner one twice
     assert_same(found, step(plain, plain))
@@ -569,7 +572,7 @@ def test_regions_of_both_packages_in_each_other():
 
     for call in (ours_around, theirs_around):
         module = nn.Sequential(block(), block())
-        with observe(count), patch_torch():
+        with count, patch_torch():
             found = step(module, call)
         plain = nn.Sequential(block(), block())
         assert_same(found, step(plain, plain))
@@ -709,7 +712,7 @@ def test_graph_exec_group_of_torch():
 
 def test_without_gradients_the_function_is_called_plainly():
     count = Count()
-    with observe(count), patch_torch(reentrant=True), torch.no_grad():
+    with count, patch_torch(reentrant=True), torch.no_grad():
         assert torch.equal(imported_early(torch.sin, torch.ones(3), use_reentrant=False), torch.ones(3).sin())
         assert torch.equal(imported_early(torch.sin, torch.ones(3), use_reentrant=True), torch.ones(3).sin())
     assert count.names == []
@@ -724,12 +727,12 @@ def test_under_transforms_torch_runs_the_call():
     with pytest.raises(RuntimeError, match="hooks") as plain:
         run()
     count = Count()
-    with observe(count), patch_torch(), pytest.raises(RuntimeError, match="hooks") as patched:
+    with count, patch_torch(), pytest.raises(RuntimeError, match="hooks") as patched:
         run()
     mapped = torch.func.vmap(lambda x: imported_early(torch.sin, x, use_reentrant=False))
     with contextlib.suppress(RuntimeError):  # torch 2.11 maps no checkpoint
         mapped(leaf(2, 3))
-        with observe(count), patch_torch():
+        with count, patch_torch():
             mapped(leaf(2, 3))
     assert count.names == []
     assert str(patched.value) == str(plain.value)
@@ -742,7 +745,7 @@ def test_under_a_tracer_torch_runs_the_call():
         return imported_early(lambda x: x.sin().cos(), x, use_reentrant=False).sum()
 
     count = Count()
-    with observe(count), patch_torch():
+    with count, patch_torch():
         found = make_fx(program)(leaf(3))
     assert count.names == []
     assert found.code == make_fx(program)(leaf(3)).code
@@ -761,7 +764,7 @@ def test_an_exception_in_forward_leaves_the_thread_as_it_was(form):
 
     module, count = Fails(), Count()
     call = FORMS[form](module)
-    with observe(count), patch_torch():
+    with count, patch_torch():
         with pytest.raises(ZeroDivisionError):
             call(leaf(3))
         module.fail = False
@@ -785,23 +788,25 @@ def test_ctrl_c_in_forward_leaves_the_thread_as_it_was(form):
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
 
 
+class FailsFirst(nn.Module):
+    """Is interrupted until it is told not to be."""
+
+    fails = True
+
+    def forward(self, x):
+        x = x.sin()
+        if self.fails:
+            raise KeyboardInterrupt
+        return x.cos()
+
+
 def test_ctrl_c_in_a_composable_module_is_made_good_by_the_next_call():
     """Hooks of modules do not hear of Ctrl-C; the next call closes the region that was left open, as with torch's engine."""
-
-    class Fails(nn.Module):
-        fail = True
-
-        def forward(self, x):
-            x = x.sin()
-            if self.fail:
-                raise KeyboardInterrupt
-            return x.cos()
-
-    module, count = composable_checkpoint(Fails()), Count()
-    with observe(count), patch_torch():
+    module, count = composable_checkpoint(FailsFirst()), Count()
+    with count, patch_torch():
         with pytest.raises(KeyboardInterrupt):
             module(leaf(3))
-        module.fail = False
+        module.fails = False
         x = leaf(3)
         module(x).sum().backward()
     assert count.recomputes == 1
@@ -811,20 +816,20 @@ def test_ctrl_c_in_a_composable_module_is_made_good_by_the_next_call():
 
 
 def test_a_region_left_open_is_not_closed_in_place_of_another():
-    """As where the next call of an interrupted module is inside another region."""
-    mark = mark_thread()
-    try:
-        with patch_torch() as patch:
-            left_open, other = (patch._region(torch.sin, (leaf(3),), {}) for _ in range(2))
-            next(left_open)
-            next(other)
-            before = mark_thread()
-            left_open.close()
-            assert mark_thread() == before
-            next(other, None)
-            assert mark_thread() != before
-    finally:
-        rewind(mark, KeyboardInterrupt())
+    """As where the next call of an interrupted module is inside another region. The one left open ends with its thread."""
+    inner, x = composable_checkpoint(FailsFirst()), leaf(3)
+    outer = composable_checkpoint(nn.Sequential(nn.Tanh(), inner, nn.Tanh()))
+
+    def program():
+        with pytest.raises(KeyboardInterrupt):
+            inner(leaf(3))
+        inner.fails = False
+        outer(x).sum().backward()
+
+    with patch_torch():
+        in_threads(program)
+    plain = x.detach().requires_grad_()
+    assert torch.equal(x.grad, torch.autograd.grad(plain.tanh().sin().cos().tanh().sum(), plain)[0])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -858,12 +863,12 @@ def test_a_program_that_replaces_checkpoint_keeps_its_function():
         try:
             patch = patch or patch_torch()
             count = Count()
-            with observe(count):
+            with count:
                 torch.utils.checkpoint.checkpoint(cosine, leaf(3), use_reentrant=False)
             assert count.names == ["cosine"]
             patch.undo()
             assert torch.utils.checkpoint.checkpoint is theirs
-            with observe(count):
+            with count:
                 torch.utils.checkpoint.checkpoint(cosine, leaf(3), use_reentrant=False)
             assert count.names == ["cosine"]
         finally:
@@ -878,7 +883,7 @@ def test_a_program_that_replaces_the_reentrant_function(monkeypatch):
     monkeypatch.setattr(torch.utils.checkpoint, "CheckpointFunction", Theirs)
     with patch_torch(reentrant=True):
         count = Count()
-        with observe(count):
+        with count:
             imported_early(cosine, leaf(3), use_reentrant=True)
         assert count.names == ["cosine"]
         assert "apply" in vars(Theirs)
@@ -942,7 +947,7 @@ def compiled(program, patched, **options):
     torch.manual_seed(0)
     module, x, count = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True), Count()
     function = torch.compile(program(module), **options)
-    with observe(count), patch_torch() if patched else contextlib.nullcontext():
+    with count, patch_torch() if patched else contextlib.nullcontext():
         for _ in range(2):
             y = function(x)
             y.sum().backward()
@@ -988,7 +993,7 @@ def test_a_compiled_module_in_a_region():
     module = nn.Sequential(nn.Linear(8, 8), nn.GELU()).double()
     call = torch.compile(module, backend="aot_eager")
     count, x = Count(), leaf(4, 8)
-    with observe(count), patch_torch():
+    with count, patch_torch():
         imported_early(call, x, use_reentrant=False).sum().backward()
     assert count.recomputes == 1
     plain = x.detach().requires_grad_()

@@ -12,7 +12,6 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_region, policies
-from ckpt_hooks._operators.facts import facts_of
 from tests.devices import FakeDevices, OnDevice, install  # noqa: F401 -- a fixture
 from tests.measure import Log, as_library, leaf
 
@@ -216,15 +215,3 @@ def test_one_that_drops_nothing_runs_again(rnn, call, options):
     expected = grad(two_layers(x, buffer, **options).sum(), x)[0]
     assert torch.equal(grad(call(two_layers, x, buffer, **options).sum(), x)[0], expected)
     assert rnn.runs == 6
-
-
-@pytest.mark.parametrize("name", ["_cudnn_init_dropout_state", "_cudnn_rnn", "miopen_rnn"])
-def test_what_is_known_of_such_operators(name):
-    operator = getattr(torch.ops.aten, name).default
-    positions = {argument.name: index for index, argument in enumerate(operator._schema.arguments)}
-    for dropout, train in ((0.5, True), (0.0, True), (0.5, False)):
-        args = [None] * len(positions)
-        args[positions["dropout"]], args[positions["train"]] = dropout, train
-        assert facts_of(operator).drops_from_buffer(args, {}) == bool(dropout and train)
-        assert facts_of(operator).drops_from_buffer([], {"dropout": dropout, "train": train}) == bool(dropout and train)
-    assert not facts_of(torch.ops.aten.native_dropout.default).drops_from_buffer([], {"p": 0.5, "train": True})

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from ckpt_hooks import MutationError, checkpoint_region
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks._tensors import refilling
 from ckpt_hooks._tensors.refilling import Origin, borrow, give_back, is_lent
 from tests.measure import Frames
@@ -104,7 +103,7 @@ def test_memory_of_an_owner_is_not_the_regions(registered):
     owner.whole["a"].requires_grad_(False)
     x = torch.rand(3, 3, requires_grad=True)
     frames = Frames()
-    with observe(frames), checkpoint_region():
+    with frames, checkpoint_region():
         y = (x + owner.whole["a"]).sin().exp()
     frame = frames.frames[0]()
     assert len(frame.saved()) == 2

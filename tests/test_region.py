@@ -13,9 +13,15 @@ from torch import nn
 from torch.autograd import grad
 from torch.autograd.graph import disable_saved_tensors_hooks
 
-from ckpt_hooks import MutationError, checkpoint_name, checkpoint_region, is_recomputing, policies
-from ckpt_hooks._core.frame import stack
-from ckpt_hooks._function import callables
+from ckpt_hooks import (
+    MutationError,
+    checkpoint,
+    checkpoint_name,
+    checkpoint_region,
+    checkpoint_sequential,
+    is_recomputing,
+    policies,
+)
 from ckpt_hooks.report import saved_tensors_report
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, assert_same, plain, replayed
@@ -28,7 +34,6 @@ aten = torch.ops.aten
 def _nothing_left_behind():
     """After each test no region is open, whatever way it was left."""
     yield
-    assert stack.innermost is None
     assert torch._C._len_torch_dispatch_stack() == 0
 
 
@@ -194,9 +199,9 @@ def test_a_generator_with_a_region_in_it():
     first, second = steps()
     generator = steps()
     third = next(generator).tanh()
-    assert stack.innermost is not None
+    assert torch._C._len_torch_dispatch_stack() == 1
     generator.close()
-    assert stack.innermost is None
+    assert torch._C._len_torch_dispatch_stack() == 0
     found = grad((first * second * third).sum(), x)
     expected = grad((x.sin().exp() * x.sin().cos() * x.sin().exp().tanh()).sum(), x)
     assert torch.allclose(found[0], expected[0])
@@ -209,7 +214,6 @@ def test_without_grad_nothing_is_recorded():
     """No dispatch mode, no frame; gradients switched on within are not the region's."""
     x = leaf(3)
     with torch.no_grad(), checkpoint_region() as region:
-        assert stack.innermost is None
         assert torch._C._len_torch_dispatch_stack() == 0
         y = block(x)
         with torch.enable_grad():
@@ -234,9 +238,8 @@ def test_no_grad_within_a_region():
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap", "vjp"])
-def test_torch_func_transforms_warn_once(transform, monkeypatch):
+def test_torch_func_transforms_warn_once(transform):
     """Saved-tensor hooks are not for them: the region runs plainly, with one warning in a process."""
-    monkeypatch.setattr(callables, "_warned_of_transform", False)
     x = torch.randn(3)
 
     def function(x):
@@ -276,7 +279,6 @@ def test_hooks_that_are_disabled():
     x = leaf(3)
     with disable_saved_tensors_hooks("not here"), pytest.raises(RuntimeError, match="not here"), checkpoint_region():
         raise AssertionError
-    assert stack.innermost is None
     assert torch._C._len_torch_dispatch_stack() == 0
     with checkpoint_region():
         h = x.sin()
@@ -391,20 +393,35 @@ def test_a_region_is_not_recomputing():
 
 
 @pytest.mark.slow
-def test_regions_do_not_load_the_compiler():
-    """Neither importing nor using them, with policies, names, and nesting; it takes seconds."""
+def test_importing_and_a_first_step_do_not_load_the_compiler():
+    """With regions of both kinds, policies, names, and nesting; ``torch._dynamo`` takes more than a second."""
     program = """
 import sys, torch
-from ckpt_hooks import checkpoint_name, checkpoint_region, policies
+from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region, checkpoint_sequential, policies
+assert "torch._dynamo" not in sys.modules
 x = torch.randn(4, 4, requires_grad=True)
 with checkpoint_region(policy=policies.dots_saveable):
     h = torch.nn.functional.dropout(x @ x, 0.5).relu_()
     with checkpoint_region(policy=policies.save_only_these_names("h")):
         y = checkpoint_name(h.sin(), "h").exp()
-y.sum().backward()
+with torch.autocast("cpu"):
+    checkpoint(torch.sin, y.exp(), debug=True).sum().backward()
+checkpoint_sequential([torch.sin] * 4, 2, x).sum().backward()
 assert "torch._dynamo" not in sys.modules
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True)
+
+
+def test_a_step_asks_for_no_compiler(monkeypatch):
+    """As a first one does in a process of its own, in a slow test."""
+    monkeypatch.setitem(sys.modules, "torch._dynamo", None)  # to import it is an error
+    x = leaf(4, 4)
+    for policy in (None, [aten.mm.default]):
+        y = checkpoint(policy=policy)(lambda x: (x @ x).sin().exp())(x)
+        with checkpoint_region(policy=policy):
+            y = nn.functional.dropout(y @ x, 0.5).sin()
+        with torch.autocast("cpu"):
+            checkpoint_sequential([torch.sin] * 4, 2, y).sum().backward()
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import grad
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from ckpt_hooks import CheckpointPolicy, checkpoint, checkpoint_name, checkpoint_region, policies
+from ckpt_hooks import CheckpointPolicy, MutationError, checkpoint, checkpoint_name, checkpoint_region, policies
 from ckpt_hooks.report import Reason, saved_tensors_report
 from tests.measure import CountOps, leaf
 from tests.regions import assert_as_eager, replayed
@@ -218,6 +218,52 @@ def test_kept_of_a_result_that_was_written_to_since(more):
     report = saved_tensors_report(y, known=[x, w])
     assert report.by_reason["cannot be replayed"] == kept[0].storage_nbytes
     assert y.requires_grad
+
+
+def test_a_sparse_tensor_has_the_size_of_its_parts():
+    """Two indices of eight bytes and a value for each of four elements."""
+    x, sparse = leaf(4, 4), torch.eye(4, dtype=torch.float64).to_sparse()
+    with checkpoint_region() as region:
+        y = torch.sparse.mm(sparse, x.sin()).cos()
+    assert {kept.nbytes for kept in region.kept()} == {96}
+    del y
+
+
+def test_what_is_on_the_host_and_what_hooks_have_is_listed(transfers):
+    """Each with its size, though no tensor is at hand; what goes to the hooks may be anything."""
+    x, w = leaf(1024), leaf(4, 4)
+    with checkpoint_region(policy=policies.offload_ops(aten.exp.default)) as region:
+        y = (x * 2).exp()
+    (kept,) = region.kept()
+    assert (*kept[:3], kept.description) == (
+        *(Reason.OFFLOADED, "kept by the policy, as a result of aten.exp.default", 8192),
+        "float64[1024] on the host",
+    )
+    del y
+    there = []
+    hooks = saved_tensors_hooks(lambda tensor: there.append(tensor) or len(there), lambda n: there[n - 1])
+    with hooks, checkpoint_region(policy=[aten.mm.default]) as region:
+        y = (w @ w).sin()
+    assert [kept[:3] for kept in region.kept()] == [(Reason.HOOKS, "kept by the policy", 128)]
+    y.sum().backward()
+
+
+@pytest.mark.parametrize("where", ["as it is", "hooks", "host"])
+@pytest.mark.usefixtures("transfers")
+def test_a_kept_tensor_that_was_modified(where):
+    """One wording, wherever it is."""
+    x, w = leaf(16, 16), leaf(16, 16)
+    policy = policies.offload_ops(aten.mm.default) if where == "host" else [aten.mm.default]
+    hooks = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with hooks if where == "hooks" else contextlib.nullcontext(), checkpoint_region(name="outer"):  # noqa: SIM117
+        with checkpoint_region(policy=policy, name="inner"):
+            h = x @ w
+            y = h.sin().exp()
+    h.detach().add_(1)
+    match = r"a float64\[16, 16\] tensor that region 'outer/inner' needs .*has been modified"
+    with pytest.raises(MutationError, match=match) as caught:
+        y.sum().backward()
+    assert (caught.value.region, caught.value.expected, caught.value.found) == (("outer", "inner"), 0, 1)
 
 
 def test_what_is_kept_by_its_name_needs_no_input_any_more():

@@ -10,10 +10,7 @@ import torch.nn.functional as F
 from torch.autograd import forward_ad, grad
 
 from ckpt_hooks import GraphExecGroup, OverlapError, checkpoint_region
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
-from ckpt_hooks._recorded import replay
-from tests.measure import CountOps, leaf
+from tests.measure import CountOps, Watch, leaf
 from tests.regions import assert_as_eager, assert_same, gradients, plain, replayed
 
 # What runs
@@ -69,13 +66,11 @@ def test_a_region_that_saved_nothing_runs_nothing():
     assert replayed(program, x) == {}
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
-def test_what_no_gradient_is_asked_for(size, monkeypatch):
+@pytest.mark.parametrize("size", [4, 1 << 18], ids=["small", "large"])
+def test_what_no_gradient_is_asked_for(size):
     """A backward to one of two inputs brings back what that takes; of a small region all that handles may ask for."""
-    if size == "large":
-        monkeypatch.setattr(replay, "AT_ONCE", 0)
-    other = int(size == "small")
-    x, w = leaf(4), leaf(4)
+    other = int(size == 4)
+    x, w = leaf(size), leaf(size)
     with checkpoint_region():
         y = x.sin().exp() + w.cos().tanh()
     with CountOps() as ops:
@@ -86,12 +81,11 @@ def test_what_no_gradient_is_asked_for(size, monkeypatch):
     assert (ops.counts["exp"], ops.counts["tanh"]) == (other, 1)
 
 
-@pytest.mark.parametrize("at_once", [0, 1 << 20])
+@pytest.mark.parametrize("size", [4, 1 << 18], ids=["small", "large"])
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_region_says_how_it_is_replayed(whole, at_once, monkeypatch):
+def test_a_region_says_how_it_is_replayed(whole, size):
     """Whatever its size, and each region for itself."""
-    monkeypatch.setattr(replay, "AT_ONCE", at_once)
-    x, w = leaf(4), leaf(4)
+    x, w = leaf(size), leaf(size)
     with checkpoint_region(replay_whole=whole):
         y = x.sin().exp() + w.cos().tanh()
         with checkpoint_region(replay_whole=not whole):
@@ -136,7 +130,7 @@ def test_observers_are_told_of_replays(fails, monkeypatch):
     """Of each region that runs an operator again, within what is asked of the one around."""
     log = []
 
-    class Log(Observer):
+    class Log(Watch):
         def recomputing(self, region, *, in_order):
             log.append(("begins", region.path[-1]))
 
@@ -144,7 +138,7 @@ def test_observers_are_told_of_replays(fails, monkeypatch):
             log.append(("ends", region.path[-1], type(error)))
 
     x = leaf(4)
-    with observe(Log()):
+    with Log():
         with checkpoint_region(name="outer"):
             h = x.sin()
             with checkpoint_region(name="inner"):
@@ -392,26 +386,24 @@ def test_a_backward_that_failed():
 # Groups of backwards
 
 
-def two(x):
+def two(x, **options):
     """Two outputs over one tensor in a region, which have no handle in common."""
-    with checkpoint_region():
+    with checkpoint_region(**options):
         h = x.sin()
         return h.exp().tanh(), h.cos().tan()
 
 
-@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize(("group", "times"), [(contextlib.nullcontext, 2), (GraphExecGroup, 1)], ids=["alone", "group"])
-def test_backwards_of_a_group_share_what_is_brought_back(group, times, size, monkeypatch):
+def test_backwards_of_a_group_share_what_is_brought_back(group, times, whole):
     """Disjoint parts of one region, one replay."""
-    if size == "large":
-        monkeypatch.setattr(replay, "AT_ONCE", 0)
     x = leaf(4)
-    a, b = two(x)
+    a, b = two(x, replay_whole=whole)
     with CountOps() as ops, group():
         found = [*grad(a.sum(), x, retain_graph=True), *grad(b.sum(), x, retain_graph=True)]
     assert_same(found, [*grad(x.sin().exp().tanh().sum(), x), *grad(x.sin().cos().tan().sum(), x)])
     assert ops.counts["sin"] == times + 1  # once in the derivative of ``cos``
-    assert ops.counts["exp"] == (times if size == "small" else 1)
+    assert ops.counts["exp"] == (times if whole else 1)
 
 
 def test_backwards_of_a_group_that_overlap():

@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_module, checkpoint_region
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.policies import save_indices, save_ops
 from ckpt_hooks.report import Reason
+from tests.measure import Watch
 
 aten = torch.ops.aten
 ADDMM, TANH, MUL = aten.addmm.default, aten.tanh.default, aten.mul.Tensor
@@ -46,7 +45,7 @@ class Block(nn.Module):
         return self.second(self.dropout(self.first(x)).tanh()).sin()
 
 
-class Kept(Observer):
+class Kept(Watch):
     """Counts the tensors that policies keep, by operator, and the operators that run again."""
 
     wants_operators = True
@@ -75,7 +74,7 @@ def gradients(block, form=None, policy=None, times=1):
     block = copy.deepcopy(block)
     run = block if form is None else form(block, policy)
     seen, x = Kept(), torch.ones(4, 8, requires_grad=True)
-    with observe(seen):
+    with seen:
         for _ in range(times):
             run(x).sum().backward()
     return [x.grad, *(parameter.grad for parameter in block.parameters())], seen
@@ -147,7 +146,7 @@ def test_a_module_without_submodules():
     x = torch.ones(4, 4, requires_grad=True)
     policy = save_indices([("", MUL, 1)])
     seen = Kept()
-    with observe(seen):
+    with seen:
         checkpoint(policy=policy)(lambda x: (x * 2 * 3).sin())(x).sum().backward()
     assert seen.kept["policy"] == 1
     assert seen.again["aten.mul.Tensor"] == 1
@@ -184,7 +183,7 @@ def test_a_changed_model_has_new_names(block):
     checkpoint(policy=policy)(block)(x).sum().backward()
     block.first = Inner()
     seen = Kept()
-    with observe(seen):
+    with seen:
         checkpoint(policy=policy)(block)(x).sum().backward()
     assert seen.again["aten.addmm.default"] == 3
 

@@ -9,10 +9,7 @@ from torch import nn
 
 import ckpt_hooks
 from ckpt_hooks import checkpoint, policies
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
-from ckpt_hooks._tensors.determinism import hash_of, sample_of
-from tests.measure import CountOps, Log
+from tests.measure import CountOps, Log, Watch
 
 if not torch.distributed.is_available():
     pytest.skip("this torch has no process groups", allow_module_level=True)
@@ -160,20 +157,6 @@ def test_values_of_what_a_collective_has_not_filled_yet(one_rank, check, policy)
     assert with_counts[0] == with_counts[1]
 
 
-@pytest.mark.parametrize("fingerprint", [hash_of, sample_of])
-def test_a_fingerprint_waits_for_a_collective(one_rank, fingerprint):
-    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
-
-    reduced = all_reduce(torch.arange(3.0), "sum", one_rank.get_group())
-    assert isinstance(reduced, AsyncCollectiveTensor)
-    with CountOps() as ops:
-        (found,) = fingerprint(reduced)
-    assert ops.counts["wait_tensor"] == 1
-    assert torch.equal(found, fingerprint(torch.arange(3.0)))
-    assert not reduced.completed  # the program waits by itself, where it would have
-    assert torch.equal(reduced + 1, torch.arange(1.0, 4.0))
-
-
 def wrapped(block, mesh):
     """As Accelerate does, which gives up the random numbers."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -190,7 +173,7 @@ def composed(block, mesh):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("shard", [wrapped, composed])
 def test_torchs_regions_around_a_unit_run_here(one_rank, shard):
-    class Count(Observer):
+    class Count(Watch):
         entries = recomputes = 0
 
         def entered(self, region):
@@ -204,7 +187,7 @@ def test_torchs_regions_around_a_unit_run_here(one_rank, shard):
 
     count = Count()
     expected = losses(call, sharded, one_rank)
-    with observe(count), ckpt_hooks.patch_torch(preserve_rng_state=True):
+    with count, ckpt_hooks.patch_torch(preserve_rng_state=True):
         assert losses(call, shard, one_rank) == expected
     assert (count.entries, count.recomputes) == (4, 4)
     assert losses(call, shard, one_rank) != expected  # with torch's engine

@@ -11,8 +11,6 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import GraphExecGroup, checkpoint, checkpoint_module, checkpoint_region
-from ckpt_hooks._core.settings import observe
-from ckpt_hooks._recorded import replay
 from ckpt_hooks.policies import dots_saveable
 from tests.measure import Calls, CountOps, Frames, SavesItsResult
 
@@ -127,7 +125,11 @@ def test_the_recompute_of_a_schedule_without_the_option():
     assert train(REGIONS["checkpoint"], True, by_schedule)[1] == 3
 
 
-FORMS = {"function": lambda **options: checkpoint(**options), "region": lambda **options: checkpoint_region(**options)}
+FORMS = {
+    "function": lambda **options: checkpoint(**options),
+    "region": lambda **options: checkpoint_region(**options),
+    "region in parts": lambda **options: checkpoint_region(replay_whole=False, **options),
+}
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS)
@@ -143,7 +145,7 @@ def test_rule_4_a_value_goes_after_two_uses(form, no_gc):
     """Also while the graph lives on; and a third and a fourth backward share a recompute again."""
     x = torch.randn(4, requires_grad=True)
     watched = Frames()
-    with observe(watched):
+    with watched:
         y = form(split_backward=True)(function)(x)
     expected = grad(function(x).sum(), x)[0]
     for _ in range(2):
@@ -175,7 +177,7 @@ def test_rule_4_a_backward_which_frees_the_graph_keeps_nothing(form, no_gc):
             sizes.append(watched.values_alive())
             return gradient
 
-    with observe(watched):
+    with watched:
         y = form(split_backward=True)(lambda x: function(Notes.apply(function(x * 2))))(Notes.apply(x))
     y.sum().backward()
     assert sizes == [0, 0]
@@ -186,7 +188,7 @@ def test_rule_4_a_value_goes_with_its_handle(form, no_gc):
     """A part of the graph that is dropped between the two backwards leaves nothing behind."""
     x = torch.randn(4, requires_grad=True)
     watched = Frames()
-    with observe(watched):
+    with watched:
         a, b = form(split_backward=True)(lambda x: (x.sin().exp().tanh(), x.cos().exp().tanh()))(x)
     expected = [grad(x.sin().exp().tanh().sum(), x)[0], grad(x.cos().exp().tanh().sum(), x)[0]]
     assert torch.equal(grad(a.sum(), x, retain_graph=True)[0], expected[0])
@@ -268,9 +270,8 @@ def test_two_operators_which_saved_one_tensor(form):
     assert ops.counts["exp"] == plain.counts["exp"] == 1
 
 
-def test_part_of_the_graph_many_times(form, monkeypatch):
+def test_part_of_the_graph_many_times(form):
     """Backward over one of two outputs: what the other waits for stays, and is right."""
-    monkeypatch.setattr(replay, "AT_ONCE", 0)
     x = torch.randn(4, requires_grad=True)
 
     def two(x):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import sys
 import threading
 
@@ -15,12 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+import ckpt_hooks
 from ckpt_hooks import MutationError, checkpoint, checkpoint_name, checkpoint_region, policies
-from ckpt_hooks._tensors.offloaded import Batch, Offloaded
-from ckpt_hooks._tensors.transfers import DEFAULT_MIN_OFFLOAD_SIZE, Transfers, transfers_for
 from ckpt_hooks.offload import offload_saved_tensors
-from tests.fake_device import fake_device
-from tests.measure import CountOps, leaf
+from tests.fake_device import Transfers
+from tests.measure import CountOps, Saves, leaf
 
 aten = torch.ops.aten
 
@@ -133,10 +133,12 @@ def test_a_tensor_that_is_not_what_is_in_its_memory(transfers, face):
     with offloading():
         y = function()
     assert torch.equal(grad(y, x)[0], expected)
-    tensor = face(x.detach() * 1)
-    found = Batch().send(tensor, transfers).get()
-    assert (found.is_conj(), found.is_neg()) == (tensor.is_conj(), tensor.is_neg()) == (face is conjugate, face is negative)
-    assert torch.equal(found, tensor)
+    tensor, found = face(x.detach() * 1), []
+    with offloading():
+        y = Saves.apply(leaf(1), tensor, found.append)
+    y.backward()
+    assert torch.equal(found[0], tensor)
+    assert (found[0].is_conj(), found[0].is_neg()) == (face is conjugate, face is negative)
 
 
 @pytest.mark.parametrize("form", ["checkpoint", "region"])
@@ -199,17 +201,15 @@ def test_a_view_of_a_weight_is_not_asked_for_its_place_in_the_graph(transfers):
     """To ask a view whose base was written to makes it a new place; a leaf that is no parameter is one as good."""
     base = torch.randn(16, 16) * 1
     view = base.t()
-    w = leaf(1)
-    base.mul_(w.detach().sum().float())
-    base.requires_grad_()
-    assert transfers_for(base, 0) is None
+    base.mul_(2).requires_grad_()
     h = leaf(16, 16) * 1
     turned = h.t()
     h.mul_(2)
-    with CountOps() as ops:
-        assert transfers_for(turned, 0) is transfers
-    assert not ops.counts
-    del view
+    with CountOps() as ops, offloading():
+        kept = Saves.apply(leaf(1), base), Saves.apply(leaf(1), turned)
+    assert transfers.moved() == [("send", 256)]
+    assert set(ops.counts) == {"randn", "clone"}
+    del view, kept
 
 
 @pytest.mark.parametrize("form", ["saved", "recorded"])
@@ -390,35 +390,34 @@ def test_a_graph_that_goes_frees_what_is_in_flight(transfers):
     assert transfers.in_flight() == 0
 
 
-def test_a_fetch_waits_for_what_computes(transfers):
-    """The memory that it writes to may have been in use until then; and a node on another stream marks what it uses."""
-    tensor = torch.randn(300)
-    sent = Batch().send(tensor, transfers)
-    arrival = transfers.fetch(sent._sent)
-    side = transfers.running = transfers.new_stream("side")
-    transfers.use(arrival)
-    assert torch.equal(arrival.tensor, tensor)
+def test_a_node_on_another_stream_marks_what_it_uses(transfers):
+    """It waits for the copy, which was fetched ahead and had waited for what computed."""
+    x, side = torch.randn(300, requires_grad=True), transfers.new_stream("side")
+    with offloading():
+        h = (x * 1).sin()
+        y = h.cos()
+    h.register_hook(lambda gradient: setattr(transfers, "running", side))
+    found = grad(y.sum(), x)[0]
     transfers.running = transfers.main
-    assert transfers.notes[-2:] == [("side", "waits for", "back 1"), ("side", "uses", (300,))]
-    assert transfers.notes.index(("back", "waits for", "main")) < transfers.notes.index(("fetch", 300))
-    assert side is not transfers.main
+    assert torch.equal(found, grad(x.sin().cos().sum(), x)[0])
+    notes = transfers.notes
+    assert notes[-2:] == [("side", "waits for", "back 2"), ("side", "uses", (300,))]
+    assert notes.index(("back", "waits for", "main")) < notes.index(("fetch", 300))
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_two_threads_that_want_one_tensor(transfers, is_there):
+def test_two_threads_that_want_one_tensor(transfers):
     """Each gets it, in an object of its own, wherever one is when the other comes."""
-    tensor, lines = torch.randn(300), 0
-    source = inspect.getsourcefile(Offloaded)
+    package, lines = os.path.join(os.path.dirname(ckpt_hooks.__file__), "_tensors"), 0
+    tensor = torch.randn(300)
     while True:
-        sent = Offloaded(tensor, transfers, Batch())
-        if is_there:
-            sent._arrival = sent._fetch()
         found, seen, lines = [], 0, lines + 1
-        other = threading.Thread(target=lambda sent=sent, found=found: found.append(sent.get()))
+        with offloading():
+            first, second = (Saves.apply(leaf(1), tensor, found.append) for _ in range(2))
+        other = threading.Thread(target=second.backward)
 
         def step(frame, event, argument, other=other, last=lines):
             nonlocal seen
-            if frame.f_code.co_filename != source:
+            if not frame.f_code.co_filename.startswith(package):
                 return None
             if event == "line":
                 seen += 1
@@ -430,7 +429,7 @@ def test_two_threads_that_want_one_tensor(transfers, is_there):
         before = sys.gettrace()
         sys.settrace(step)
         try:
-            found.append(sent.get())
+            first.backward()
         finally:
             sys.settrace(before)
         if seen < lines:
@@ -441,14 +440,11 @@ def test_two_threads_that_want_one_tensor(transfers, is_there):
     assert lines > 10  # the loop has come through all of them
 
 
-def test_the_threshold_by_default():
-    """It is where the time to start two copies is about the time that they take."""
-    signature = inspect.signature(offload_saved_tensors)
-    assert signature.parameters["min_offload_size"].default == DEFAULT_MIN_OFFLOAD_SIZE == 256 * 1024
-    assert signature.parameters["max_fwd_stash_size"].default == 5
-    with fake_device(DEFAULT_MIN_OFFLOAD_SIZE) as fake:
-        assert transfers_for(torch.ones(1 << 16)) is fake
-        assert transfers_for(torch.ones((1 << 16) - 1)) is None
+def test_the_options_by_default():
+    """The threshold is where the time to start two copies is about the time that they take."""
+    parameters = inspect.signature(offload_saved_tensors).parameters
+    assert parameters["min_offload_size"].default == 256 * 1024
+    assert parameters["max_fwd_stash_size"].default == 5
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.5, True, "5", None])

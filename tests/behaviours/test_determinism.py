@@ -620,14 +620,23 @@ def test_bare_except_around_the_early_stop(run):
 # Operators and functions with ways of their own
 
 
-@runs(*FORMS, torch_fails=SILENT)
-def test_rrelu_last_in_the_region(run):
-    assert_as_eager(simple(nn.RReLU()), run)
+def rrelu_of_written_noise(x):
+    noise = torch.empty_like(x).fill_(0.0).add_(7.0)
+    return torch.ops.aten.rrelu_with_noise(x.sin(), noise, 0.1, 0.3, True)
 
 
+RRELUS = {
+    "alone": nn.RReLU(),
+    "after others": nn.Sequential(nn.Tanh(), nn.RReLU()),
+    "of noise that was written before": rrelu_of_written_noise,
+}
+
+
+@pytest.mark.parametrize("function", RRELUS.values(), ids=RRELUS)
 @runs(*FORMS, torch_fails=SILENT)
-def test_rrelu_last_in_the_region_after_others(run):
-    assert_as_eager(simple(nn.Sequential(nn.Tanh(), nn.RReLU())), run)
+def test_rrelu_last_in_the_region(run, function):
+    """It saves its noise before it fills it."""
+    assert_as_eager(simple(function), run)
 
 
 class Twice(torch.autograd.Function):

@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ckpt_hooks import checkpoint, checkpoint_region
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.offload import offload_saved_tensors
 from tests.behaviours.runs import same
 from tests.measure import Frames, Log, leaf
@@ -387,7 +386,7 @@ def test_what_is_kept_goes_with_the_graph(kind, retain):
     frames = Frames()
     gc.disable()
     try:
-        with observe(frames):
+        with frames:
             y = kind()(writes_to_the_result)(leaf(3)).sum()
         y.backward(retain_graph=retain)
         assert frames.alive() == [retain]

@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 import torch.utils.flop_counter
+from torch._ops import HigherOrderOperator
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -352,3 +353,72 @@ def test_fake_tensors_outside_of_their_mode():
         x = torch.randn(3, requires_grad=True)
     checkpoint(three_operators, x, determinism_check="values").sum().backward()
     assert x.grad.shape == (3,)
+
+
+# What the modes of regions owe to the operators that they pass on
+
+
+class Reached(torch.nn.Module):
+    """Reaches a parameter that it does not read; once that was written to, a rerun is watched."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.unread = torch.nn.Parameter(torch.ones(1))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def watched_frame():
+    def region(function):
+        def run(x):
+            module = Reached(function)
+            y = checkpoint(module, x)
+            with torch.no_grad():
+                module.unread.add_(1)
+            return y
+
+        return run
+
+    return region
+
+
+class Twice(HigherOrderOperator):
+    """Runs a function twice: an operator of operators, as ``flex_attention`` is one."""
+
+    def __init__(self):
+        super().__init__("ckpt_hooks_tests_twice")
+
+    def __call__(self, function, x):
+        return super().__call__(function, x)
+
+
+@pytest.fixture(scope="module")
+def twice():
+    operator = Twice()
+    operator.py_impl(torch._C.DispatchKey.CompositeExplicitAutograd)(lambda function, x: function(function(x)))
+    operator.py_impl(torch._C.DispatchKey.Autograd)(lambda function, x: operator(function, x))
+    operator.fallthrough(torch._C.DispatchKey.AutogradCPU)
+    return operator
+
+
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED, watched_frame])
+def test_operators_of_operators(region, twice):
+    """They go through every mode like others."""
+    assert_as_plain(region, lambda x: (twice(torch.cos, x.detach()) * x.sin()).exp())
+
+
+@pytest.mark.parametrize("region", [*FRAMES, *RECORDED, watched_frame])
+def test_writes_to_lists_are_counted(region):
+    """As they are without a mode, under which torch does not count them; in forward, and in a rerun if there is one."""
+    versions = Log()
+
+    def function(x):
+        h = x * 1
+        torch._foreach_mul_([h], 2.0)
+        versions.append(h._version)
+        return h.sin().exp()
+
+    assert_as_plain(region, function)
+    assert set(versions) == {1}

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 import torch.utils.checkpoint
 
 import ckpt_hooks
-from ckpt_hooks._ambient import streams
 from tests.behaviours.runs import FORMS, SILENT, assert_as_eager, gradients, runs, same
-from tests.devices import OnDevice
+from tests.devices import OnDevice, forget_modules
 from tests.measure import Log, Table, leaf
 from tests.test_threads import in_threads
 
@@ -145,14 +144,14 @@ def install(monkeypatch) -> Iterator[Any]:
     def put(name, module):
         monkeypatch.setattr(torch, name, module, raising=False)
         torch.get_device_module.cache_clear()
-        monkeypatch.setattr(streams, "_modules_known_for", -1)
+        forget_modules()
         monkeypatch.setattr(torch.utils.checkpoint.DefaultDeviceType, "_default_device_type", name)
         return module
 
     yield put
     monkeypatch.undo()
     torch.get_device_module.cache_clear()
-    streams._modules_known_for = -1
+    forget_modules()
 
 
 def over_devices(install, *args, **kwargs):

@@ -16,7 +16,6 @@ pytest.importorskip("torch.distributed.fsdp")
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from ckpt_hooks._core.settings import observe
 from tests.distributed.sharding import OF_FOUR, SHARDINGS, counted
 from tests.distributed.training import FEW, FORMS, WIDTH, Block, Model, assert_equal, results, trained
 from tests.measure import Frames
@@ -281,7 +280,7 @@ def what_is_held() -> None:
             SHARDINGS["units"](model)
         for _ in range(2):
             frames = Frames()
-            with observe(frames):
+            with frames:
                 loss = model(torch.ones(4, WIDTH).cumsum(0)).sum()
             frame = frames.frames[0]()
             found.append(sorted((held.reason, held.nbytes) for held in frame.held()))

@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from ckpt_hooks import enable_in_transformers, memory_ledger, plan_memory
-from ckpt_hooks.planner.restoring import as_before
-from tests.planner.models import same, state_of
-from tests.planner.test_plans import after_a_step
+from tests.planner.models import after_a_step, as_before, same, state_of
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import apply_checkpointing
-from ckpt_hooks._core.settings import observe
 from tests.behaviours.runs import same
 from tests.measure import Frames
 
@@ -81,7 +80,7 @@ def test_accelerate(prepare_first, recorded):
     """Regions before or after ``prepare``, which sets ``forward`` too; with mixed precision and accumulation."""
     expected = accelerated(network(), prepare_first, lambda model: None)
     regions = Frames()
-    with observe(regions):
+    with regions:
         found = accelerated(network(), prepare_first, lambda model: apply_checkpointing(model, Block, recorded=recorded))
     assert len(regions.frames) == 8
     assert_same(found, expected)
@@ -95,7 +94,7 @@ def test_accelerate_unwraps_the_model():
     accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
     unwrapped = accelerator.unwrap_model(accelerator.prepare(model), keep_fp32_wrapper=False)
     regions = Frames()
-    with observe(regions):
+    with regions:
         unwrapped(torch.randn(4, 8)).sum().backward()
     assert len(regions.frames) == 2
     applied.undo()
@@ -150,7 +149,7 @@ def lit(apply, **trainer_options):
 def test_lightning(options, recorded):
     expected = lit(lambda model: None, **options)
     regions = Frames()
-    with observe(regions):
+    with regions:
         found = lit(lambda model: apply_checkpointing(model, Block, recorded=recorded), **options)
     assert len(regions.frames) == 8
     assert_same(found, expected)

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from ckpt_hooks import CheckpointError, apply_checkpointing, enable_in_transformers, patch_torch
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.policies import dots_with_no_batch_dims_saveable
 from tests.measure import Frames
 
@@ -289,7 +288,7 @@ def test_training_is_bitwise_the_same(name, form):
     model, batches = built(name)
     model = copy.deepcopy(model)
     before, frames = attributes(model), Frames()
-    with FORMS[form](model), observe(frames):
+    with FORMS[form](model), frames:
         result = trained(model, batches)
     assert_same(result, reference(name))
     assert frames.frames  # it ran by this engine
@@ -391,7 +390,7 @@ def test_after_an_earlier_switch():
 def test_the_models_own_switch_turns_regions_on_and_off():
     model, batches = built("llama")
     model, frames = copy.deepcopy(model), Frames()
-    with enable_in_transformers(model) as handle, observe(frames):
+    with enable_in_transformers(model) as handle, frames:
         names = handle.regions
         model.activation_checkpointing_disable()
         assert handle.regions == ()
@@ -482,7 +481,7 @@ def test_adapters_on_a_frozen_model(name, form, asked):
     expected = trained(copy.deepcopy(model), batches)
     assert len(expected.tensors) > 2 * len(list(model.parameters())) // 3
     before, frames = attributes(model), Frames()
-    with FORMS[form](model, input_require_grads=asked), observe(frames):
+    with FORMS[form](model, input_require_grads=asked), frames:
         assert model.get_base_model().get_input_embeddings()(torch.tensor([3])).requires_grad is asked
         assert_same(trained(model, batches), expected)
     assert frames.frames
@@ -546,6 +545,6 @@ def test_the_trainer(tmp_path):
         return Result(dict(own.state_dict()), [output.training_loss], torch.get_rng_state())
 
     expected, frames = result(contextlib.nullcontext), Frames()
-    with observe(frames):
+    with frames:
         assert_same(result(enable_in_transformers), expected)
     assert len(frames.frames) == 2 * 2 * 2

@@ -9,7 +9,7 @@ import torch
 import torch.utils.checkpoint
 
 from ckpt_hooks import enable_in_transformers
-from ckpt_hooks._core.settings import Observer, observe
+from tests.measure import Watch
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.integrations, pytest.mark.usefixtures("one_thread"), p
 LAYERS, STEPS = 3, 3
 
 
-class Recomputes(Observer):
+class Recomputes(Watch):
     """How many recomputes there were, by this package and by torch, in each step."""
 
     def __init__(self, monkeypatch):
@@ -149,7 +149,7 @@ def test_a_trainer_that_switches_checkpointing_itself(make, tmp_path, monkeypatc
         losses = [entry["loss"] for entry in own.state.log_history if "loss" in entry]
         return losses, [*own.model.state_dict().values(), torch.get_rng_state()]
 
-    with observe(recomputes):
+    with recomputes:
         losses, state = result(False)
         assert recomputes.steps == [(0, 0)] * STEPS
         recomputes.steps = []

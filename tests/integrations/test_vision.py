@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import apply_checkpointing, every, policies
-from ckpt_hooks._core.settings import observe
 from tests.behaviours.runs import same
 from tests.measure import Frames
 
@@ -75,7 +74,7 @@ def check(model, select, size):
     for options in KINDS.values():
         twin, regions = copy.deepcopy(model), Frames()
         applied = apply_checkpointing(twin, select, **options)
-        with observe(regions):
+        with regions:
             found = trained(twin, size)
         assert len(regions.frames) >= 2 * len(applied) > 0
         assert [same(a, b) for a, b in zip(found, expected, strict=True)] == [True] * len(expected)

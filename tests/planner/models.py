@@ -8,7 +8,12 @@ import itertools
 import torch
 from torch import nn
 
+from ckpt_hooks.planner import restoring
+
 F = nn.functional
+
+#: A block after which a model, its optimizers and generators are as before.
+as_before = restoring.as_before
 
 
 class GPTBlock(nn.Module):
@@ -176,3 +181,11 @@ def same(one, other):
     return one.keys() == other.keys() and all(
         one[name].shape == other[name].shape and torch.equal(one[name], other[name]) for name in one
     )
+
+
+def after_a_step(model, step, seed=7):
+    """Returns what a step leaves; the model is as before."""
+    with as_before(model):
+        torch.manual_seed(seed)
+        step(model)
+        return state_of(model)

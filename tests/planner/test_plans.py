@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import copy
-import itertools
 import json
 import math
 
@@ -13,28 +12,18 @@ import torch
 from torch import nn
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
-from ckpt_hooks._core.events import Observer
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.planner import Plan
 from ckpt_hooks.planner.choosing import Problem, block_options, choose
 from ckpt_hooks.planner.cuts import choices_of, lasting_in
 from ckpt_hooks.planner.profiling import by_seconds, profile_step
-from ckpt_hooks.planner.restoring import as_before
 from ckpt_hooks.planner.simulating import effect_of, natural_ends, peak_of
-from tests.planner.models import MODELS, VARIANTS, built, same, state_of
+from tests.measure import Watch
+from tests.planner.models import MODELS, VARIANTS, after_a_step, as_before, built, same, state_of
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore")]
 
 PARTS = (0.0, 0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9)
 CASES = [(name, variant) for name in MODELS for variant in VARIANTS]
-
-
-def after_a_step(model, step, seed=7):
-    """Returns what a step leaves; the model is as before."""
-    with as_before(model):
-        torch.manual_seed(seed)
-        step(model)
-        return state_of(model)
 
 
 @pytest.mark.parametrize(("name", "variant"), [*((name, "plain") for name in MODELS), ("mlp", "zeroed")])
@@ -87,19 +76,6 @@ def problem_of(profile, names):
     return Problem(profile, options, natural_ends(profile))
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_windows_of_a_choice_have_its_peak(name):
-    """The sum by windows, which choices go by, is the peak of the whole simulation."""
-    model, step, blocks = built(name)
-    profile, found = profiled(model, step, blocks)
-    problem, natural = problem_of(profile, found), natural_ends(profile)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(20):
-        chosen = [int(torch.randint(len(of), (), generator=generator)) for of in problem.options]
-        effects = [effect for of, option in zip(problem.options, chosen, strict=True) for effect in of[option].effects]
-        assert problem.peak(chosen) == pytest.approx(peak_of(profile, effects, natural), rel=2e-3)
-
-
 @pytest.mark.parametrize("name", ["mlp", "gpt", "resnet", "shared"])
 def test_choices_are_the_best_of_all(name):
     """Against brute force, at ten budgets of each model: within 0.2 points of forward's cost."""
@@ -125,7 +101,7 @@ def test_choices_are_the_best_of_all(name):
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_replays_run_the_operators_that_were_predicted(name):
-    class Again(Observer):
+    class Again(Watch):
         wants_operators = True
 
         def __init__(self):
@@ -147,7 +123,7 @@ def test_replays_run_the_operators_that_were_predicted(name):
             expected += [entry.ops[at].name for at in effect.again if entry.ops[at].cost]
     plan = plan_memory(model, step, int(budget), blocks=blocks)
     seen = Again()
-    with as_before(model), plan.apply(), observe(seen):
+    with as_before(model), plan.apply(), seen:
         step(model)
     rename = {"aten.empty_like.default": "aten.empty_strided.default"}
     assert sorted(rename.get(one, one) for one in expected) == sorted(seen.names)
@@ -403,17 +379,6 @@ def test_regions_inside_of_blocks_recompute_under_each_plan():
         assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
         with plan.apply():
             assert same(after_a_step(model, step), plain)
-
-
-def test_options_are_worth_choosing():
-    model, step, blocks = built("gpt")
-    profile, _ = profiled(model, step, blocks)
-    choices = choices_of(profile, profile.entries[0])
-    for one, other in itertools.pairwise(choices[:-1]):
-        assert one.nbytes < other.nbytes
-        assert one.cost > other.cost
-    assert choices[-1].kept is None
-    assert choices[0].kept == ()
 
 
 def test_the_front_of_a_plan():

@@ -14,11 +14,8 @@ import torch
 
 from ckpt_hooks import BudgetTooSmallError, enable_in_transformers, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
-from ckpt_hooks.planner.planned import shapes_of
-from ckpt_hooks.planner.restoring import as_before
 from tests.fake_transformers import Model, OfPeft
-from tests.planner.models import GPT, built, same
-from tests.planner.test_plans import after_a_step
+from tests.planner.models import GPT, after_a_step, as_before, built, same
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.filterwarnings("ignore::UserWarning:torch")]
 
@@ -157,17 +154,6 @@ def test_a_margin_that_is_none(margin):
     model, step, blocks = built("mlp")
     with pytest.raises(ValueError, match=r"margin=.* is no part of a budget. Pass a number from 0.0 up to 1.0, as 0.03"):
         plan_memory(model, step, 0.5, blocks=blocks, margin=margin)
-
-
-def test_shapes_of_a_call():
-    x, y = torch.ones(2, 3), torch.ones(4, dtype=torch.int64)
-    expected = (torch.float32, (2, 3)), (torch.int64, (4,))
-    assert shapes_of(len, ([x, {"a": y}],), {}) == expected
-    assert shapes_of(len, (), {"b": y, "a": x}) == shapes_of(len, (), {"a": x, "b": y}) == expected
-    import functools
-
-    assert shapes_of(functools.partial(functools.partial(len, x), y=y), (), {}) == expected
-    assert shapes_of(len, (3, None), {}) == ()
 
 
 # By the switch of Transformers' models

@@ -11,7 +11,6 @@ from torch import nn
 
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, memory_ledger, trace
 from ckpt_hooks.policies import everything_saveable, nothing_saveable, save_only_these_names
-from ckpt_hooks.policies.base import operator_named
 from ckpt_hooks.report import Maker, Reason, Waste
 from tests.planner.models import MODELS, VARIANTS, built
 
@@ -263,7 +262,7 @@ def test_a_policy_that_matches_nothing(name, recorded):
     (advice,) = found.advice
     assert (advice.waste, advice.count, advice.peak_nbytes) == (Waste.UNMATCHED_POLICY, 6, 0)
     assert advice.code == "policy=[torch.ops.aten.addmm.default]"
-    followed = step_traced([operator_named("aten.addmm.default")], recorded)
+    followed = step_traced([ADDMM], recorded)
     assert followed.held_bytes[Reason.POLICY.value] == advice.recomputed_nbytes > 0
     assert followed.advice == ()
     assert "policy matches nothing" in str(found)

@@ -11,7 +11,6 @@ from torch import nn
 import ckpt_hooks
 from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, policies
 from ckpt_hooks.report import format_saved_residuals, saved_residuals, saved_tensors_report, trace
-from ckpt_hooks.report.formatting import fold_names, format_table
 from tests.fake_transformers import Model as Transformer
 from tests.measure import leaf
 
@@ -123,19 +122,6 @@ def test_names_in_html_are_escaped():
     assert "&lt;b&gt;" in found._repr_html_()
 
 
-def test_a_narrow_table():
-    """Names are cut in their middle, other cells never; then the last columns go."""
-    rows = [["12 B", "float32[1, 2, 3, 4]", "a.name.of.thirty.characters.00", "another.name.of.some.characters"]]
-    table = lambda width: format_table(["bytes", "tensor", "name", "more"], rows, [0], [2, 3], width)  # noqa: E731
-    assert table(None)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.of.thirty.characters.00  another.name.of.some.characters"
-    assert table(len(table(None)[1])) == table(None)
-    assert table(80)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.of.th…haracters.00  another.name…e.characters"
-    assert table(61)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.of.thirty.characters.00"
-    assert table(44)[1] == " 12 B  float32[1, 2, 3, 4]  a.name.o…ters.00"
-    assert table(30)[1] == " 12 B  float32[1, 2, 3, 4]"
-    assert table(3) == ["bytes", " 12 B"]
-
-
 def test_tensors_in_one_storage_have_a_row_for_each_shape():
     x = leaf(4, 4)
     y = x.exp()
@@ -168,28 +154,39 @@ def test_a_region_with_the_name_of_its_module_has_one_name():
 @pytest.mark.parametrize(
     ("names", "folded"),
     [
-        (["blk.1", "head"], "blk.1 ... head"),
+        (["block.1", "head\n"], "block.1 ... head\\n"),
         (["blk.1", "head.2"], "blk.1 ... head.2"),
         (["layers.1", "layers.*"], "layers.1 ... layers.*"),
         (["1" * 5000, "2" * 5000], "1" * 5000 + " ... " + "2" * 5000),
         (["layers.0", "layers.1", "layers.3"], "layers.0-1,3"),
     ],
+    ids=["newline", "two patterns", "star", "long numbers", "one pattern"],
 )
-def test_names_are_folded_if_they_are_of_one_pattern(names, folded):
-    assert fold_names(names) == folded
-
-
-def test_a_storage_of_several_regions_of_different_names():
+def test_names_of_regions_that_share_a_storage_are_folded_if_they_are_of_one_pattern(names, folded):
     def function(x):
         h = x.exp() * 2
-        with checkpoint_region(name="block.1"):
-            y = h.sin()
-        with checkpoint_region(name="head\n"):
-            z = h.sin()
-        return y.sum() + z.sum()
+        results = []
+        for name in names:
+            with checkpoint_region(name=name):
+                results.append(h.sin())
+        return sum(result.sum() for result in results)
 
-    text = str(saved_residuals(function, leaf(3, 8)))
-    assert "block.1 ... head\\n" in text
+    assert folded in str(saved_residuals(function, leaf(3, 8)))
+
+
+def test_a_narrow_table(monkeypatch):
+    """Names are cut in their middle, other cells never; then the last columns go."""
+    with checkpoint_region(name="a.name.of.thirty.characters.00"):
+        y = (leaf(4) * 2).exp().sin()
+    rows = []
+    for columns in (200, 64, 50):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        rows.append(str(saved_tensors_report(y)).splitlines()[-1].split())
+    assert rows == [
+        ["32", "B", "?", "dropped", "exp", "a.name.of.thirty.characters.00", "SinBackward0"],
+        ["32", "B", "?", "dropped", "exp", "a.name.of.thir….characters.00"],
+        ["32", "B", "?", "dropped", "exp"],
+    ]
 
 
 def test_a_tensor_of_the_shape_of_a_weight_is_dropped():

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from ckpt_hooks import checkpoint, checkpoint_name, checkpoint_region
-from ckpt_hooks._core.settings import observe
 from ckpt_hooks.offload import offload_saved_tensors
 from ckpt_hooks.policies import offload_ops, save_from_both_policies, save_only_these_names, save_ops
 from ckpt_hooks.report import (
@@ -100,6 +99,26 @@ def test_what_a_region_drops_is_listed_apart():
         ("aten.exp.default", ("block",)),
         ("aten.sin.default", ("block",)),
     }
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_what_is_known_of_dropped_tensors():
+    """That one was overwritten; no shape where none is compared, and of a nested tensor."""
+    x = leaf(4)
+    with checkpoint_region():
+        h = x * 2
+        lost = h.sin()
+        h.mul_(2)
+    unchecked = checkpoint(determinism_check="none")(lambda x: (x * 2).sin())(x)
+    parts = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(1, 3)]).requires_grad_()
+    with checkpoint_region():
+        nested = (parts * 2).relu()
+    found = [saved_tensors_report(y).dropped for y in (lost, unchecked, nested)]
+    assert [[(entry.reason.value, entry.shape) for entry in entries] for entries in found] == [
+        [("lost", None)],
+        [("dropped", None)],
+        [("dropped", None)],
+    ]
 
 
 def test_reasons_of_a_function_region():
@@ -296,7 +315,7 @@ def test_nothing_is_left_behind():
         made.append(weakref.ref(h.untyped_storage()))
         return checkpoint(torch.sin, h).cos()
 
-    with observe(log):
+    with log:
         report = saved_residuals(program, x)
     assert log.alive() == [False]
     assert [reference() for reference in made] == [None]

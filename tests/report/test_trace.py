@@ -154,6 +154,16 @@ def test_policies_and_reasons(kind):
     del y
 
 
+SCALE, UNRELATED = torch.ones(2), torch.ones(100)
+
+
+def test_other_globals_of_a_module_are_not_held():
+    with trace() as found:
+        y = checkpoint(lambda x: (x * SCALE).sin(), leaf(2))
+    assert SCALE.nbytes <= found.steps[0].held_bytes["state"] < UNRELATED.nbytes
+    del y
+
+
 def test_a_storage_counts_once():
     """The input of two regions is held by the first one; the input of a region inside is held by the outer one."""
     x = leaf(16, 16) * 1
