@@ -23,8 +23,6 @@ from .state.loans import Names, names_of
 from .state.reached_values import NOTHING, entry_of, walk_from
 from .state.rewound_state import ReachedState, state_of, state_of_idle
 
-__all__ = ["CapturedCall"]
-
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 _NO_LAYERS: Sequence[Any] = ()
 

@@ -39,8 +39,6 @@ from ckpt_hooks.errors import CheckpointError
 from .explain import draws_error
 from .handles import HandleFrame
 
-__all__ = ["Collector", "StopRecompute"]
-
 _copy = unseen(stand_in_for)
 
 R = TypeVar("R")

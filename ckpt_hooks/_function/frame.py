@@ -35,8 +35,6 @@ from .rerun import Rerun
 from .scripted import watch_scripted
 from .state.module_plan import ModulePlan
 
-__all__ = ["FunctionFrame"]
-
 
 class FunctionFrame(HandleFrame):
     """A region whose forward is one call of a function; a context manager around the call.

@@ -42,8 +42,6 @@ from .state.parameters import WatchReads
 from .state.reached_values import Walk
 from .state.rewound_state import Rewound
 
-__all__ = ["Rerun"]
-
 _NOTHING = nullcontext()  # to enter
 _NO_PLANS: Sequence[ModulePlan] = ()
 _UNCHANGED: Sequence[tuple[torch.Tensor, int]] = ()

@@ -11,8 +11,6 @@ from .surroundings import Surroundings
 from .tables import Tables
 from .values import Op, Store, Value, new_value
 
-__all__ = ["alias_of", "counter_in", "counter_of"]
-
 _AS_STRIDED = torch.ops.aten.as_strided.default
 
 

@@ -14,8 +14,6 @@ from ckpt_hooks._torch.tensors import is_freed, storage_of
 
 from .values import Op, Value, values_on_tape
 
-__all__ = ["Borrowing"]
-
 
 class Borrowing:
     """Parts of one run, each with the memory that the part reads. Leaving the ``with`` block gives back the rest."""

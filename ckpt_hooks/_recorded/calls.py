@@ -16,8 +16,6 @@ from ckpt_hooks.policies.decisions import ASK, EITHER, RECOMPUTE, SAVE
 from .tape import Tape
 from .values import ANEW, Op, Value
 
-__all__ = ["decide", "op_of", "run"]
-
 _Tensor = torch.Tensor
 
 

@@ -19,8 +19,6 @@ from ckpt_hooks.errors import DeterminismError
 
 from .replayed import Handle
 
-__all__ = ["ComparedValues"]
-
 
 def _fingerprint(tensor: torch.Tensor) -> Any:
     if tensor.is_nested:  # may have no shape

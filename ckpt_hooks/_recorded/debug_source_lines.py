@@ -20,8 +20,6 @@ from ckpt_hooks.errors import CheckpointError
 from .tables import Tables
 from .values import Op, Value, values_on_tape
 
-__all__ = ["Lines"]
-
 
 class Lines:
     """The lines of the operators of an outermost region, and of those of the regions directly within.

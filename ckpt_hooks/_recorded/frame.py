@@ -32,8 +32,6 @@ from .replayed import FunctionHandle, Handle, ReplayedFrame, fate_of
 from .tape import Tape
 from .values import Value
 
-__all__ = ["RecordedFrame", "unpack"]
-
 
 class RecordedFrame(ReplayedFrame):
     """A region around a block of code, as a context manager.

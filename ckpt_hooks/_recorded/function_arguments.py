@@ -19,8 +19,6 @@ from ckpt_hooks._torch.tensors import is_freed, is_kept_anyway
 
 from .values import Store
 
-__all__ = ["MOST_COMPARED", "has_moved", "is_compared", "taken_apart"]
-
 #: The size in bytes up to which arguments from outside without a history (weights, tables) are compared. Kernels do not write
 #: to weights, and to look at so many bytes twice takes some 0.2 ms.
 MOST_COMPARED = 1 << 20

@@ -41,8 +41,6 @@ from .running_function import RunningFunction
 from .tape import Tape
 from .values import Store, Value, cut, new_store, new_value
 
-__all__ = ["FunctionCall"]
-
 _Tensor = torch.Tensor
 _NO_KWARGS: dict[str, Any] = {}
 _written_at = functools.cache(functools.partial(Written, name="", counted=False, overwritten=False))

@@ -28,8 +28,6 @@ from ckpt_hooks.errors import DeterminismError
 from .surroundings import ReplayContext
 from .values import ANEW
 
-__all__ = ["Draws", "FunctionFacts"]
-
 #: A result: the number of its value, whether it was saved, its place among what was saved or returned, its shape and dtype.
 Result = tuple[int, bool, int, torch.Size, torch.dtype]
 

@@ -22,8 +22,6 @@ from ckpt_hooks.policies.decisions import OFFLOAD
 
 from .values import Value
 
-__all__ = ["TensorsHeld"]
-
 _weakref = weakref.ref
 
 

@@ -18,8 +18,6 @@ from ckpt_hooks.errors import DeterminismError
 
 from .values import Op, Value, flatten, values_on_tape
 
-__all__ = ["Routed", "check_shapes", "routed"]
-
 
 class Routed(NamedTuple):
     """The results of a routing operator in forward.

@@ -38,8 +38,6 @@ from .surroundings import Surroundings
 from .tape import Tape
 from .values import Op, Store, Value, cut, flatten, new_store, new_value
 
-__all__ = ["Recorder"]
-
 _Tensor = torch.Tensor
 _weakref = weakref.ref
 _NO_KWARGS: dict[str, Any] = {}

@@ -38,8 +38,6 @@ from .schedule import Work, plan_for, work_for
 from .surroundings import ReplayContext, Surroundings
 from .values import ANEW, Op, Value, flatten, rebuild, values_on_tape
 
-__all__ = ["Replay", "Replayable", "bring_back"]
-
 #: Bytes that a region saved up to which it is replayed as a whole, where it does not say: 3 to 10% of a small block's step.
 AT_ONCE = 1 << 20
 

@@ -22,8 +22,6 @@ from ckpt_hooks._torch.tensors import storage_of
 from .replay import Replay, Replayable, bring_back
 from .values import Value, is_held_twice, values_below
 
-__all__ = ["Externals", "FunctionHandle", "Handle", "ReplayedFrame", "fate_of", "held_in_graph"]
-
 _number = operator.attrgetter("number")
 
 #: Stand-ins for saved tensors from outside.

@@ -25,8 +25,6 @@ from .function_ops import FunctionFacts
 from .tape import Tape
 from .values import ANEW, Op, Store
 
-__all__ = ["RunningFunction"]
-
 _Tensor = torch.Tensor
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 

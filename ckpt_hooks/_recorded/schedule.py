@@ -9,8 +9,6 @@ from collections.abc import Iterable, Mapping
 
 from .values import Op, Value, values_on_tape
 
-__all__ = ["Plan", "Work", "plan_for", "work_for"]
-
 
 class Work:
     """The steps which bring back some values.

@@ -17,8 +17,6 @@ from ckpt_hooks._torch.autograd import set_grad_enabled
 from ckpt_hooks._torch.modes import PastFunctionModes, num_function_modes, resume_transforms, suspend_transforms
 from ckpt_hooks._torch.tensors import BelowAutograd
 
-__all__ = ["ReplayContext", "Surroundings"]
-
 
 class Surroundings:
     """The surroundings of operators.

@@ -18,8 +18,6 @@ from ckpt_hooks._torch.tensors import storage_of
 
 from .values import Store, Value, new_store
 
-__all__ = ["Tables"]
-
 _weakref = weakref.ref
 
 

@@ -35,8 +35,6 @@ from .surroundings import Surroundings
 from .tables import Tables
 from .values import Op, Store, Value, flatten, new_store, new_value
 
-__all__ = ["Tape"]
-
 _Tensor = torch.Tensor
 _weakref = weakref.ref
 _EMPTY_STRIDED = torch.ops.aten.empty_strided.default

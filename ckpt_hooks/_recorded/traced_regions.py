@@ -36,8 +36,6 @@ from ckpt_hooks.policies.base import Policy, policy_from
 from ckpt_hooks.policies.context import SelectiveCheckpointContext
 from ckpt_hooks.policies.decisions import RECOMPUTE, Decisions
 
-__all__ = ["traced_name", "traced_region", "warn_of_instance"]
-
 _REGION, _NAME = "ckpt_hooks_region", "ckpt_hooks_name"
 
 

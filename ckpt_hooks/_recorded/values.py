@@ -24,21 +24,6 @@ from ckpt_hooks._operators.facts import OpFacts
 from ckpt_hooks._tensors.held_tensors import HeldTensor
 from ckpt_hooks._torch.tensors import storage_of
 
-__all__ = [
-    "ANEW",
-    "Op",
-    "Store",
-    "Value",
-    "cut",
-    "flatten",
-    "is_held_twice",
-    "new_store",
-    "new_value",
-    "rebuild",
-    "values_below",
-    "values_on_tape",
-]
-
 
 class Store:
     """One storage, from its first appearance on the tape.

@@ -35,21 +35,6 @@ from .calls import decide, op_of, run
 from .tape import Tape
 from .values import Op, Store, Value, cut, is_held_twice, new_value
 
-__all__ = [
-    "after_external",
-    "after_inside",
-    "are_one_place",
-    "copy_held",
-    "look_at_handles",
-    "put_copies",
-    "run_inplace_view",
-    "run_marking",
-    "run_opaque",
-    "run_unseen",
-    "run_writing",
-    "targets_of",
-]
-
 _Tensor = torch.Tensor
 
 

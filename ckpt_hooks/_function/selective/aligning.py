@@ -31,8 +31,6 @@ from ckpt_hooks._torch.tensors import is_kept_anyway
 from .selection import Selection
 from .sequence import Counts, OperatorSequence
 
-__all__ = ["Aligning"]
-
 _OTHERS = (Kind.VIEW, Kind.IGNORED, Kind.RANGE)
 _NO_READERS = (Kind.IGNORED, Kind.RANGE)
 _HANDED_OUT = (Kind.EFFECT, Kind.COLLECTIVE)

@@ -21,8 +21,6 @@ from ckpt_hooks.errors import DeterminismError
 
 from .sequence import Counts, OperatorSequence
 
-__all__ = ["compare_all"]
-
 #: The places of two counterparts: in forward, and in the recompute.
 _Pair = tuple[int, int]
 

@@ -35,8 +35,6 @@ from ckpt_hooks.policies.decisions import ASK, EITHER, OFFLOAD, RECOMPUTE, SAVE,
 from .aligning import Aligning
 from .selection import Selection
 
-__all__ = ["Recompute", "Record"]
-
 # What the mode of forward does with an operator.
 _PASS, _RANGE, _CAST, _REPLAY, _LOOK, _SAVE, _OFFLOAD, _ASK, _ASK_AS_TORCH = range(9)
 

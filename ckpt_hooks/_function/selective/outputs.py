@@ -41,8 +41,6 @@ from ckpt_hooks._torch.autograd import Hooks
 from ckpt_hooks._torch.tensors import counted_detach, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
 
-__all__ = ["KeptOutputs"]
-
 _plain = torch.Tensor
 _HOLDS_TENSORS = (torch.Tensor, list, tuple, dict)
 _NO_ALIASES: Sequence[tuple[torch.Tensor, int]] = ()

@@ -25,8 +25,6 @@ from .alignment import compare_all
 from .outputs import KeptOutputs
 from .sequence import OperatorSequence
 
-__all__ = ["Selection"]
-
 T = TypeVar("T")
 
 _NO_NUMBERS: Sequence[int] = ()

@@ -22,8 +22,6 @@ from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks.errors import DeterminismError
 
-__all__ = ["Counts", "OperatorSequence"]
-
 #: Counts when an operator ran: tensors saved by the region, nodes of autograd's graph made by the region.
 Counts = tuple[int, int]
 

@@ -30,8 +30,6 @@ from .notes import ABSENT, ContentNote, Lent, holds, noted_in, present
 from .reached_values import Walk
 from .tensor_note import GoneError, TensorNote
 
-__all__ = ["MACHINERY", "AttributeNotes", "AttributesUndo", "ModuleNote", "note_module"]
-
 #: What a module consists of; ``training`` is an attribute like others.
 MACHINERY = frozenset(vars(Module())) - {"training"}
 

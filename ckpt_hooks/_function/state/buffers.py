@@ -34,20 +34,6 @@ from .limits import LOOKS_AT_FROZEN, MOST_OUTSIDE, SMALL
 from .small_buffers import SmallBuffers, SmallCopy, is_small_on_host
 from .tensor_note import TensorNote
 
-__all__ = [
-    "WRITES",
-    "Buffers",
-    "Complain",
-    "Slot",
-    "Use",
-    "Uses",
-    "copy_before",
-    "has_changed",
-    "is_copied",
-    "outside",
-    "use_after",
-]
-
 #: Returns an error for a tensor with a changed content, and its version before.
 Complain = Callable[[torch.Tensor, int], BaseException]
 

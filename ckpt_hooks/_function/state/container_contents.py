@@ -20,20 +20,6 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-__all__ = [
-    "ATOMS",
-    "VALUES",
-    "Content",
-    "Part",
-    "Parts",
-    "contents_kind_of",
-    "differs_in_notes_alone",
-    "is_atom",
-    "new",
-    "same",
-    "slots_and_dict_of",
-]
-
 #: The content of a part: values by name, key or slot, or in order.
 Content = dict[Any, Any] | list[Any]
 

@@ -45,8 +45,6 @@ from .notes import Lent
 from .small_buffers import SmallCopy
 from .tensor_note import GoneError, TensorNote
 
-__all__ = ["Contents"]
-
 _NO_PARAMETERS = frozenset[int]()
 
 #: Returns a tensor, an alias where it is gone, or None.

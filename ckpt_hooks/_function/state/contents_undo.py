@@ -14,8 +14,6 @@ from .buffers import Complain, Slot, Use, has_changed, is_copied
 from .module_plan import ModulePlan
 from .small_buffers import SmallBuffers
 
-__all__ = ["Before", "ContentsUndo"]
-
 _NO_STORAGES = frozenset["int | None"]()
 
 #: A tensor, its version, its content, and its layout to be put back, if it may have got another.

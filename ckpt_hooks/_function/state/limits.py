@@ -2,19 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "LEVELS",
-    "LEVELS_OF_OTHERS",
-    "LOOKS_AT_FROZEN",
-    "MOST_COPIED",
-    "MOST_ENTRIES",
-    "MOST_ENTRIES_READ",
-    "MOST_FROZEN",
-    "MOST_LOOKS",
-    "MOST_OUTSIDE",
-    "SMALL",
-]
-
 #: Levels of closures, containers and objects that are opened: a cache, its layers, their list, one of these, its attributes.
 LEVELS = 6
 #: Levels below an object of a library, whose content is not put back, in which modules and tensors are looked for.

@@ -24,8 +24,6 @@ from .notes import ABSENT, ContentNote, Lent, Root, present
 from .reached_values import Entry, Walk, read
 from .tensor_note import GoneError, StandIns, TensorNote
 
-__all__ = ["Names", "VariableLoan", "lend", "names_of", "take_back"]
-
 _NO_STAND_INS: StandIns = {}
 
 

@@ -32,8 +32,6 @@ from .small_buffers import SmallCopy
 from .submodules import Parents, Submodules
 from .tensor_note import TensorNote
 
-__all__ = ["ModulePlan", "epoch", "has_new_parts", "idle_plan", "plan_of"]
-
 #: Levels of containers and objects below an attribute in which modules are looked for.
 _LEVELS = 3
 

@@ -19,17 +19,6 @@ import torch
 from .container_contents import ATOMS, Content, Part, contents_kind_of, differs_in_notes_alone, new, same
 from .tensor_note import GoneError, StandIns, TensorNote, Weak
 
-__all__ = [
-    "ABSENT",
-    "Again",
-    "ContentNote",
-    "Lent",
-    "Root",
-    "holds",
-    "noted_in",
-    "present",
-]
-
 #: Stands for the value of an unbound name.
 ABSENT: Any = object()
 

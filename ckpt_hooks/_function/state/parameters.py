@@ -48,14 +48,6 @@ from ckpt_hooks.errors import MutationError
 from .container_contents import same
 from .module_plan import ModulePlan
 
-__all__ = [
-    "Noted",
-    "Rebound",
-    "References",
-    "WatchReads",
-    "references_of",
-]
-
 #: Where parameters are: modules whose own ones are meant, and other tensors. The list is for the latest numbers and names of
 #: the former, which forwards share as long as they are the same.
 References = tuple[Sequence["weakref.ref[Module]"], Sequence[torch.Tensor], list["Places"]]

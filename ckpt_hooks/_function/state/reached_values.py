@@ -27,8 +27,6 @@ from .limits import LEVELS, LEVELS_OF_OTHERS, MOST_ENTRIES, MOST_ENTRIES_READ, M
 from .notes import ABSENT, Again, ContentNote
 from .tensor_note import TensorNote, Weak, has_history
 
-__all__ = ["NOTHING", "Entry", "Walk", "entry_of", "facts_of_code", "has_state", "read", "walk_from"]
-
 _BUILTINS = frozenset(vars(builtins))
 _MET = (Module, torch.Tensor, torch.Generator)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)

@@ -24,8 +24,6 @@ from .reached_values import Walk
 from .submodules import Before, Submodules
 from .tensor_note import StandIns
 
-__all__ = ["ReachedState", "Rewound", "state_of", "state_of_idle"]
-
 
 class ReachedState:
     """The state found by one forward.

@@ -23,8 +23,6 @@ from ckpt_hooks._torch.tensors import past_all_modes, set_versions, storage_of
 
 from .tensor_note import TensorNote
 
-__all__ = ["SmallBuffers", "SmallCopy", "is_small_on_host"]
-
 R = TypeVar("R")
 
 _address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr

@@ -16,8 +16,6 @@ from torch.nn import Module
 
 from .container_contents import same
 
-__all__ = ["Before", "Parents", "Submodules"]
-
 #: A module, the dictionary of its submodules before a rerun, and a copy.
 Before = list[tuple[Module, dict[str, Any], dict[str, Any]]]
 

@@ -13,8 +13,6 @@ from ckpt_hooks._torch.tensors import counted_detach, is_freed, is_kept_anyway
 
 from .limits import MOST_COPIED
 
-__all__ = ["GoneError", "Rerun", "StandIns", "TensorNote", "Weak", "has_history"]
-
 #: Other tensors of a rerun in place of forward's, by the ``id`` of the latter.
 StandIns = dict[int, torch.Tensor]
 
