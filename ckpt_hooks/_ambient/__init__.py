@@ -52,7 +52,7 @@ _latest: Ambient | None = None
 
 
 def capture(*, preserve_rng_state: bool, generators: Sequence[torch.Generator] = ()) -> Ambient:
-    """Returns the state of this thread, with generators that the function reaches besides the default ones.
+    """Returns the state of this thread, with the generators that the function reaches.
 
     If random streams are not preserved, a recompute draws the next numbers, but still leaves the streams where it found them.
     """

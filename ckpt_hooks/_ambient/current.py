@@ -42,7 +42,7 @@ def _mark_used(tensor: torch.Tensor, stream: Any) -> None:
 
 
 class _Accelerator:
-    """One kind of accelerator: functions that read and set the current device, if there are several, and streams, if any."""
+    """A kind of accelerator: functions that read and set the current device, if there are several, and streams, if any."""
 
     __slots__ = ("_indices", "index", "module", "stream")
 

@@ -136,7 +136,7 @@ class _WithDevices:
 
 
 def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
-    """Returns what tells the position, for as long as the same devices are in use; one that never moves if not watched."""
+    """Returns what tells the position, as long as the same devices are in use; a position at rest if not watched."""
     # In a recompute, ``begin`` is the first number of the position where forward began. Forward may have been the first to use
     # a device: its positions tell of the CPU alone, and so do those of its recomputes.
     if not watched:

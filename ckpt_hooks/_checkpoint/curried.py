@@ -149,7 +149,7 @@ class Curried:
 
 
 def curried(options: RegionOptions, context_fn: Callable[[], ContextPair], own_options: dict[str, Any]) -> Curried:
-    """Checks the options of the curried form: those of the direct form, made already, and its own by their names."""
+    """Checks the options of the curried form: options of the direct form, made already, and further options by name."""
     policy = own_options.pop("policy", None)
     if policy is not None:
         is_traced = torch.compiler.is_dynamo_compiling() and not isinstance(policy, Policy)

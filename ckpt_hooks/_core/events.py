@@ -1,4 +1,4 @@
-"""Events: what regions of both kinds tell observers, and telling them for one frame.
+"""Events: what regions of both kinds tell observers, and the sender of a frame's events.
 
 An event names regions, tensors and storages by numbers, so kept events keep no tensor and no frame alive. Reports use events,
 :meth:`Frame.saved` and :meth:`Frame.held`, and nothing else.
@@ -151,7 +151,7 @@ def info_of(tensor: torch.Tensor, observers: tuple[Observer, ...]) -> TensorInfo
 
 
 class Watch:
-    """Sends the events of one frame, which it holds weakly."""
+    """Sends the events of one frame, held weakly."""
 
     __slots__ = ("__weakref__", "_fates", "_num_kept", "observers", "region", "task", "tensors", "wants_operators")
 

@@ -135,7 +135,7 @@ class Frame(abc.ABC):
 
 
 def is_in_recompute(frame: Frame | None) -> bool:
-    """Whether a frame, or one around it, is being recomputed."""
+    """Whether a frame, or a frame around, is being recomputed."""
     while frame is not None and not frame.recomputing:
         frame = frame.parent
     return frame is not None
@@ -162,7 +162,7 @@ def frame_of(packed: Any) -> Frame | None:
 # Autograd's own stack of hooks gives each saved tensor to the innermost frame (Rule 1); this one has the frame's parents. A
 # recompute exchanges the stack for its own, and runs as if no frame were active (Rule 3).
 class FrameStack(threading.local):
-    """One thread's open frames: the innermost one, which links to the frame around, and so on."""
+    """A thread's open frames: the innermost frame, which links to the frame around, and so on."""
 
     innermost: Frame | None = None  # whose forward or recompute is running
 

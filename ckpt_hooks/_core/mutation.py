@@ -1,4 +1,4 @@
-"""The errors for tensors changed since forward: a table of their words, and one function that fills a row in."""
+"""Errors for tensors changed since forward: a table of words, and the function that fills in a row."""
 
 from __future__ import annotations
 

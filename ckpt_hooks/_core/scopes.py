@@ -48,7 +48,7 @@ SPLIT = -1 << 62
 
 
 class Scope:
-    """One backward, or one group of backwards; dies when the last one ends."""
+    """One backward, or one group of backwards; dies when the last backward ends."""
 
     __slots__ = ("__weakref__", "key")
 

@@ -111,6 +111,26 @@ def put_hooks_back(before: Hooks, now: Hooks) -> None:
             hooks.update(content)
 
 
+def _path_at(captured: tuple[list[Any], dict[str, Any]] | None, position: int) -> str:
+    """Returns the place of a tensor among arguments, as a user would write it."""
+    if captured is None:
+        return f"args[{position}]"
+    args, kwargs = captured
+    todo: list[tuple[str, Any]] = [(f"args[{index}]", found) for index, found in enumerate(args)]
+    todo += [(f"kwargs[{key!r}]", found) for key, found in kwargs.items()]
+    seen = set()
+    while todo:
+        path, found = todo.pop(0)
+        if isinstance(found, TensorAt) and found.position == position:
+            return path
+        if isinstance(found, Container) and id(found) not in seen:
+            seen.add(id(found))
+            entries = found.entries if issubclass(found.kind, dict) else enumerate(found.entries)
+            todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
+            todo += [(f"{path}.{name}", entry) for name, entry in found.attributes()]
+    return "an argument"
+
+
 class Arguments:
     """The arguments of one call, captured, with their tensors saved."""
 
@@ -334,7 +354,7 @@ class Arguments:
                 continue
             if before[0] != now[0]:
                 self._raise_modified(position, tensor, region)
-            path = self._path_at(position)
+            path = _path_at(self._captured, position)
             raise CheckpointError(
                 f"region {'/'.join(region)!r}: {path}, a {describe_kind(tensor)} tensor, had requires_grad={before[1]} when "
                 f"forward began, and has requires_grad={now[1]} now. A rerun of the region would save other tensors: change "
@@ -349,23 +369,4 @@ class Arguments:
 
     def _raise_modified(self, position: int, tensor: torch.Tensor, region: tuple[str, ...]) -> None:
         expected = self._kept_facts[position][0] if self._saved is None else self._facts[position][0]
-        raise mutated(Why.REACHED, region, tensor, expected, name=self._path_at(position))
-
-    def _path_at(self, position: int) -> str:
-        """Returns the place of a tensor among the arguments, as a user would write it."""
-        if self._captured is None:
-            return f"args[{position}]"
-        args, kwargs = self._captured
-        todo: list[tuple[str, Any]] = [(f"args[{index}]", found) for index, found in enumerate(args)]
-        todo += [(f"kwargs[{key!r}]", found) for key, found in kwargs.items()]
-        seen = set()
-        while todo:
-            path, found = todo.pop(0)
-            if isinstance(found, TensorAt) and found.position == position:
-                return path
-            if isinstance(found, Container) and id(found) not in seen:
-                seen.add(id(found))
-                entries = found.entries if issubclass(found.kind, dict) else enumerate(found.entries)
-                todo += [(f"{path}[{key!r}]", entry) for key, entry in entries]
-                todo += [(f"{path}.{name}", entry) for name, entry in found.attributes()]
-        return "an argument"
+        raise mutated(Why.REACHED, region, tensor, expected, name=_path_at(self._captured, position))

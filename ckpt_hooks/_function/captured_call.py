@@ -28,21 +28,7 @@ _NO_LAYERS: Sequence[Any] = ()
 
 
 class CapturedCall:
-    """One call of a region's function.
-
-    Attributes:
-        ambient: Random streams, autocast and switches, as forward found them; unset until :meth:`capture`.
-        arguments: The arguments, with their tensors saved.
-        context: The context variables; None if there are none; unset until :meth:`capture`.
-        contexts: Entered around forward, and around each rerun.
-        explain: Turns an error of a rerun into an error with more words.
-        function: The function.
-        modes: Names of the user's dispatch modes around forward, where values are compared; None where they are not.
-        names: Variables, containers and objects which the function reaches; None if there are none.
-        options: The options of reruns.
-        selection: The memory of a selective policy.
-        state: The modules and closed-over tensors which the function reaches; None if there are none.
-    """
+    """One call of a region's function; random streams, switches and context variables are unset until :meth:`capture`."""
 
     __slots__ = (
         "ambient",
@@ -66,7 +52,9 @@ class CapturedCall:
     ) -> None:
         self.function, self.arguments, self.options, self.contexts = function, arguments, options, contexts
         self.selection: Selects | None = None if contexts is None else selection_of(contexts[0])
+        # Names of the user's dispatch modes around forward, where values are compared.
         self.modes: list[str] | None = None
+        # Turns an error of a rerun into one with more words, given the operators whose results a policy keeps.
         self.explain: Callable[[DeterminismError, Collection[Any]], DeterminismError] | None = None
         self.names: Names | None = None
         self.state: ReachedState | None = None
@@ -113,14 +101,7 @@ class CapturedCall:
         return True
 
     def settle(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
-        """Ends forward.
-
-        Args:
-            failed: Whether forward ended by an exception.
-
-        Returns:
-            A tensor to which forward wrote though earlier ones only read it, and its version before; None if there is none.
-        """
+        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
         self.arguments.close()
         if self.names is not None:
             self.names.settle()

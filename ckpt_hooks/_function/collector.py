@@ -49,23 +49,7 @@ class StopRecompute(BaseException):
 
 
 class Collector:
-    """The values of one rerun.
-
-    Attributes:
-        doubt: The number of last wanted values not to be trusted, and a function returning the error for these; or None.
-        early_stop: Whether the rerun ends when every value is there.
-        frame: The frame of the values.
-        function: The function of the rerun.
-        has_doubtful_draws: Whether the random streams moved otherwise than in forward, maybe by another thread.
-        last: The number of the last tensor wanted.
-        marks: Marks of the regions inside, in this rerun.
-        values: An entry for each tensor saved so far by the rerun: the tensor, or :data:`MISSING` if not wanted.
-        stopped: Whether the rerun was told to stop, since every value is there.
-        versions: The version of each tensor when saved, where a hook notes versions; see :meth:`noting_versions`.
-        wanted: The handles to fill; None for all living handles.
-        watches_draws: Whether draws are compared with those of forward.
-        without_grad: The numbers of tensors that require no grad.
-    """
+    """The values of one rerun: for each tensor saved so far the tensor, or :data:`MISSING` if not wanted."""
 
     __slots__ = (
         "_detach",
@@ -91,10 +75,11 @@ class Collector:
         self.early_stop = early_stop
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
-        self.wanted: Collection[int] | None = None
+        self.wanted: Collection[int] | None = None  # None for all living handles
+        # Whether draws are compared with those of forward, and whether they differ, maybe by another thread's draws.
         self.watches_draws = self.has_doubtful_draws = False
         self.without_grad: list[int] = []
-        self.last = -1
+        self.last = -1  # the number of the last tensor wanted
         self.stopped = False
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
@@ -115,11 +100,7 @@ class Collector:
         return self.has_doubtful_draws
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
-        """Ends a rerun which has another value than forward, or is about to read one: all later values are wrong.
-
-        Args:
-            error: Returns the error to raise when one of these values is unpacked.
-        """
+        """Ends a rerun which has another value than forward, or is about to read one: to unpack a later one is an error."""
         trusted = len(self.values)
         if trusted <= self.last:
             self.doubt = self.last + 1 - trusted, error
@@ -134,13 +115,9 @@ class Collector:
     ) -> Callable[[torch.Tensor], int | torch.Tensor]:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
 
-        Autograd gets the value's number, by which user code may run backward on the graph of the rerun
-        (:class:`ckpt_hooks._core.hooks.HandBack`).
-
-        Args:
-            wanted: The handles to fill; None for all living handles.
-            exchanged: Storages with the content of forward during the rerun only: values in these are copied.
+        Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied.
         """
+        # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         values = self.values
         alive = self.frame.alive()
         final = len(alive) - 1 if wanted is None else -1
@@ -222,13 +199,7 @@ class Collector:
         lost: Iterable[tuple[torch.Tensor, int]],
         error: Callable[[torch.Tensor, int], CheckpointError],
     ) -> Callable[[torch.Tensor], R]:
-        """Returns a pack hook which distrusts values in the memory of some tensors, of which no version tells.
-
-        Args:
-            hook: The pack hook.
-            lost: The tensors, and the version for an error.
-            error: Returns the error for a tensor.
-        """
+        """Returns a pack hook which distrusts values in the memory of some tensors, of which no version tells."""
         errors = {storage_of(tensor): functools.partial(error, tensor, version) for tensor, version in lost}
 
         def doubt(tensor: torch.Tensor) -> R:

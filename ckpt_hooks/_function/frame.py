@@ -37,21 +37,10 @@ from .state.module_plan import ModulePlan
 
 
 class FunctionFrame(HandleFrame):
-    """A region whose forward is one call of a function; a context manager around the call.
+    """A region whose forward is one call of a function; a context manager around the call."""
 
-    The call itself is the caller's, with the same function and arguments that the frame was given: hooks that run before and
-    after a module's forward can enter and leave the frame.
-
-    Attributes:
-        call: The captured call.
-
-    Example:
-        >>> import torch
-        >>> from ckpt_hooks._function.frame import FunctionFrame
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> with FunctionFrame(torch.sin, (x,), {}):
-        ...     y = torch.sin(x)
-    """
+    # The call itself is the caller's, with the function and arguments of the frame: hooks that run before and after a module's
+    # forward can enter and leave the frame.
 
     __slots__ = ("_finish", "_keeps_all", "call")
 
@@ -173,7 +162,6 @@ class FunctionFrame(HandleFrame):
             self.watch.exited(error)
 
     def note_inside(self, count: int, path: RegionPath) -> None:
-        """Leaves a mark; see :meth:`Frame.note_inside`."""
         collector = self.collector
         if collector is not None:
             collector.marks.append((len(collector.values), count, path))
@@ -181,7 +169,6 @@ class FunctionFrame(HandleFrame):
             self.marks.append((len(self.numbers), count, path))
 
     def recompute(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        """Reruns the function; see :meth:`HandleFrame.recompute`."""
         call = self.call
         rerun = functools.partial(self._rerun, wanted)
         if call.selection is not None:  # which may need another rerun after the first
@@ -194,7 +181,7 @@ class FunctionFrame(HandleFrame):
         call = self.call
         rerun = Rerun(self, call, wanted, call.contexts, call.selection, waits=call.selection is not None)
         values = rerun.run()
-        if rerun.watch is not None and rerun.watch.found is not None:  # beside the recompute of another thread
+        if rerun.has_drawn:  # beside the recompute of another thread
             rerun = Rerun(self, call, wanted, call.contexts, call.selection, waits=True)
             values = rerun.run()
         if rerun.collector.has_doubtful_draws:
@@ -205,9 +192,8 @@ class FunctionFrame(HandleFrame):
         """Raises unless one more rerun draws nothing: then another thread has moved the random streams."""
         region, call, watch = format_path(self.path), self.call, DrawWatch()
         group = torch.distributed
-        if (
-            group.is_available() and group.is_initialized() and group.get_world_size() > 1
-        ):  # all ranks run a collective, or none
+        # All ranks run a collective, or none.
+        if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
             raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
         Rerun(self, call, wanted, call.contexts, call.selection, watch=watch, waits=True).run()
         if watch.found is not None:
@@ -215,21 +201,17 @@ class FunctionFrame(HandleFrame):
         warn_of_drawing_thread()
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
-        """Notes the operator whose kept output a saved tensor is, if any; see :meth:`HandleFrame.note_saved`."""
         if self.call.selection is not None:
             self.call.selection.note_saved(index, tensor)
 
     def fate_at(self, index: int) -> Reason:
-        """Returns the fate of a saved tensor; the policy's part is known where observers watch."""
         return Reason.DROPPED if self.call.selection is None else self.call.selection.fate_at(index)
 
     def policy_in_words(self) -> str | None:
-        """Returns the policy in words; see :meth:`Frame.policy_in_words`."""
         words = None if self.call.selection is None else self.call.selection.policy_in_words
         return None if words is None else words()
 
     def held(self) -> list[Holding]:
-        """Returns the tensors kept alive by this frame; see :meth:`Frame.held`."""
         call = self.call
         seen: set[int] = set()
         parts = (
@@ -242,5 +224,4 @@ class FunctionFrame(HandleFrame):
         return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, ModulePlan))]
 
     def owners(self) -> list[Frame]:
-        """Returns the frames around whose tensors are arguments, or pass through their hooks; see :meth:`Frame.owners`."""
         return owners_in((self.call.arguments, self.call.selection), Frame, (ModulePlan,))

@@ -49,12 +49,7 @@ _NO_STORAGES: frozenset[int | None] = frozenset()
 
 
 class Rerun:
-    """One rerun of a region.
-
-    Attributes:
-        collector: The tensors saved by the rerun.
-        watch: Ends the rerun at its first random draw, if given.
-    """
+    """One rerun of a region, which may be told to end at its first random draw."""
 
     __slots__ = (
         "_borrows",
@@ -71,8 +66,8 @@ class Rerun:
         "_transforms",
         "_waits",
         "_wanted",
+        "_watch",
         "collector",
-        "watch",
     )
 
     def __init__(
@@ -86,7 +81,7 @@ class Rerun:
         watch: DrawWatch | None = None,
         waits: bool = False,
     ) -> None:
-        self.watch, self._waits = watch, waits
+        self._watch, self._waits = watch, waits
         self._frame, self._call, self._wanted = frame, call, wanted
         self._contexts, self._selection = contexts, selection
         # A rerun in the middle of forward must not do what forward has not done yet.
@@ -102,7 +97,7 @@ class Rerun:
         self._restored: Restored | None = None
 
     def run(self) -> list[torch.Tensor]:
-        """Calls the function again; see :meth:`HandleFrame.recompute`."""
+        """Calls the function again; returns the values, none if the rerun has ended at a draw."""
         frame, collector, outer = self._frame, self.collector, self._frame.collector
         frame.collector = collector
         place = None if frame.current is None else frame.current.enter()
@@ -118,9 +113,7 @@ class Rerun:
             finally:
                 frame.recomputing = outer is not None
                 self._exit()
-            if self.watch is not None and self.watch.found is not None:
-                return []
-            return self._compare()
+            return [] if self.has_drawn else self._compare()
         except BaseException as error:
             modes = self._call.modes
             if modes is not None and isinstance(error, DeterminismError) and error.region == self._region():
@@ -132,6 +125,11 @@ class Rerun:
             collector.let_go()
             if frame.current is not None:
                 undo(frame.current.leave, place)
+
+    @property
+    def has_drawn(self) -> bool:
+        """Whether the rerun was ended, or is to end, at a random draw."""
+        return self._watch is not None and self._watch.found is not None
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self._frame.path)
@@ -152,7 +150,6 @@ class Rerun:
             selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
 
     def _exit(self) -> None:
-        """Brings the thread, and the hooks of arguments, back to where they were."""
         if self._borrows:
             default_generators_lock.release()
         if self._paused:
@@ -169,11 +166,9 @@ class Rerun:
             self._call.arguments.look_at(self._handed_out)
 
     def _is_at_fault(self, error: Exception) -> bool:
-        """Whether an exception of the rerun is an error: not if the function swallowed the stop, and failed later on (Rule 8).
-
-        Raises an error with more words in its place where there are more to say.
-        """
-        stopped = self.collector.stopped
+        """Whether an exception of the rerun is an error: not if the function swallowed the stop and failed later (Rule 8)."""
+        # An error with more words is raised in its place where there are more to say.
+        stopped = self.collector.stopped or self.has_drawn
         if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
@@ -199,13 +194,11 @@ class Rerun:
             del found, error  # their tracebacks hold this call, and this call would hold them: a cycle
 
     def _explain(self, found: DeterminismError) -> None:
-        """Raises an error with more words, if there are more."""
         if self._call.explain is not None:
             kept = () if self._selection is None else self._selection.kept_operators()
             raise self._call.explain(found, kept) from found
 
     def _compare(self) -> list[torch.Tensor]:
-        """Returns the values of the ended rerun, after a comparison with forward."""
         try:
             values = result_of(self.collector, self._call.options.check)
         except DeterminismError as found:  # not the errors of outer regions, which restore the arguments
@@ -222,10 +215,10 @@ class Rerun:
         plans = _NO_PLANS if state is None else state.plans
         # One recompute at a time sets the default generators back. Another one goes without, and ends at its first draw.
         self._borrows = default_generators_lock.acquire(self._waits)
-        if not self._borrows and self.watch is None:
-            self.watch = DrawWatch()
-        self.collector.watches_draws = self.watch is None
-        if self.watch is not None or ambient.has_streams or len(plans) > 1:
+        if not self._borrows and self._watch is None:
+            self._watch = DrawWatch()
+        self.collector.watches_draws = self._watch is None
+        if self._watch is not None or ambient.has_streams or len(plans) > 1:
             self._call_with_more(plans)
             return
         with plans[0].lock if plans else _NOTHING:
@@ -247,8 +240,8 @@ class Rerun:
             undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
                 undone.callback(let_go, hold_sources(stream for stream, _ in ambient.streams[2]))
-            if self.watch is not None:
-                undone.enter_context(self.watch)
+            if self._watch is not None:
+                undone.enter_context(self._watch)
             self._call_in_state()
 
     def _call_in_state(self) -> None:

@@ -1,4 +1,4 @@
-"""What there is to know of an operator before it runs, once: its kind, the places of tensors, the writes, the outputs.
+"""Facts of an operator, known before a run: kind, places of tensors, writes, outputs.
 
 Most facts follow from the schema. Facts missing or wrong there are in :mod:`.schema_gaps`.
 """

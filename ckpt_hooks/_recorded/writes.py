@@ -44,7 +44,7 @@ def targets_of(facts: OpFacts, args: Any, kwargs: Any) -> list[tuple[torch.Tenso
 
 
 def _covers(tensor: torch.Tensor) -> bool:
-    """Whether a tensor fills its storage, in any order of its dimensions, as ``empty_like`` of a transposed one does."""
+    """Whether a tensor fills its storage, in any order of dimensions, as ``empty_like`` of a transposed tensor does."""
     if tensor.nbytes != tensor.untyped_storage().nbytes():
         return False
     dense = 1

@@ -134,7 +134,7 @@ class HeldRefilled(HeldTensor):
         return self
 
     def unmodified(self) -> torch.Tensor:
-        """Returns the tensor, to be borrowed before a read if its memory is freed; raises if it or its source was modified."""
+        """Returns the tensor, to be borrowed before a read if the memory is freed; raises if tensor or source was modified."""
         tensor, source = self.tensor, self.source
         assert tensor is not None
         if self.version is not None and tensor._version != self.version:

@@ -1,4 +1,4 @@
-"""Tensors on the host until backward: single ones, batches, and one copy for all that save the same tensor.
+"""Tensors on the host until backward: alone, in batches, and shared copies of a tensor saved several times.
 
 Tensors which move together form a *batch*: what one region's policy keeps, a region's inputs, or a single saved tensor. When
 backward reaches a batch, it fetches the whole batch and some of the batches sent before, which it reaches next.
@@ -90,7 +90,7 @@ class Offloaded:
             self._arrival = None
 
     def get(self, taker: Moved | None = None) -> torch.Tensor:
-        """Returns the tensor on its device, in an object of the caller's own; there it stays while other takers want it."""
+        """Returns the tensor on its device, in an object of the caller's own; it stays there while other takers wait."""
         task = self._task = graph_task_id()
         stays = False
         if taker is not None and task != -1:

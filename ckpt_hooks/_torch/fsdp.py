@@ -54,7 +54,7 @@ def shard_of(parameter: Any) -> torch.Tensor:
 
 
 def gather(group: Any) -> Callable[[], None] | None:
-    """Gathers the parameters of a group; returns what brings back the shards, or None if FSDP gathers them for its own use."""
+    """Gathers the parameters of a group; returns what brings back the shards, None if FSDP itself is gathering."""
     if group.is_unsharded:
         return None
     found = group._training_state

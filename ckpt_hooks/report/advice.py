@@ -1,4 +1,4 @@
-"""Advice: a waste, the bytes that it costs, and a line of code to write; of a traced step, the policies that never matched."""
+"""Advice: a waste, its bytes, and a line of code to write; policies that never matched in a traced step."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def unmatched_policies(regions: Iterable[Any]) -> tuple[Advice, ...]:
 
 
 def _nearest(policy: str, dropped: Iterable[Mapping[str, int]]) -> tuple[str | None, int]:
-    """Returns the operator that a policy may mean, by its name or else its bytes, and the bytes which regions drop of it."""
+    """Returns the operator that a policy may mean, by name or else by bytes, and the bytes which regions drop."""
     sizes: dict[str, int] = {}
     for of in dropped:
         for name, nbytes in of.items():

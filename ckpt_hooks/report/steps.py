@@ -238,7 +238,7 @@ def largest_of(regions: Sequence[RegionTrace]) -> list[str]:
 
 
 def _tables_of_step(regions: Sequence[RegionTrace], held_bytes: dict[str, int]) -> Iterator[Table]:
-    """Yields a table of regions, inner ones below outer ones, and a table of the memory that regions hold."""
+    """Yields a table of regions, inner below outer regions, and a table of the memory that regions hold."""
     rows: list[list[str]] = []
     _add_rows(rows, regions, 0)
     if rows:

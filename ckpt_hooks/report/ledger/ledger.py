@@ -73,7 +73,7 @@ class MemoryLedger(LedgerData, Printed):
 
     @functools.cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """Wastes that the step shows, each an :class:`Advice` with the bytes that following it gives; the largest first."""
+        """Wastes of the step, each an :class:`Advice` with the bytes to be gained; the largest first."""
         return wastes_of(self)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Picture:
