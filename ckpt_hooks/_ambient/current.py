@@ -46,8 +46,8 @@ class _Accelerator:
 
     __slots__ = ("_indices", "index", "module", "stream")
 
-    def __init__(self, module: Any, count: int) -> None:
-        self.module = module
+    def __init__(self, module: Any, devices: Any) -> None:
+        self.module, count = module, devices if isinstance(devices, int) else len(devices)
         is_cuda = module is torch.cuda and cuda_device is not None
         self._indices = tuple(range(count))
         has_index = count > 1 and hasattr(module, "current_device") and hasattr(module, "set_device")
@@ -81,11 +81,6 @@ class _Accelerator:
 _Place = tuple[_Accelerator, "int | None", tuple[Any, ...]]
 
 _accelerator = functools.cache(_Accelerator)
-
-
-def _num_devices(module: Any) -> int:
-    generators = getattr(module, "default_generators", None)
-    return len(generators) if generators else module.device_count() if hasattr(module, "device_count") else 1
 
 
 class Current:
@@ -142,18 +137,11 @@ class Current:
 
     def place_of(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
         """Returns the accelerator of a device, and the handle of its current stream; None for a device without streams."""
-        try:
-            return self._by_device[device]
-        except KeyError:
-            found = self._by_device[device] = self._find(device)
-            return found
-
-    def _find(self, device: torch.device) -> tuple[_Accelerator, Any] | None:
-        module = getattr(torch, device.type, None)
-        for accelerator, _, told in self._places:
-            if accelerator.module is module and told:
-                return accelerator, told[device.index or 0]
-        return None
+        if device not in self._by_device:
+            module = getattr(torch, device.type, None)
+            found = [(one, told[device.index or 0]) for one, _, told in self._places if one.module is module and told]
+            self._by_device[device] = found[0] if found else None
+        return self._by_device[device]
 
     def checking(self, check: Callable[[], bool]) -> Callable[[], bool]:
         """Returns a function which checks whether this state is still current, and ``check`` passes."""
@@ -221,7 +209,7 @@ def capture() -> Current | None:
     global _latest
     if len(streams.TORCH_NAMES) == streams.names_without_devices:
         return None
-    used = [_accelerator(module, _num_devices(module)) for initialised, module in streams.find_devices() if initialised()]
+    used = [_accelerator(module, streams.devices_of(module)) for initialised, module in streams.find_devices() if initialised()]
     places = [accelerator.read() for accelerator in used if accelerator.index is not None or accelerator.stream is not None]
     latest = _latest
     if not places:

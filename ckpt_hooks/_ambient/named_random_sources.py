@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import random
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,20 +20,19 @@ shared_streams_lock = threading.RLock()
 _lock = threading.Lock()
 
 
-def hold_sources(streams: Iterable[Stream]) -> list[Stream]:
-    """Tracks streams of a forward during its recompute, for the regions inside; returns the streams to :func:`let_go`."""
+@contextmanager
+def hold_sources(streams: Iterable[Stream]) -> Iterator[None]:
+    """Tracks streams of a forward during its recompute, for the regions inside."""
     with _lock:
         held = [stream for stream in streams if stream not in TRACKED]
         TRACKED.extend(held)
-    return held
-
-
-def let_go(held: list[Stream]) -> None:
-    """Ends :func:`hold_sources`."""
-    with _lock:
-        for stream in held:
-            if stream in TRACKED:
-                TRACKED.remove(stream)
+    try:
+        yield
+    finally:
+        with _lock:
+            for stream in held:
+                if stream in TRACKED:
+                    TRACKED.remove(stream)
 
 
 class TrackedSource:

@@ -1,22 +1,21 @@
 """Whether and how far the default random streams have moved, told without reading a state.
 
-``torch.default_generator.get_state()`` allocates and fills a tensor of 5 KB, and each region asks three times: in forward,
-before its recompute and after. Nearly always nothing was drawn. So an *image* is compared, a few bytes of the generator's
-object, in 0.2 us. The place of the state in the object is found on import, with a generator made for the purpose: the 624 words
-of the Mersenne twister, as told by ``get_state()``, with seed and position before and left-over normal numbers behind. If some
-kind of draw leaves these bytes unchanged, there is no image, and states are read and compared as usual.
+``torch.default_generator.get_state()`` fills a tensor of 5 KB, and each region asks three times. Nearly always nothing was
+drawn. So an *image* is compared, a few bytes of the generator's object, in 0.2 us. The place of the state in the object is
+found on import, with a generator made for the purpose: the 624 words of the Mersenne twister, as told by ``get_state()``, with
+seed and position before and left-over normal numbers behind. If some kind of draw leaves these bytes unchanged, there is no
+image, and states are read and compared as usual.
 
 Equal images are equal states. Every draw moves the position or a left-over number, and when the position wraps around, all
 words are new: the first eight words are read, 256 bits. (A handmade state which agrees with a state of a region in all of these
 bytes, and differs in a later word, is not seen.) Images may differ for equal states, since there is padding, and a draw of
 another thread may be under way. Then the state is read in full, under the generator's lock.
 
-A *position* notices a recompute that draws other numbers than forward. A table which forward makes once from random numbers,
-and keeps where a recompute finds it (``functools.lru_cache``, a global dict), shifts all later draws of a recompute: other
-dropout masks, of the same shapes. So the position is noted with each saved tensor before which it has moved. A recompute which
-has drawn as well must stand where forward stood. Of the CPU's generator a position is the number of the next word with the
-first word, eight bytes; of devices' generators, the offset. To read it makes no device wait. (A draw that only uses up a normal
-number left over by another moves no position.)
+A *position* notices a recompute that draws other numbers than forward, as where forward made a random table and keeps it
+(``functools.lru_cache``): all later draws are shifted. It is noted with each saved tensor before which it has moved. A
+recompute which has drawn as well must stand where forward stood. Of the CPU's generator a position is the number of the next
+word with the first word, eight bytes; of devices' generators, the offset. To read it makes no device wait. (A draw that only
+uses up a normal number left over by another moves no position.)
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ _BEFORE, _BEHIND = 24, 40
 _NEXT = _BEFORE - 4
 #: The bytes of an image: offset from the seed, and size.
 _LOOKED_AT = ((0, _BEFORE + 4 * 8), (_BEFORE + _ARRAY_BYTES, _BEHIND))
-#: The number of bytes of the object in which the words have to begin.
-_SEARCHED = 256
+_SEARCHED = 256  # bytes of the object in which the words have to begin
 
 #: The bytes at some moment.
 Image = tuple[bytes, bytes]

@@ -70,11 +70,9 @@ class Stream:
         return state
 
     def has_offset(self) -> bool:
-        """Whether the state is a seed and an offset."""
         return self._look is not None
 
     def is_readable(self) -> bool:
-        """Whether the state can be read now: not while a CUDA graph is being captured on the generator's device."""
         return self.generator is None or self.generator.device.type == "cpu" or not is_capturing(self.generator.device.type)
 
     def holds(self, state: Any) -> bool:
@@ -85,8 +83,6 @@ class Stream:
         return is_same_state(self.read(), state)
 
     def look_for_offset(self, generator: torch.Generator) -> None:
-        """Finds out whether a generator's state consists of seed and offset."""
-
         def look() -> tuple[int, int]:
             return generator.initial_seed(), generator.get_offset()
 
@@ -148,18 +144,13 @@ def _find_modules(private_backend: str) -> None:
         is_compiled: Callable[[], bool] | None = getattr(module, "_is_compiled", None)
         if not hasattr(module, "get_rng_state") or (is_compiled is not None and not is_compiled()):
             continue
-        if device_type == "mps":
-            if torch.backends.mps.is_built():
-                _modules.append((torch.backends.mps.is_available, module))
-        else:
-            _modules.append((_initialised_test(module), module))
+        if device_type != "mps":
+            is_initialized = getattr(module, "is_initialized", lambda module=module: getattr(module, "_initialized", False))
+            _modules.append((is_initialized, module))
+        elif torch.backends.mps.is_built():
+            _modules.append((torch.backends.mps.is_available, module))
     _modules_known_for = len(TORCH_NAMES)
     names_without_devices = -1 if _modules else _modules_known_for
-
-
-def _initialised_test(module: Any) -> Callable[[], bool]:
-    test: Callable[[], bool] | None = getattr(module, "is_initialized", None)
-    return (lambda: bool(getattr(module, "_initialized", False))) if test is None else test
 
 
 def device_streams(*, needed: bool) -> list[Stream]:
@@ -177,14 +168,14 @@ def device_streams(*, needed: bool) -> list[Stream]:
                     "read the state of the device's generator. Pass preserve_rng_state=False to a region that draws no random "
                     "numbers; leave one that does out of the graph."
                 )
-            streams += _streams_of(module)
+            streams += _streams_on(module, devices_of(module))
     return streams
 
 
-def _streams_of(module: Any) -> tuple[Stream, ...]:
-    # The devices, as the tuple of generators, or their number.
+def devices_of(module: Any) -> Any:
+    """Returns the devices of a backend, as the tuple of default generators, or their number."""
     generators = getattr(module, "default_generators", None)
-    return _streams_on(module, generators or (module.device_count() if hasattr(module, "device_count") else 1))
+    return generators or (module.device_count() if hasattr(module, "device_count") else 1)
 
 
 @functools.cache
@@ -193,18 +184,12 @@ def _streams_on(module: Any, devices: Any) -> tuple[Stream, ...]:
         return tuple(map(_stream_of_default, devices))
     if devices == 1:
         return (Stream(module.get_rng_state, module.set_rng_state, _restart_of(module)),)
-    return tuple(
-        Stream(
-            functools.partial(module.get_rng_state, index),
-            functools.partial(_write_device, module, index),
-            _restart_of(module, index),
-        )
-        for index in range(devices)
-    )
+    return tuple(_stream_at(module, index) for index in range(devices))
 
 
-def _write_device(module: Any, index: int, state: torch.Tensor) -> None:
-    module.set_rng_state(state, index)
+def _stream_at(module: Any, index: int) -> Stream:
+    read, restart = functools.partial(module.get_rng_state, index), _restart_of(module, index)
+    return Stream(read, lambda state: module.set_rng_state(state, index), restart)
 
 
 def _restart_of(module: Any, index: int | None = None) -> Callable[[], object] | None:
@@ -231,7 +216,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 # States of all streams
 
-#: Held by the recompute which sets the default generators back. Another one waits if its forward drew.
+#: Held by the recompute which sets the default generators back. Another recompute waits at its first draw.
 default_generators_lock = threading.RLock()
 
 #: Streams, each with a state.
@@ -314,9 +299,8 @@ def enter(captured: Snapshot, *, defaults: bool = True) -> Undo:
     """Sets every stream of a snapshot back, but for default generators if not asked to; returns the states before."""
     state, _, others = captured
     before = read_cpu() if defaults else None
-    undo = _NONE
-    if others or TRACKED or (defaults and find_devices()):
-        undo = _enter_others(captured, defaults=defaults)
+    has_others = others or TRACKED or (defaults and find_devices())
+    undo = _enter_others(captured, defaults=defaults) if has_others else _NONE
     if state is not None and defaults:
         write_cpu(state)
     return before, undo

@@ -14,7 +14,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ckpt_hooks import _ambient
-from ckpt_hooks._ambient.named_random_sources import hold_sources, let_go, shared_streams_lock
+from ckpt_hooks._ambient.named_random_sources import hold_sources, shared_streams_lock
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
@@ -239,7 +239,7 @@ class Rerun:
                 undone.enter_context(plan.lock)
             undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
-                undone.callback(let_go, hold_sources(stream for stream, _ in ambient.streams[2]))
+                undone.enter_context(hold_sources(stream for stream, _ in ambient.streams[2]))
             if self._watch is not None:
                 undone.enter_context(self._watch)
             self._call_in_state()
