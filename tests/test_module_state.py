@@ -190,6 +190,30 @@ def test_memory_shared_with_numpy_stays_where_it_is():
     assert module.calls.data_ptr() == array.ctypes.data
 
 
+def test_regions_share_copies_of_what_nobody_writes_to():
+    """Where they are made at all: of small tensors, and while the first forwards run. Of large frozen weights none is made."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small = nn.Buffer(torch.ones(1000, dtype=torch.float64))
+            self.strided = nn.Buffer(torch.ones(50, 2, dtype=torch.float64).t())
+            self.large = nn.Buffer(torch.ones(200_000, dtype=torch.float64))
+            self.frozen = nn.Parameter(torch.zeros((1 << 22) + 1), requires_grad=False)
+
+        def forward(self, x):
+            return (x * self.small[0] * self.strided[0, 0] * self.large[0]).sin()
+
+    held = []
+    for count in (1, 4):
+        module, x = Reads(), leaf(3)
+        with trace() as found:
+            outputs = [checkpoint(module, x) for _ in range(count)]
+        held.append(found.steps[0].held_bytes["state"])
+        del outputs
+    assert held[0] == held[1]
+
+
 def test_preserve_buffers_false_looks_at_nothing():
     module = Counting()
     y = checkpoint(preserve_buffers=False)(module)(leaf(3))

@@ -161,6 +161,18 @@ def test_rule_5_without_early_stop_runs_to_the_end(impl):
     assert ops.counts["exp"] == 1
 
 
+def test_rule_5_waiting_for_an_operator_ends_with_the_next_one_that_saves():
+    """Where the last value is of an operator that may not be through, the stop comes at the next saving operator."""
+    x, mask = leaf(3), torch.ones(3, dtype=torch.float64)
+    a, b = checkpoint(lambda x: ((m := x.sin() * mask.neg()), m.neg().exp().tanh()), x)
+    del b
+    with CountOps() as ops:
+        a.sum().backward()
+    # ``mul`` saves a tensor that needs no gradient, so it runs again (and once as its own backward); ``exp`` saves its result
+    # and meets the stop there; ``tanh`` is not reached.
+    assert (ops.counts["mul"], ops.counts["exp"], ops.counts["tanh"]) == (1 + 2, 1, 0)
+
+
 def test_rule_5_frozen_weights_do_not_delay_the_stop():
     """A parameter that needs no gradient was complete before the region ran."""
     linear = torch.nn.Linear(3, 3, dtype=torch.float64).requires_grad_(False)
@@ -177,6 +189,24 @@ def test_rule_5_without_early_stop_the_counts_of_saved_tensors_agree():
     del b
     with pytest.raises(DeterminismError, match="A different number of tensors was saved"):
         a.sum().backward()
+
+
+@pytest.mark.parametrize("caught", [Exception, BaseException])
+def test_rule_8_a_fallback_around_the_stop(caught):
+    """One for errors does not run; what one for everything does is not taken for good."""
+    fallbacks = Log()
+
+    def function(x):
+        try:
+            return x.sin().exp()
+        except caught:
+            fallbacks.append(1)
+            return x.cos().tanh().tanh()
+
+    x = leaf(3)
+    (g,) = grad(checkpoint(function, x).sum(), x)
+    assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
+    assert len(fallbacks) == (caught is BaseException)
 
 
 @pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])

@@ -168,6 +168,33 @@ SAVES = {
 }
 
 
+BY_PARTS = {
+    "index_fill_": lambda table, part, value: table.index_fill_(0, part.nonzero().flatten(), value),
+    "masked_fill_": lambda table, part, value: table.masked_fill_(part, value),
+    "scatter_": lambda table, part, value: table.scatter_(0, part.nonzero().flatten(), value),
+    "a slice": lambda table, part, value: table[part.nonzero().min() : part.nonzero().max() + 1].fill_(value),
+}
+
+
+@runs("region", "inside")
+@pytest.mark.parametrize("fill", BY_PARTS.values(), ids=BY_PARTS)
+def test_memory_that_is_filled_by_parts(run, fill):
+    """Of each of two writes something else is left by the other one."""
+    part = torch.tensor([True, True, False, False])
+
+    def function(x):
+        table = torch.empty(4, dtype=x.dtype)
+        fill(table, part, 1.0)
+        fill(table, ~part, 2.0)
+        return (x.sin() * table).exp() * table
+
+    def program(run):
+        x = leaf(4)
+        return gradients(run(function, x), x)
+
+    assert_as_eager(program, run)
+
+
 def _assigned(tensor):
     other = torch.zeros_like(tensor)
     other.data = tensor

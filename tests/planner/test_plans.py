@@ -6,10 +6,12 @@ import collections
 import copy
 import json
 import math
+import warnings
 
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 from ckpt_hooks import BudgetTooSmallError, apply_checkpointing, checkpoint, memory_ledger, plan_memory
 from ckpt_hooks.planner import Plan
@@ -45,6 +47,71 @@ def test_plans_fit_are_predicted_and_bitwise(name, variant):
     assert [dict(vars(module)) for module in model.modules()] == attributes
     assert peaks == sorted(peaks)
     assert costs == sorted(costs, reverse=True)
+
+
+class Product(torch.autograd.Function):
+    """Saves a tensor which it has computed itself."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        y = x.sin().cos()
+        ctx.save_for_backward(y, w)
+        return y @ w
+
+    @staticmethod
+    def backward(ctx, grad):
+        y, w = ctx.saved_tensors
+        return grad @ w.t() * y, y.t() @ grad
+
+
+def with_a_backward_inside(x, w):
+    z = x.detach().requires_grad_()
+    ((z @ w.detach()).exp() * 2).sum().backward()
+    return ((x @ w).tanh() @ w).sin() * 0.1
+
+
+def under_autocast(x, w):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return ((x @ w).sin() @ w).float().tanh()
+
+
+#: What policies are not asked about: operators of a backward inside, casts of parameters, operators inside a custom function.
+ODD = {
+    "a backward inside": with_a_backward_inside,
+    "autocast": under_autocast,
+    "a custom function": lambda x, w: (Product.apply(x, w).exp() @ w).sin(),
+    "draws": lambda x, w: (F.dropout(x @ w, 0.5).sin() @ w).tanh(),
+}
+
+
+class Odd(nn.Module):
+    """Runs a program with a weight."""
+
+    def __init__(self, program):
+        super().__init__()
+        self.weight, self.program = nn.Parameter(torch.randn(64, 64) / 8), program
+
+    def forward(self, x):
+        return self.program(x, self.weight)
+
+
+@pytest.mark.parametrize("program", ODD.values(), ids=ODD)
+def test_plans_keep_runs_that_policies_are_asked_about(program):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(Odd(program) for _ in range(4))), torch.randn(512, 64)
+
+    def step(model):
+        model(x).square().mean().backward()
+
+    plain, kept = after_a_step(model, step), 0
+    for part in (0.3, 0.5, 0.8):
+        plan = plan_memory(model, step, part, blocks=Odd)
+        kept += sum(len(block.kept or ()) for block in plan.blocks)
+        assert plan.predicted_peak == pytest.approx(plan.measured_peak, rel=1e-3)
+        with plan.apply(), warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert same(after_a_step(model, step), plain)
+    assert kept
 
 
 @pytest.mark.slow
@@ -392,6 +459,7 @@ def test_the_front_of_a_plan():
     assert peaks[0] == plan.least_peak
     assert peaks[-1] == plan.plain_peak
     assert front.plans[-1].recomputed == front.plans[-1].recomputed_seconds == 0
+    assert front.plans[0].recomputed_seconds > 0
     assert (front.chosen.peak, front.budget) == (plan.measured_peak, plan.budget)
     for select, name in ((blocks, "nothing kept, all blocks"), (["blocks.0", "blocks.2"], "nothing kept, every 2 blocks")):
         with as_before(model), apply_checkpointing(model, select, recorded=True):

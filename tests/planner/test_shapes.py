@@ -91,6 +91,42 @@ def test_plans_of_several_shapes_travel(planned):
             assert peaks == [peak_of(model, stepping(shape)) for shape in ((4, 64), (4, 96))]
 
 
+class ByKeyword(torch.nn.Module):
+    """Calls its blocks with keywords."""
+
+    class Block(torch.nn.Module):
+        """A layer."""
+
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 64)
+
+        def forward(self, *, x):
+            return self.linear(x.sin()).tanh()
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(ByKeyword.Block() for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x=x)
+        return x.sum()
+
+
+def test_shapes_of_keywords():
+    torch.manual_seed(0)
+    model = ByKeyword()
+    steps = [lambda model, rows=rows: model(torch.ones(rows, 64)).backward() for rows in (512, 256)]
+    plan = plan_memory(model, steps[0], 0.5, blocks=ByKeyword.Block)
+    plain = after_a_step(model, steps[1])
+    with plan.apply():
+        after_a_step(model, steps[0])
+        with pytest.warns(UserWarning, match=r"no step in which block 'blocks\.0' gets float32\[256, 64\]"):
+            found = after_a_step(model, steps[1])
+    assert same(found, plain)
+
+
 PROGRAM = """
 import json, pathlib, sys, torch
 from ckpt_hooks import memory_ledger

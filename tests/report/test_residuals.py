@@ -121,6 +121,21 @@ def test_what_is_known_of_dropped_tensors():
     ]
 
 
+def test_what_a_backward_brought_back_and_nobody_took():
+    """It is held as long as that backward may ask for it."""
+    x, found = leaf(4), []
+    one, other = checkpoint(lambda x: ((x * 2).sin(), (x * 3).exp()), x)
+
+    def look(*_):
+        found.append(saved_tensors_report((one, other)).by_reason.get("recomputed", 0))
+
+    hidden = one.grad_fn.register_hook(look)
+    torch.autograd.grad(one.sum(), x, retain_graph=True)
+    look()
+    assert found == [32, 0]
+    hidden.remove()
+
+
 def test_reasons_of_a_function_region():
     norm = nn.BatchNorm1d(4)
     norm.register_buffer("calls", torch.zeros(5000))

@@ -76,10 +76,36 @@ def test_bytes_and_recomputes(kind):
 
 
 def test_operators_are_counted_on_request_alone(kind):
+    """Without the request they run under no mode of the trace."""
+    modes = Log()
+
+    def function(x):
+        modes.append(torch._C._len_torch_dispatch_stack())
+        return block(x)
+
+    def run():
+        (checkpoint if kind == "function" else checkpoint_region)()(function)(leaf(4)).sum().backward()
+
+    run()
     with trace() as found:
-        KINDS[kind](leaf(4)).sum().backward()
+        run()
+    assert len(set(modes)) == 1
     (step,) = found.steps
     assert step.operators is step.recomputed_operators is step.regions[0].operators is None
+
+
+def test_a_trace_inside_a_region_sees_the_regions_in_its_block_alone(kind):
+    found = Log()
+
+    def function(x):
+        with trace(operators=True) as inside:
+            h = KINDS[kind](x.sin(), "inner")
+        found.append(inside)
+        return h.cos()
+
+    (checkpoint if kind == "function" else checkpoint_region)(name="outer")(function)(leaf(4)).sum().backward()
+    (step,) = found[0].steps
+    assert [(region.path, region.operators, region.recomputes) for region in step.walk()] == [(("outer", "inner"), 3, 1)]
 
 
 def test_what_outlives_forward_is_not_dropped(kind):
