@@ -1,7 +1,7 @@
 """Random state of devices, under the names of ``torch.utils.checkpoint``.
 
-The engine captures every generator, whatever the arguments (:mod:`ckpt_hooks._ambient.rng`), and needs none of these functions.
-They serve code which manages device state by hand.
+The engine captures every generator, whatever the arguments (:mod:`ckpt_hooks._ambient.streams`), and needs none of these
+functions. They serve code which manages device state by hand.
 """
 
 from __future__ import annotations

@@ -615,7 +615,7 @@ def test_sequential_passes_preserve_rng_state_on() -> None:
 @pytest.mark.parametrize("segments", [0, -1, 4, 2.0, True, None, "2"])
 def test_sequential_refuses_impossible_segments(segments: Any) -> None:
     """``segments`` lies between one and the number of functions."""
-    with pytest.raises(ValueError, match=r"segments should be an integer between 1 and the number of functions \(3\)"):
+    with pytest.raises(ValueError, match=r"segments should be an integer from 1 to the number of functions \(3\)"):
         checkpoint_sequential([torch.sin] * 3, segments, leaf())
 
 

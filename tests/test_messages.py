@@ -805,7 +805,7 @@ def wrong_values():
         yield TypeError, phrase, functools.partial(checkpoint, context_fn=value), f"context_fn is a {type(value)}"
         yield TypeError, phrase, functools.partial(checkpoint, block, x, context_fn=value), f"context_fn is {type(value)}"
     for value in (0, 3, True, "2", 2.0, None):
-        phrase = rf"between 1 and the number of functions \(2\), but got {value!r} of type"
+        phrase = rf"from 1 to the number of functions \(2\), but got {value!r} of type"
         yield ValueError, phrase, functools.partial(checkpoint_sequential, [block, block], value, x), f"{value!r} segments"
 
 

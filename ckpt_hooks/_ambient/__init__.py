@@ -1,7 +1,7 @@
 """The state a function sees besides its arguments: captured at forward, restored around each recompute (Rule 7).
 
-Each module knows one kind of state: ``capture`` returns a value which is cheap to hold (None in the ordinary case), ``enter``
-restores such a value and returns the state before (None where nothing had to change), ``leave`` undoes ``enter``.
+Random streams, switches, and each state of the thread, which is None in the ordinary case, have a ``capture``, an ``enter``,
+which returns the undo, and a ``leave``.
 
 Most regions see the state of the region before, and most recomputes find the state they need: no autocast, no modes, torch's
 default streams only, no switch moved. For these, :func:`capture` and :func:`enter` check this in one function each; other cases

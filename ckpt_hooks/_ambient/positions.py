@@ -103,7 +103,7 @@ def take_image() -> Image | None:
     return None if _found is None else (HEAD.raw, TAIL.raw)
 
 
-#: See above; equal positions of one run and another are equal states, if both runs began in one state.
+#: As in the module's docstring; equal positions of two runs are equal states, if both runs began in one state.
 Position = Any
 
 

@@ -94,8 +94,8 @@ class Observer:
     def exited(self, region: Region, error: BaseException | None) -> None:
         """Forward of a region ended, by an exception or not."""
 
-    def ran(self, region: Region | None, operator: Operator) -> None:
-        """An operator ran, ``detach`` and its like left out; outside of regions (:func:`observe_all`) the region is None."""
+    def ran(self, region: Region, operator: Operator) -> None:
+        """An operator ran; ``detach`` and its like are left out."""
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
         """Autograd saved a tensor, with its storage at that moment. Each tensor of a region has a position of its own."""
@@ -127,15 +127,6 @@ class Observer:
 
     def restored(self, region: Region, position: int, tensor: TensorInfo) -> None:
         """A saved tensor with a handle is handed to autograd."""
-
-    def backward_began(self) -> None:
-        """A backward runs its first operator, or restores its first tensor of a watched region.
-
-        :func:`observe_all` tells of the outermost backward alone, of which backwards in a hook or a recompute are part.
-        """
-
-    def backward_ended(self) -> None:
-        """The same backward has ended. There is no end after an exception in backward; the next begin comes all the same."""
 
 
 _next_region = itertools.count(1).__next__

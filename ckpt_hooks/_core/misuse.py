@@ -16,7 +16,7 @@ from .descriptions import describe_tensor
 
 
 class Misuse(enum.Enum):
-    """The errors."""
+    """Words for each wrong call: what came, and what to write."""
 
     NO_FUNCTION = "{form} takes a function first, but got {given}. Write `{right}`, and not `{form}(block(x))`."
     NO_ARGUMENTS = (
@@ -28,7 +28,7 @@ class Misuse(enum.Enum):
     REENTRANT_FLAG = "use_reentrant should be None or False, but got {given}. Leave it out, or pass use_reentrant=False."
     REENTRANT = "use_reentrant=True, but this engine is non-reentrant. Leave the flag out, or pass use_reentrant=False."
     STEPS = "checkpoint_sequential takes a sequence of callables, but got {given}. For one, write `checkpoint(function, x)`."
-    SEGMENTS = "segments should be an integer between 1 and the number of functions ({count}), but got {given}. Pass one."
+    SEGMENTS = "segments should be an integer from 1 to the number of functions ({count}), but got {given}. Pass one of these."
     SEQUENTIAL_ORDER = "checkpoint_sequential got {given} for segments. Write `checkpoint_sequential(functions, {input}, x)`."
 
     def error(self, given: Any = None, **words: Any) -> Exception:

@@ -24,7 +24,7 @@ class _Words(NamedTuple):
 
 
 class Why(enum.Enum):
-    """The errors. A row with ``{change}`` is about a tensor that is given, whose version says how it has changed."""
+    """Words for each error. A row with ``{change}`` is about a tensor that is given; its version says how it has changed."""
 
     SAVED = _Words("{tensor} that {region} saved {change}")
     OFFLOADED = _Words("{tensor} that was saved in a block of offload_saved_tensors {change}")
@@ -114,10 +114,10 @@ def mutated(
         slots["change"], slots["advice"] = (words.format(**slots) for words in change.value)
         if change is _Change.MODIFIED and is_kept_anyway(tensor):
             slots["advice"] += " Usual causes: an optimizer's step before backward, and a hook of forward which writes to it."
-        what = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
+        kind = f"a {kind or describe_kind(tensor)} {'leaf' if is_kept_anyway(tensor) else 'tensor'}"
         known = name or name_in_models(tensor)
-        slots["tensor"] = f"{known}, {what}," if known else what
-        what = name or slots["tensor"].rstrip(",")
+        slots["tensor"] = f"{known}, {kind}," if known else kind
+        what = name or (f"{known}, {kind}" if known else kind)
     return MutationError(
         f"{sentence.format(**slots)} Backward needs the values that forward saw. {advice.format(**slots)}",
         region=region,

@@ -94,13 +94,13 @@ class Collector:
             self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
     def _may_be_others_draws(self) -> bool:
-        """Whether another thread may have drawn, so that it has to be found out whether this function draws at all."""
+        """Whether another thread may have drawn, so that one more rerun has to check."""
         if len(threading._active) > 1:  # type: ignore[attr-defined]
             self.has_doubtful_draws = True
         return self.has_doubtful_draws
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
-        """Ends a rerun which has another value than forward, or is about to read one: to unpack a later one is an error."""
+        """Marks the present value and later ones as wrong, with the error for each, and stops a rerun that stops early."""
         trusted = len(self.values)
         if trusted <= self.last:
             self.doubt = self.last + 1 - trusted, error

@@ -179,10 +179,10 @@ class FunctionFrame(HandleFrame):
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
         call = self.call
-        rerun = Rerun(self, call, wanted, call.contexts, call.selection, waits=call.selection is not None)
+        rerun = Rerun(self, call, wanted, waits=call.selection is not None)
         values = rerun.run()
         if rerun.has_drawn:  # beside the recompute of another thread
-            rerun = Rerun(self, call, wanted, call.contexts, call.selection, waits=True)
+            rerun = Rerun(self, call, wanted, waits=True)
             values = rerun.run()
         if rerun.collector.has_doubtful_draws:
             self._check_for_draws(wanted)
@@ -192,10 +192,10 @@ class FunctionFrame(HandleFrame):
         """Raises unless one more rerun draws nothing: then another thread has moved the random streams."""
         region, call, watch = format_path(self.path), self.call, DrawWatch()
         group = torch.distributed
-        # All ranks run a collective, or none.
+        # One more rerun on this rank alone would run the region's collectives without the other ranks.
         if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
             raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
-        Rerun(self, call, wanted, call.contexts, call.selection, watch=watch, waits=True).run()
+        Rerun(self, call, wanted, watch=watch, waits=True).run()
         if watch.found is not None:
             raise draws_error(region, f" The region runs {watch.found}.")
         warn_of_drawing_thread()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack, nullcontext
 from contextvars import Context, copy_context
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -31,7 +31,7 @@ from .arguments import HandedOut, Hooks, Restored, put_hooks_back
 from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
-from .contexts import ContextPair, Selects, reusable
+from .contexts import ContextPair, reusable
 from .explain import blame, failed_under_policy, name_of_tensor, note_failure
 from .handles import HandleFrame
 from .state.container_contents import is_atom
@@ -54,7 +54,6 @@ class Rerun:
     __slots__ = (
         "_borrows",
         "_call",
-        "_contexts",
         "_frame",
         "_handed_out",
         "_hooks",
@@ -62,7 +61,6 @@ class Rerun:
         "_next_hook",
         "_paused",
         "_restored",
-        "_selection",
         "_transforms",
         "_waits",
         "_wanted",
@@ -75,18 +73,15 @@ class Rerun:
         frame: HandleFrame,
         call: CapturedCall,
         wanted: Collection[int] | None,
-        contexts: ContextPair | None,
-        selection: Selects | None,
         *,
         watch: DrawWatch | None = None,
         waits: bool = False,
     ) -> None:
         self._watch, self._waits = watch, waits
         self._frame, self._call, self._wanted = frame, call, wanted
-        self._contexts, self._selection = contexts, selection
         # A rerun in the middle of forward must not do what forward has not done yet.
         early_stop = call.options.early_stop or not frame.complete
-        self.collector = Collector(frame, call.function, early_stop=early_stop, selective=contexts is not None)
+        self.collector = Collector(frame, call.function, early_stop=early_stop, selective=call.contexts is not None)
         self._mark = mark_thread()
         self._borrows = False
         self._paused: Any = None
@@ -136,7 +131,7 @@ class Rerun:
 
     def _enter(self) -> None:
         """Makes the thread as if no frame were active but this one, the parent of the frames inside (Rule 3)."""
-        frame, arguments, selection, collector = self._frame, self._call.arguments, self._selection, self.collector
+        frame, arguments, selection, collector = self._frame, self._call.arguments, self._call.selection, self.collector
         if num_dispatch_modes():
             self._paused = pause_modes()
         stack.innermost = frame
@@ -154,8 +149,8 @@ class Rerun:
             default_generators_lock.release()
         if self._paused:
             resume_modes(self._paused)
-        if self._selection is not None:
-            self._selection.settle()
+        if self._call.selection is not None:
+            self._call.selection.settle()
         _, _, stack.innermost, grad_enabled = self._mark
         set_grad_enabled(grad_enabled)
         if self._transforms is not None:
@@ -167,8 +162,8 @@ class Rerun:
 
     def _is_at_fault(self, error: Exception) -> bool:
         """Whether an exception of the rerun is an error: not if the function swallowed the stop and failed later (Rule 8)."""
-        # An error with more words is raised in its place where there are more to say.
-        stopped = self.collector.stopped or self.has_drawn
+        # Where there is more to say of it, this raises an error of the region in its place.
+        selection, stopped = self._call.selection, self.collector.stopped or self.has_drawn
         if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
@@ -177,15 +172,15 @@ class Rerun:
             return own or not stopped
         if self._restored is not None and not stopped:
             saved = len(self.collector.values)
-            if self._selection is not None:
-                self._selection.check(saved - 1, self._explain, error)
-            if self._frame.complete and self._selection is not None and type(error) is RuntimeError:
-                self._raise_failed(error, saved)
-            elif self._frame.complete:
+            if selection is not None:
+                selection.check(saved - 1, self._explain, error)
+            if self._frame.complete:
+                if selection is not None and type(error) is RuntimeError:
+                    self._raise_failed(error, saved)
                 note_failure(error, self._region())
         return not stopped
 
-    def _raise_failed(self, error: RuntimeError, saved: int) -> None:
+    def _raise_failed(self, error: RuntimeError, saved: int) -> NoReturn:
         found = failed_under_policy(error, self._region(), saved, is_debugged=self._call.explain is not None)
         try:
             self._explain(found)
@@ -195,7 +190,7 @@ class Rerun:
 
     def _explain(self, found: DeterminismError) -> None:
         if self._call.explain is not None:
-            kept = () if self._selection is None else self._selection.kept_operators()
+            kept = () if self._call.selection is None else self._call.selection.kept_operators()
             raise self._call.explain(found, kept) from found
 
     def _compare(self) -> list[torch.Tensor]:
@@ -205,8 +200,8 @@ class Rerun:
             blame(found, self._frame, is_debugged=self._call.explain is not None)
             self._explain(found)
             raise
-        if self._selection is not None:
-            self._selection.check(self.collector.last, self._explain)
+        if self._call.selection is not None:
+            self._call.selection.check(self.collector.last, self._explain)
         return values
 
     def _call_in_ambient(self) -> None:
@@ -253,7 +248,7 @@ class Rerun:
         rewound, lent, exchanged = None, None, _NO_STORAGES
         contents: list[Lent] = []
         changed = lost = _UNCHANGED
-        in_context = call.context is not None or self._contexts is not None or copy_context()
+        in_context = call.context is not None or self._call.contexts is not None or copy_context()
         try:
             if state is not None:
                 rewound = Rewound(state, self._mutated, stand_ins)
@@ -272,7 +267,7 @@ class Rerun:
                 if is_complete:
                     changed = [*changed, *(one for part in contents for one in part.changed)]
                 hook = collector.hook(self._wanted, exchanged)
-                if changed or (self._selection is None and num_dispatch_modes()):
+                if changed or (self._call.selection is None and num_dispatch_modes()):
                     hook = collector.noting_versions(hook)
                 if lost:
                     hook = collector.doubting(hook, lost, self._mutated)
@@ -280,9 +275,9 @@ class Rerun:
                 try:
                     if changed:
                         with WatchReads(changed, collector, self._mutated):
-                            _call_in_context(call, self._contexts, args, kwargs)
+                            _call_in_context(call, self._call.contexts, args, kwargs)
                     elif in_context:
-                        _call_in_context(call, self._contexts, args, kwargs)
+                        _call_in_context(call, self._call.contexts, args, kwargs)
                     else:
                         call.function(*args, **kwargs)
                 finally:

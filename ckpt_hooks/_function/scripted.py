@@ -60,10 +60,11 @@ def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any
     if frame is None or frame.kind != "function":
         return call(function, *args, **kwargs)
     hooks = top_saved_tensors_hooks(False) if torch.is_grad_enabled() else None
-    is_apart = hooks is not None and are_of_frame(hooks)
+    if hooks is not None and not are_of_frame(hooks):
+        hooks = None
     # Later calls run other operators too, so no policy is asked about any.
     paused = pause_modes() if _has_policy(frame) else ()
-    if hooks is not None and is_apart:
+    if hooks is not None:
         if frame.recomputing:
             push_saved_tensors_hooks(_without_history, hooks[1])
         else:
@@ -71,7 +72,7 @@ def _run(call: Callable[..., Any], function: Any, args: Any, kwargs: Any) -> Any
     try:
         return call(function, *args, **kwargs)
     finally:
-        if is_apart:
+        if hooks is not None:
             pop_saved_tensors_hooks()
         resume_modes(paused)
 

@@ -43,7 +43,7 @@ def _form_of(operator: Any) -> _Form:
     return operator, -1
 
 
-def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+def device_of(args: Any, kwargs: dict[str, Any]) -> torch.device:
     """Returns the device on which a call of an operator draws."""
     device = kwargs.get("device")
     if device is None:
@@ -51,12 +51,21 @@ def device_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     return torch.device(device)
 
 
-def _given_generator(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+def _given_generator(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
     overload, position = _form_of(operator)
     if overload is not operator or position < 0:
         return None
     given: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
     return given
+
+
+def _generator_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
+    """Returns the generator from which a call of an operator draws, if it draws; None for tensors without data."""
+    given = _given_generator(operator, args, kwargs)
+    if given is not None:
+        return given
+    device = device_of(args, kwargs)
+    return None if device.type == "meta" else default_generator(device)
 
 
 # For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
@@ -73,6 +82,78 @@ def drops_nothing(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if position < 0:
         return False
     return not (args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+_one_draw = threading.Lock()
+
+
+def _call_with(operator: Any, args: Any, kwargs: Any, generator: torch.Generator, *, is_draw: bool) -> Any:
+    """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
+    form, position = _form_of(operator)
+    if position >= 0:
+        return form(*args[:position], **{**kwargs, "generator": generator})
+    default = default_generator(generator.device)
+    # An operator that is not known to draw may wait for others, collectives among them: no lock.
+    with _one_draw if is_draw else nullcontext():
+        before, wanted = default.get_state(), generator.get_state()
+        if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.streams`
+            default.set_state(wanted)
+        try:
+            return operator(*args, **kwargs)
+        finally:
+            after = default.get_state()
+            generator.set_state(after)
+            if not is_same_state(before, after):
+                default.set_state(before)
+
+
+# Recorded regions
+
+
+def _refuse_capture(operator: Any, device: torch.device) -> None:
+    if device.type != "cpu" and is_capturing(device.type):
+        raise RuntimeError(
+            f"{operator} was to draw random numbers in a checkpoint_region with preserve_rng_state=True while a CUDA graph is "
+            "being captured, when torch forbids to read the state of the device's generator. Pass preserve_rng_state=False to "
+            "the region if its replays may draw other numbers; if not, leave the region out of the graph."
+        )
+
+
+def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor | None]:
+    """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
+    generator = _generator_of(operator, args, kwargs)
+    if generator is None:
+        return operator(*args, **kwargs), None
+    _refuse_capture(operator, generator.device)
+    before = generator.get_state()
+    result = operator(*args, **kwargs)
+    if _form_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
+        return result, None
+    return result, before
+
+
+def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
+    """Runs an operator with draws from a noted state; the user's generators do not move."""
+    device = device_of(args, kwargs)
+    _refuse_capture(operator, device)
+    own = torch.Generator(default_generator(device).device)
+    own.set_state(state)
+    return _call_with(operator, args, kwargs, own, is_draw=True)
+
+
+def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
+    """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
+    generator = _generator_of(operator, args, kwargs)
+    if generator is None or (generator.device.type != "cpu" and is_capturing(generator.device.type)):
+        return operator(*args, **kwargs)  # while a CUDA graph is captured no state can be read
+    if id(generator) not in streams:
+        own = torch.Generator(generator.device)
+        own.set_state(generator.get_state())
+        streams[id(generator)] = generator, own
+    return _call_with(operator, args, kwargs, streams[id(generator)][1], is_draw=_form_of(operator) is not _NO_DRAW)
+
+
+# Function regions
 
 
 class DrawFound(BaseException):
@@ -104,118 +185,15 @@ class DrawWatch(WatchesUnseen):
         self._end(f"the kernel {writer}, which may draw")
 
 
-_one_draw = threading.Lock()
-
-
-def _call_with(
-    call: Callable[..., Any],
-    args: Any,
-    kwargs: Any,
-    generator: torch.Generator,
-    *,
-    takes_generator: bool,
-    is_draw: bool = True,
-) -> Any:
-    """Calls an operator with draws from a given generator, by its argument or set as the default for the call."""
-    if takes_generator:
-        return call(*args, **{**kwargs, "generator": generator})
-    default = default_generator(generator.device)
-    # An operator that is not known to draw may wait for others, collectives among them: no lock.
-    with _one_draw if is_draw else nullcontext():
-        before, wanted = default.get_state(), generator.get_state()
-        if not is_same_state(before, wanted):  # see :mod:`ckpt_hooks._ambient.rng`
-            default.set_state(wanted)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            after = default.get_state()
-            generator.set_state(after)
-            if not is_same_state(before, after):
-                default.set_state(before)
-
-
-# Recorded regions
-
-
-def _refuse_capture(operator: Any, device: torch.device) -> None:
-    if device.type != "cpu" and is_capturing(device.type):
-        raise RuntimeError(
-            f"{operator} was to draw random numbers in a checkpoint_region with preserve_rng_state=True while a CUDA graph is "
-            "being captured, when torch forbids to read the state of the device's generator. Pass preserve_rng_state=False to "
-            "the region if its replays may draw other numbers; if not, leave the region out of the graph."
-        )
-
-
-def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor | None]:
-    """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
-    generator = _given_generator(operator, args, kwargs)
-    if generator is None:
-        device = device_of(args, kwargs)
-        if device.type == "meta":
-            return operator(*args, **kwargs), None
-        _refuse_capture(operator, device)
-        generator = default_generator(device)
-    else:
-        _refuse_capture(operator, generator.device)
-    before = generator.get_state()
-    result = operator(*args, **kwargs)
-    if _form_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
-        return result, None
-    return result, before
-
-
-def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: torch.Tensor) -> Any:
-    """Runs an operator with draws from a noted state; the user's generators do not move."""
-    form, position = _form_of(operator)
-    device = device_of(tuple(args), kwargs)
-    _refuse_capture(operator, device)
-    own = torch.Generator(default_generator(device).device)
-    own.set_state(state)
-    if form is None or position < 0:
-        return _call_with(operator, args, kwargs, own, takes_generator=False)
-    return _call_with(form, args[:position], kwargs, own, takes_generator=True)
-
-
-def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
-    """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
-    given = _given_generator(operator, tuple(args), kwargs)
-    device = device_of(tuple(args), kwargs) if given is None else given.device
-    if device.type == "meta" or (device.type != "cpu" and is_capturing(device.type)):
-        return operator(*args, **kwargs)  # while a CUDA graph is captured no state can be read
-    generator = default_generator(device) if given is None else given
-    if id(generator) not in streams:
-        own = torch.Generator(generator.device)
-        own.set_state(generator.get_state())
-        streams[id(generator)] = generator, own
-    _, own = streams[id(generator)]
-    form, position = _form_of(operator)
-    takes_generator = form is not None and position >= 0
-    return _call_with(
-        form if takes_generator else operator,
-        args[:position] if takes_generator else args,
-        kwargs,
-        own,
-        takes_generator=takes_generator,
-        is_draw=form is not None,
-    )
-
-
-# Policies in function regions
+# Function regions with policies
 
 
 @unseen
 def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor | None] | None:
     """Returns a function to call when an operator has run: it returns the state after a draw. None if none will draw."""
-    if drops_nothing(operator, args, kwargs):
-        return None
-    generator = _given_generator(operator, args, kwargs)
-    if generator is None:
-        device = device_of(args, kwargs)
-        if device.type == "meta":
-            return None
-        generator = default_generator(device)
-    if generator.device.type != "cpu" and is_capturing(generator.device.type):
-        return None  # in a region which draws anew: others have refused to run
+    generator = None if drops_nothing(operator, args, kwargs) else _generator_of(operator, args, kwargs)
+    if generator is None or (generator.device.type != "cpu" and is_capturing(generator.device.type)):
+        return None  # a graph is captured in a region which draws anew: others have refused to run
     watched, before = generator, generator.get_state()
 
     @unseen
@@ -229,5 +207,6 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 @unseen
 def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: torch.Tensor) -> None:
     """Moves the random stream past a skipped operator."""
-    generator = _given_generator(operator, args, kwargs)  # which may be another object than in forward
-    (default_generator(device_of(args, kwargs)) if generator is None else generator).set_state(drawn)
+    generator = _generator_of(operator, args, kwargs)  # which may be another object than in forward
+    assert generator is not None
+    generator.set_state(drawn)

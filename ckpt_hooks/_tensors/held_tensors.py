@@ -87,9 +87,7 @@ class HeldTensor:
         """Returns the tensor; raises if it was modified since forward, or its memory was freed."""
         tensor = self.tensor
         assert tensor is not None
-        if self.version is not None and (
-            tensor._version != self.version or (self.steps != num_fused_steps() and stepped_since(tensor, self.steps))
-        ):
+        if self.version is not None and (tensor._version != self.version or stepped_since(tensor, self.steps)):
             raise self._mutated(tensor, self.version)
         if is_freed(tensor):
             raise self._mutated(tensor, None)
@@ -140,8 +138,7 @@ class HeldRefilled(HeldTensor):
         if self.version is not None and tensor._version != self.version:
             raise self._mutated(tensor, self.version)
         if self.source_version is not None and (
-            source._version != self.source_version
-            or (self.source_steps != num_fused_steps() and stepped_since(source, self.source_steps))
+            source._version != self.source_version or stepped_since(source, self.source_steps)
         ):
             raise self._mutated(source, self.source_version, Why.NEEDED)
         return tensor

@@ -22,7 +22,7 @@ class Owner(Protocol):
     def __eq__(self, other: object, /) -> bool: ...
 
     def fill(self) -> Callable[[], None] | None:
-        """Fills the memory; returns what frees the memory again, None if it was there or the owner is about to use it."""
+        """Fills the memory; returns a function that frees it again, None where nothing was filled."""
 
 
 class Origin(NamedTuple):

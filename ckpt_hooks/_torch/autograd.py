@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import Any, Protocol
 
 import torch
-import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
 from .modes import PastFunctionModes
-from .tensors import _past_modes
+from .tensors import run_past_modes
 
 Hook = Callable[[Any], Any]
 Hooks = tuple[Hook, Hook]
@@ -54,7 +51,7 @@ set_graph_exec_group: Callable[[Any], None] = torch._C._set_graph_exec_group
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
-# The sequence number of a node, given by its thread; a generator's address. 2.11 to 2.15. Both go with a public way.
+# The sequence number of a node, given by its thread. 2.11 to 2.15. Goes with a public way.
 node_number: Callable[[Any], int] = lambda node: node._sequence_nr()  # noqa: E731
 
 # ``torch.set_grad_enabled`` without its object. 2.11 to 2.15. Goes when the public way is as quick.
@@ -73,7 +70,7 @@ class _SaveInput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(tensor)
-        output: torch.Tensor = _past_modes(functools.partial(torch.empty, 0, device=anchor.device))
+        output: torch.Tensor = run_past_modes(functools.partial(torch.empty, 0, device=anchor.device))
         return output
 
 
@@ -83,7 +80,7 @@ class NodeSavedTensor:
     __slots__ = ("output",)
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
+        anchor = run_past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
         # The output owns the node; the Python object of a node alone does not keep what it saved.
         self.output: Any = _SaveInput.apply(anchor, tensor)  # type: ignore[no-untyped-call]
 
@@ -111,8 +108,8 @@ def hold_versions(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
             hooks.append(pair)
         set_grad_enabled(True)
         with PastFunctionModes():
-            anchor = _past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
-            owner: torch.Tensor = _past_modes(_SaveAll.apply, anchor, *tensors)
+            anchor = run_past_modes(functools.partial(torch.empty, 0, requires_grad=True, device="cpu"))
+            owner: torch.Tensor = run_past_modes(_SaveAll.apply, anchor, *tensors)
         return owner
     finally:
         set_grad_enabled(grad_enabled)
@@ -192,17 +189,3 @@ def is_packed(saved: Any) -> bool:
 def attributes_of(node: Any) -> dict[str, Any]:
     """Returns the attributes on a custom function's ``ctx``; none for other nodes."""
     return getattr(node, "__dict__", {})
-
-
-# By which every backward is run that Python begins. 2.11 to 2.15. Goes with a public way to tell a backward in a hook.
-_RUN_ENGINE = torch.autograd.graph._engine_run_backward.__code__
-
-
-def is_in_two_backwards() -> bool:
-    """Whether this thread runs a backward in the middle of another, as in a hook. Takes a walk of the stack."""
-    count = 0
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and count < 2:
-        count += frame.f_code is _RUN_ENGINE
-        frame = frame.f_back
-    return count == 2

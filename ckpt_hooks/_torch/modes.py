@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
 # The dispatch modes that are active on this thread, from the outermost. 2.11 to 2.15. Goes when the public way is as quick.
 # Entering a mode by its own methods keeps flags besides, at 1.6 us, by which compiled functions know that they run under one.
@@ -29,11 +28,13 @@ active_fake_mode: Callable[[], Any] = lambda: torch._C._get_dispatch_mode(  # no
 
 # What runs while a module is called: its frame of Python has the module. 2.11 to 2.15. Goes with a public way.
 MODULE_CALL: Any = torch.nn.Module._call_impl.__code__
+
+# A context in which calls go past function modes. 2.11 to 2.15. Goes with a public way.
 PastFunctionModes: Any = torch._C.DisableTorchFunction
 
 # Keys of the dispatcher are left out, or taken in again, on this thread. 2.11 to 2.15. Goes with a public way.
-_exclude: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
-_is_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+exclude_key: Callable[[Any, bool], None] = torch._C._dispatch_tls_set_dispatch_key_excluded
+is_key_excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
 _is_included: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_included
 
 
@@ -122,6 +123,8 @@ def resume_transforms(suspended: tuple[list[object], int]) -> None:
 
 # 0.06 us for a question that takes one public call a device type. 2.11 to 2.15. Goes when the public way is as quick.
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+# A generator's address. 2.11 to 2.15. Goes with a public way.
 address_of_generator: Callable[[Any], int] = lambda generator: generator._cdata  # noqa: E731
 
 

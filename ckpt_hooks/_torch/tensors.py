@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.utils.checkpoint
 
-from .modes import _exclude, _is_excluded, num_dispatch_modes
+from .modes import exclude_key, is_key_excluded, num_dispatch_modes
 
 # Where the object of a tensor's storage is in memory, in half the time of asking for the storage; raises
 # ``NotImplementedError`` for tensors without one. 2.11 to 2.15. Goes when the public way is as quick.
 storage_address: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
 
-# Contexts: operators go past autograd, and past the counting of versions and the tracking of views; and past function modes.
+# A context: operators go past autograd, and past the counting of versions and the tracking of views.
 # 2.11 to 2.15. Goes with a public way.
 BelowAutograd: Any = torch._C._AutoDispatchBelowADInplaceOrView
 
@@ -26,7 +25,7 @@ set_conj, set_neg = torch._C._set_conj, torch._C._set_neg
 _COUNTING = torch._C.DispatchKey.ADInplaceOrView
 # Whether the operator that a dispatch mode sees came past the key that ties versions of views to bases: ``detach()`` did,
 # the one of ``.data`` did not. 2.11 to 2.15. Goes with a public way.
-is_below_counting: Callable[[], bool] = functools.partial(_is_excluded, _COUNTING)
+is_below_counting: Callable[[], bool] = functools.partial(is_key_excluded, _COUNTING)
 
 # As long as there is one, this thread's dispatch modes are not asked: whatever ends the function that has it, Ctrl-C too, they
 # are asked again. 2.11 to 2.15. Goes with a public way.
@@ -35,18 +34,18 @@ _ModesNotAsked: Callable[[], object] = torch._C._DisableTorchDispatch
 
 def counted_detach(tensor: torch.Tensor) -> torch.Tensor:
     """Returns an alias with the same version counter, from within a dispatch mode too, unlike a plain ``detach``."""
-    excluded = _is_excluded(_COUNTING)
-    _exclude(_COUNTING, False)
+    excluded = is_key_excluded(_COUNTING)
+    exclude_key(_COUNTING, False)
     try:
         return detach_past_modes(tensor) if num_dispatch_modes() else tensor.detach()
     finally:
-        _exclude(_COUNTING, excluded)
+        exclude_key(_COUNTING, excluded)
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _past_modes(function: Callable[..., Any], *args: Any) -> Any:
+def run_past_modes(function: Callable[..., Any], *args: Any) -> Any:
     """Calls a function past dispatch modes, and past the handlers of subclasses."""
     guard = _ModesNotAsked()
     try:
@@ -60,7 +59,7 @@ def past_all_modes(tensor: torch.Tensor, function: Callable[..., Any], *args: An
     if not num_dispatch_modes():
         return function(*args)
     if type(tensor) in _PLAIN:
-        return _past_modes(function, *args)
+        return run_past_modes(function, *args)
     # A fake tensor makes others under its own mode, active or not. 2.11 to 2.15. Goes with a public way.
     with torch.utils._python_dispatch._disable_current_modes():
         return function(*args)
@@ -71,8 +70,8 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     witness = counted_detach(tensor)
     # Others stay aliases: the data of a subclass cannot be exchanged.
     if type(tensor) is torch.Tensor and tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized):
-        empty = _past_modes(functools.partial(torch.empty, 0, dtype=tensor.dtype, device=tensor.device))
-        _past_modes(setattr, witness, "data", empty)
+        empty = run_past_modes(functools.partial(torch.empty, 0, dtype=tensor.dtype, device=tensor.device))
+        run_past_modes(setattr, witness, "data", empty)
     return witness
 
 
@@ -80,7 +79,7 @@ def detach_past_modes(tensor: torch.Tensor) -> torch.Tensor:
     """Returns ``tensor.detach()`` past dispatch modes: 0.6 us, and 1.9 under a mode which does nothing."""
     if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
         return tensor.detach()
-    guard = _ModesNotAsked()  # as in ``_past_modes``, written out: 0.2 us less
+    guard = _ModesNotAsked()  # as in ``run_past_modes``, written out: 0.2 us less
     try:
         return tensor.detach()
     finally:

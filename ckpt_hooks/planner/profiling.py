@@ -58,7 +58,7 @@ class _Watch(Observer):
     def exited(self, region: Region, error: BaseException | None) -> None:
         self._mark(_Moment.EXITED, region.id)
 
-    def ran(self, region: Region | None, operator: Operator) -> None:
+    def ran(self, region: Region, operator: Operator) -> None:
         run = None
         if region is not None and operator.is_asked_about:
             run = self._run_of(region, operator)

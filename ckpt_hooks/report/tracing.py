@@ -136,7 +136,7 @@ class _Tracer(Observer):
             self._entries[region.id].policy = frame.policy_in_words()
         self._open.discard(region.id)
 
-    def ran(self, region: Region | None, operator: Operator) -> None:
+    def ran(self, region: Region, operator: Operator) -> None:
         if region is None:
             return
         running = self._running.recomputes

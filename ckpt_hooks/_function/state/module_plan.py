@@ -69,7 +69,7 @@ class ModulePlan:
         lock: Held by a recompute that rewinds the module.
         notes: The attributes of the module and its submodules, as of the latest forward.
         parameters: The modules with parameters of their own; see :mod:`.parameters`.
-        recurrent: The recurrent layers inside; see :mod:`ckpt_hooks._ambient.recurrent`.
+        recurrent: The recurrent layers inside; see :mod:`ckpt_hooks._ambient.streams`.
         root: Refers to the module weakly.
     """
 

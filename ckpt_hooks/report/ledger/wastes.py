@@ -52,7 +52,6 @@ def _advice(
     entries: Sequence[RegionEntry],
     edits: Iterable[_Edit],
     recomputed: int = 0,
-    code: str | None = None,
 ) -> Advice:
     words = (fold_names(dict.fromkeys(of)) for of in zip(*(entry.name.split(" ", 1) for entry in entries), strict=False))
     where = " ".join(words)
@@ -60,7 +59,7 @@ def _advice(
     most = -sum(nbytes for _, _, nbytes in edits if nbytes < 0)
     # A walk over all changes for each of many small groups would take minutes.
     saved = max(0, ledger.peak.nbytes - _peak_with(ledger, edits)) if most > _LEAST * ledger.peak.nbytes else 0
-    return Advice(waste, where, len(entries), entries[0].site, saved, recomputed, code or _CODE[waste])
+    return Advice(waste, where, len(entries), entries[0].site, saved, recomputed, _CODE[waste])
 
 
 def _peak_with(ledger: LedgerData, edits: Iterable[_Edit]) -> int:
