@@ -20,8 +20,15 @@ from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
 from ckpt_hooks._tensors.copies import alias_with_history, as_kind, restore_layout
-from ckpt_hooks._tensors.held_tensors import num_fused_steps, save_all, stepped_since
-from ckpt_hooks._torch.autograd import SavedTensor, has_tangent, top_saved_tensors_hooks
+from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
+from ckpt_hooks._torch.autograd import (
+    SavedTensor,
+    has_tangent,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    save_tensor,
+    top_saved_tensors_hooks,
+)
 from ckpt_hooks._torch.tensors import counted_detach, storage_of
 from ckpt_hooks.errors import CheckpointError
 
@@ -99,6 +106,49 @@ def _has_history(tensor: torch.Tensor) -> bool:
     if type(tensor) is not torch.Tensor or tensor.is_nested or (tensor._is_view() and tensor._version):
         return False
     return not (tensor.is_leaf or has_tangent(tensor))
+
+
+def _save_all(
+    tensors: Sequence[torch.Tensor], *, each_occurrence: bool
+) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
+    """Saves inputs through the active saved-tensor hooks (Rule 2); returns the saved tensors, and the kept tensors."""
+    saved: list[SavedTensor | int | None] = []
+    kept: list[torch.Tensor | None] = []
+    positions: dict[int, int] = {}
+    for position, tensor in enumerate(tensors):
+        first = positions.setdefault(id(tensor), position)
+        value = _saved_or_none(tensor) if first == position or each_occurrence else None
+        if first != position:
+            saved.append(first)
+            kept.append(None)
+        else:
+            # A leaf is kept besides: the graph keeps it anyway, and a rerun gets the very object.
+            keep = value is None or (tensor.is_leaf and tensor.requires_grad)
+            saved.append(None if keep else value)
+            kept.append(tensor if keep else None)
+    return saved, kept
+
+
+def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
+    """Returns a tensor as saved, or None where autograd refuses to save: the function may just pass such a tensor on."""
+    if tensor.is_inference():
+        return None
+    try:
+        return save_tensor(tensor)
+    except RuntimeError:
+        # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
+        push_saved_tensors_hooks(_itself, _itself)
+        try:
+            save_tensor(tensor)
+        except RuntimeError:
+            return None
+        finally:
+            pop_saved_tensors_hooks()
+        raise
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def put_hooks_back(before: Hooks, now: Hooks) -> None:
@@ -211,7 +261,7 @@ class Arguments:
             # forward, and may meet two tensors where forward met one.
             if inside is not None and tensors and are_of_frame(hooks):
                 inside[0].note_inside(len(tensors), inside[1])
-            self._saved, self._tensors = save_all(tensors, each_occurrence=inside is not None)
+            self._saved, self._tensors = _save_all(tensors, each_occurrence=inside is not None)
             self._strides = _strides_of(tensors)
             self._facts, self._ids = _facts_of_all(tensors), list(map(id, tensors))
             self._foreign = hooks[1] not in (unpack, unpack_watched)

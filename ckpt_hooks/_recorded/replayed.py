@@ -16,8 +16,7 @@ from ckpt_hooks._core.holdings import Cause, Holding, Reason, Saved, TrackedKept
 from ckpt_hooks._core.scopes import NO_PASSES, SPLIT, Uses, graph_task_scope, group_scope
 from ckpt_hooks._tensors.copies import copies_of, is_plain
 from ckpt_hooks._torch.autograd import graph_exec_group, graph_task_id
-from ckpt_hooks._torch.functions import num_holders
-from ckpt_hooks._torch.tensors import storage_of
+from ckpt_hooks._torch.tensors import num_holders, storage_of
 
 from .replay import Replay, Replayable, bring_back
 from .values import Value, is_held_twice, values_below

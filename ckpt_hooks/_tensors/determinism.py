@@ -33,6 +33,9 @@ class Check:
 _metadata = operator.attrgetter("shape", "dtype", "device", "_version")
 
 
+# Fingerprints
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
     if tensor.stride(0) != 1:  # as it may be of one number too, which is contiguous all the same
@@ -179,6 +182,9 @@ def check_of(determinism_check: Any) -> Check:
     )
 
 
+# Comparing
+
+
 def version_of(facts: Any) -> int:
     """Returns the version among noted facts, or noted alone."""
     version: int = facts[-1] if isinstance(facts, tuple) else facts
@@ -221,6 +227,9 @@ def first_difference(expected: Sequence[Any], found: Sequence[Any]) -> int | Non
         if not torch.equal(one, other):
             differs.append(next(i for i in indices if not torch.equal(_bits(expected[i]), _bits(found[i]))))
     return min(differs, default=None)
+
+
+# Memory left unfilled
 
 
 def _is_random_state(tensor: torch.Tensor) -> bool:

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,11 +21,7 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.tensor_numbers import storage_and_size
 from ckpt_hooks._torch.autograd import (
     Hooks,
-    SavedTensor,
     graph_task_id,
-    pop_saved_tensors_hooks,
-    push_saved_tensors_hooks,
-    save_tensor,
 )
 from ckpt_hooks._torch.tensors import counted_detach, dense_parts, is_freed, is_kept_anyway, storage_of, version_witness
 from ckpt_hooks.errors import MutationError
@@ -273,7 +269,9 @@ def recomputes(unpack: Callable[[Any], Any]) -> bool:
     return unpack in UNPACKS or getattr(unpack, "__module__", None) == "torch.utils.checkpoint"
 
 
-# Steps of fused optimizers. Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
+# Steps of fused optimizers
+
+# Other optimizers count versions when they write to parameters; ``fused=True`` does not, and a
 # recompute would take such a parameter for forward's. Torch's counters stay as they are: plain autograd takes no notice either.
 _num_steps = 0
 # The number of the latest step which wrote to a parameter, by the address of its object and of its storage. A tensor at the
@@ -306,46 +304,3 @@ def _count_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
             _latest_steps.update(dict.fromkeys(map(id, written), _num_steps))
             _latest_steps.update(dict.fromkeys(map(storage_of, written), _num_steps))
             _latest_steps.pop(None, None)  # of those without a storage
-
-
-def save_all(
-    tensors: Sequence[torch.Tensor], *, each_occurrence: bool
-) -> tuple[list[SavedTensor | int | None], list[torch.Tensor | None]]:
-    """Saves inputs through the active saved-tensor hooks (Rule 2); returns the saved tensors, and the kept tensors."""
-    saved: list[SavedTensor | int | None] = []
-    kept: list[torch.Tensor | None] = []
-    positions: dict[int, int] = {}
-    for position, tensor in enumerate(tensors):
-        first = positions.setdefault(id(tensor), position)
-        value = _saved_or_none(tensor) if first == position or each_occurrence else None
-        if first != position:
-            saved.append(first)
-            kept.append(None)
-        else:
-            # A leaf is kept besides: the graph keeps it anyway, and a rerun gets the very object.
-            keep = value is None or (tensor.is_leaf and tensor.requires_grad)
-            saved.append(None if keep else value)
-            kept.append(tensor if keep else None)
-    return saved, kept
-
-
-def _saved_or_none(tensor: torch.Tensor) -> SavedTensor | None:
-    """Returns a tensor as saved, or None where autograd refuses to save: the function may just pass such a tensor on."""
-    if tensor.is_inference():
-        return None
-    try:
-        return save_tensor(tensor)
-    except RuntimeError:
-        # Raised by autograd, as for a view whose base was modified, or by a hook? A hook which does nothing tells.
-        push_saved_tensors_hooks(_identity, _identity)
-        try:
-            save_tensor(tensor)
-        except RuntimeError:
-            return None
-        finally:
-            pop_saved_tensors_hooks()
-        raise
-
-
-def _identity(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor

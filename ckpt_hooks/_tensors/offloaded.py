@@ -239,7 +239,10 @@ class Moved:
         return self._sent.get(self if self._sent.takers else None)
 
 
-def _identity(tensor: torch.Tensor) -> tuple[Any, ...]:
+# Copies shared by takers of one tensor
+
+
+def _key_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Returns a key, equal for two tensors of one storage only if the tensors are the same."""
     return (
         storage_address(tensor),
@@ -262,7 +265,7 @@ class Shared:
         self._sent: weakref.WeakValueDictionary[Any, Moved] = weakref.WeakValueDictionary()
 
     def find(self, tensor: torch.Tensor, batch: Batch | None = None, path: RegionPath | None = None) -> Moved | None:
-        identity = _identity(tensor)
+        identity = _key_of(tensor)
         found = self._sent.get(identity)
         if found is None or found.storage() is not tensor.untyped_storage():  # the address may be somebody else's by now
             return None
@@ -270,10 +273,13 @@ class Shared:
         return again
 
     def add(self, tensor: torch.Tensor, saved: Moved) -> None:
-        self._sent[_identity(tensor)] = saved
+        self._sent[_key_of(tensor)] = saved
 
 
 _inputs = Shared()
+
+
+# Inputs of regions
 
 
 def hooks_for_inputs(path: RegionPath, watch: Watch | None, min_size: int) -> Hooks:

@@ -83,17 +83,6 @@ class _Apply:
         return (at_work and _find(function)) or plain(None, function)
 
 
-# How many tensors are in a storage, those of C++ and of other threads included. 2.11 to 2.15. Goes with a public way.
-_count_of_storage: Callable[[int], int] = torch._C._storage_Use_Count
-# What the count is for a tensor that alone has its memory: it, and the object made to ask.
-_ALONE = _count_of_storage(torch.empty(1).untyped_storage()._cdata)
-
-
-def num_holders(tensor: torch.Tensor) -> int:
-    """Returns the number of tensors in the memory of a tensor, C++ and other threads included."""
-    return _count_of_storage(tensor.untyped_storage()._cdata) - _ALONE + 1
-
-
 #: Runs a call which may write to tensors unseen: the writer in words, the arguments, the call.
 _Unseen = Callable[[str, Any, Callable[[], Any]], Any]
 
