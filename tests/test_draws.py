@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 
@@ -13,6 +14,7 @@ from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing
 from ckpt_hooks._function import explain
+from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log
 from tests.test_threads import in_threads
 
@@ -151,15 +153,33 @@ def idle_thread():
     thread.join()
 
 
-@pytest.mark.usefixtures("idle_thread", "not_warned")
-@pytest.mark.parametrize(("in_forward", "in_rerun"), [(0, 3), (2, 3)])
-def test_a_draw_of_another_thread_is_told_once(in_forward, in_rerun):
+@pytest.mark.usefixtures("idle_thread")
+@pytest.mark.parametrize("policy", [None, [torch.ops.aten.sin.default]])
+def test_a_draw_of_another_thread_is_told_once(policy):
+    """Forward tells that another thread draws: the region does not, and the streams moved. From then on reruns are watched."""
     x = leaf(3, 4)
-    function = draws_elsewhere(lambda x: x.sin().exp(), in_forward, in_rerun)
+    region = checkpoint(policy=policy)(draws_elsewhere(lambda x: x.sin().exp(), 2, 3))
     (expected,) = grad(x.sin().exp().sum(), x)
     with pytest.warns(UserWarning, match=r"give that thread a generator of its own"):
-        assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], expected)
-    assert torch.equal(grad(checkpoint(function, x).sum(), x)[0], expected)  # and nothing more is said
+        assert torch.equal(grad(region(x).sum(), x)[0], expected)
+    for in_forward in (0, 2):
+        region = checkpoint(policy=policy)(draws_elsewhere(lambda x: x.sin().exp(), in_forward, 3))
+        assert torch.equal(grad(region(x).sum(), x)[0], expected)
+    with pytest.raises(DeterminismError, match=r"The region runs aten\.bernoulli"):
+        grad(checkpoint(draws_elsewhere(lambda x: F.dropout(x.sin()).exp(), 2, 3), x).sum(), x)
+
+
+@pytest.mark.usefixtures("idle_thread")
+@pytest.mark.parametrize("after_a_warning", [False, True])
+def test_a_table_that_a_recompute_makes_anew_is_no_draw_of_another_thread(after_a_warning, monkeypatch):
+    """One more rerun finds the table that the first one has drawn. Nothing tells of another thread that draws."""
+    monkeypatch.setattr(explain, "_has_warned", after_a_warning)
+    table = functools.lru_cache(maxsize=1)(torch.rand)
+    table(4)
+    y = checkpoint(lambda x: (x * table(4)).sin(), leaf(3, 4))
+    table(5)
+    with pytest.raises(DeterminismError, match="has drawn other random numbers"):
+        y.sum().backward()
 
 
 @pytest.mark.usefixtures("idle_thread")
@@ -225,17 +245,67 @@ def test_in_a_process_group_no_rank_runs_once_more(monkeypatch):
     assert list(reruns) == [False, True]
 
 
+def plain_of(function, seed):
+    return run(lambda function, x: function(x), function, seed)[1]
+
+
+BESIDE = {
+    "dropout": lambda x: F.dropout(F.dropout(x.sin()).exp() * torch.rand_like(x)).cos(),
+    "the default generator, named": lambda x: (x * torch.rand(3, 4, generator=torch.default_generator)).sin(),
+    "a policy": lambda x: checkpoint(policy=[torch.ops.aten.native_dropout.default])(
+        lambda x: torch.native_dropout(torch.native_dropout(x.sin(), 0.5, True)[0].exp(), 0.5, True)[0].cos()
+    )(x).exp(),
+    "a recorded region": lambda x: F.dropout(checkpoint_region()(lambda x: F.dropout(x.sin()).exp())(x)).cos(),
+    "a region": lambda x: F.dropout(checkpoint(lambda x: F.dropout(x.sin()).exp(), x)).cos(),
+    "backward": lambda x: F.dropout(x.sin() * grad(F.dropout(x.exp()).sum(), x, create_graph=True)[0]).cos(),
+    "nothing": lambda x: x.sin().exp(),
+}
+
+
+@pytest.mark.parametrize("function", BESIDE.values(), ids=BESIDE)
+def test_a_recompute_beside_that_of_another_thread(function):
+    """It does not wait, and draws from generators of its own, in which forward's numbers come."""
+    inside, leave = threading.Event(), threading.Event()
+
+    def holds(x):
+        x = F.dropout(x.sin())
+        if is_recomputing():
+            inside.set()
+            leave.wait(10)
+        return F.dropout(x).exp()
+
+    torch.manual_seed(4)
+    x, one = leaf(3, 4), leaf(3, 4)
+    held = checkpoint(holds, one)
+    torch.manual_seed(5)
+    y = checkpoint(function, x)
+    before = torch.get_rng_state()
+
+    def second():
+        try:
+            assert inside.wait(10)
+            assert torch.equal(grad((y * y).sum(), x)[0], expected)
+        finally:
+            leave.set()
+
+    expected = plain_of(function, 5)
+    torch.set_rng_state(before)
+    in_threads((held * held).sum().backward, second)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(one.grad, plain_of(lambda x: F.dropout(F.dropout(x.sin())).exp(), 4))
+
+
 @pytest.mark.parametrize("draws", [False, True])
-def test_recomputes_of_two_threads(draws):
-    """Those that draw nothing do not wait for each other; of those that draw, the second one waits."""
+def test_recomputes_that_wait_for_each_other(draws):
     barrier = threading.Barrier(2)
 
     def function(x):
-        if is_recomputing() and not draws:
+        x = F.dropout(x.sin(), 0.5 if draws else 0.0)
+        if is_recomputing():
             barrier.wait(10)
-        return F.dropout(x.sin(), 0.5 if draws else 0.0).exp() * x.cos()
+        return F.dropout(x.exp(), 0.5 if draws else 0.0) * x.cos()
 
-    expected = [run(lambda function, x: function(x), lambda x: function(x), seed)[:2] for seed in (1, 2)]
+    expected = [plain_of(function, seed) for seed in (1, 2)]
     for _ in range(20):
         found = []
         for seed in (1, 2):
@@ -244,38 +314,38 @@ def test_recomputes_of_two_threads(draws):
             found.append((checkpoint(function, x), x))
         gradients = {}
         in_threads(*(lambda i=i, y=y, x=x: gradients.update({i: grad((y * y).sum(), x)[0]}) for i, (y, x) in enumerate(found)))
-        assert [torch.equal(gradients[i], expected[i][1]) for i in range(2)] == [True, True]
+        assert [torch.equal(gradients[i], expected[i]) for i in range(2)] == [True, True]
 
 
-def test_a_function_that_catches_everything_beside_a_recompute_of_another_thread():
-    """The end of a recompute that has to wait is met again at the next draw, and no value is wrong."""
-    inside, leave = threading.Event(), threading.Event()
+@pytest.mark.usefixtures("idle_thread", "not_warned")
+def test_a_thread_that_draws_on_another_device(install):  # noqa: F811
+    """The region draws on the CPU, whose stream is where it was in forward."""
+    devices = install("fake_one", FakeDevices(1))
+    devices.default_generators[0].device = torch.device("hpu", 0)
 
-    def holds(x):
-        if is_recomputing():
-            inside.set()
-            leave.wait(10)
-        return x.sin().exp()
+    def function(x):
+        if not is_recomputing():
+            thread = threading.Thread(target=devices.default_generators[0].draw)
+            thread.start()
+            thread.join()
+        return F.dropout(x.sin()).exp()
 
-    def swallows(x):
-        for _ in range(2):
-            try:
-                x = F.dropout(x.sin())
-            except BaseException:
-                leave.set()
-        return x.exp()
+    expected = plain_of(lambda x: F.dropout(x.sin()).exp(), 5)
+    with pytest.warns(UserWarning, match="give that thread a generator of its own"):
+        assert torch.equal(run(checkpoint, function)[1], expected)
 
-    expected = run(lambda function, x: function(x), swallows)
-    held, x = checkpoint(holds, leaf(3, 4)), leaf(3, 4)
-    torch.manual_seed(5)
-    y = checkpoint(swallows, x)
 
-    def second():
-        inside.wait(10)
-        assert torch.equal(grad((y * y).sum(), x)[0], expected[1])
-
-    in_threads(held.sum().backward, second)
-    assert leave.is_set()
+@pytest.mark.parametrize("count", [1, 2])
+def test_where_several_devices_have_drawn_their_streams_are_left_alone(install, count, idle_thread):  # noqa: F811
+    """Another thread may train on one of them: a recompute draws from generators of its own."""
+    devices = install("fake_one", FakeDevices(2))
+    x = leaf(3, 4)
+    y = checkpoint(lambda x: F.dropout(x.sin()).exp(), x)
+    for generator in devices.default_generators[:count]:
+        generator.draw()
+    devices.calls.clear()
+    y.sum().backward()
+    assert devices.counted()["set"] == (0 if count == 2 else 2)
 
 
 def test_seeding_inside_of_a_region():

@@ -277,7 +277,7 @@ def other_random_numbers():
 @says(UserWarning, "give that thread a generator of its own")
 def another_thread_that_draws():
     def beside(x):
-        drawing = threading.Thread(target=torch.rand, args=(3 * is_recomputing(),))
+        drawing = threading.Thread(target=torch.rand, args=(2 + is_recomputing(),))
         drawing.start()
         drawing.join()
         return x.sin().exp()

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ckpt_hooks import CheckpointPolicy, DeterminismError, checkpoint, checkpoint_region, is_recomputing, policies
-from ckpt_hooks.report import Reason, memory_ledger
+from ckpt_hooks.report import Reason, memory_ledger, trace
 from tests.behaviours.runs import same
 from tests.measure import Log
 
@@ -306,9 +306,10 @@ def test_a_recorded_region_drops_what_a_call_saves(source):
 
 def test_a_ledger_says_what_is_kept(source):
     gelu = torch.jit.script(source().gelu)
-    with memory_ledger() as ledger:
+    with memory_ledger() as ledger, trace() as found:
         y = checkpoint(name="block")(lambda x: gelu(x.cos()))(torch.ones(2, 8, requires_grad=True))
     y.sum().backward()
+    assert found.regions[0].held[Reason.NOT_REPLAYED.value] >= 64
     assert {Reason.NOT_REPLAYED} <= {hold.reason for one in ledger.allocations for hold in one.holds}
 
 

@@ -124,10 +124,10 @@ _CPU: Where = (
 class _WithDevices:
     """The position where devices are in use."""
 
-    __slots__ = ("_offsets",)
+    __slots__ = ("_offsets", "generators")
 
-    def __init__(self, offsets: list[Any]) -> None:
-        self._offsets = offsets
+    def __init__(self, generators: list[torch.Generator]) -> None:
+        self.generators, self._offsets = generators, [generator.get_offset for generator in generators]
 
     def __getitem__(self, index: int, /) -> Position:
         return (_CPU[0], *[offset() for offset in self._offsets]) if index == 0 else _CPU[1]
@@ -142,5 +142,5 @@ def where_streams_are(*, watched: bool = True, begin: Position = None) -> Where:
     if len(TORCH_NAMES) == streams.names_without_devices or isinstance(begin, int):
         return _CPU
     moving = [stream for stream in (device_streams(needed=False) if find_devices() else ()) if stream.has_offset()]
-    offsets = [stream.generator.get_offset for stream in moving if stream.generator is not None]
-    return _WithDevices(offsets) if offsets else _CPU
+    generators = [stream.generator for stream in moving if stream.generator is not None]
+    return _WithDevices(generators) if generators else _CPU

@@ -194,8 +194,8 @@ def checkpoint(
         - Tensors with a graph are not rewound where the function writes to them in place: closed-over tensors, and attributes
           of modules above 64 KiB, which are a :class:`ckpt_hooks.MutationError`.
         - Several threads which train one module with buffers need ``preserve_buffers=False``.
-        - TorchScript saves other tensors in the first calls of a function than in later ones. All that it saves in these calls,
-          and in any call under a policy, is kept. In a recorded region inside of this one such a call may be an error.
+        - All that TorchScript saves is kept, past saved-tensor hooks around: it saves other tensors in the first calls of a
+          function than in later ones. In a recorded region inside of this one such a call may be an error.
         - A backward inside a region on two devices waits for ever where the other device's thread waits for the region: call
           ``torch.autograd.grad`` outside of the region, or keep each region on one device.
         - A rerun with a backward inside cannot follow a read of ``ctx.input_grad_buffers``.

@@ -18,7 +18,6 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Collection, Iterable
 from itertools import chain, count, repeat
 from operator import mul
@@ -26,11 +25,12 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_hooks._ambient.positions import Position, where_streams_are
+from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
 from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import Mark
 from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.scopes import MISSING
+from ckpt_hooks._operators.draws import are_other_threads_alive, devices_between
 from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import sequence_number
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of
@@ -57,9 +57,9 @@ class Collector:
         "early_stop",
         "frame",
         "function",
-        "has_doubtful_draws",
         "last",
         "marks",
+        "moved_otherwise",
         "stopped",
         "values",
         "versions",
@@ -76,28 +76,30 @@ class Collector:
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
         self.wanted: Collection[int] | None = None  # None for all living handles
-        # Whether draws are compared with those of forward, and whether they differ, maybe by another thread's draws.
-        self.watches_draws = self.has_doubtful_draws = False
+        self.watches_draws = False  # whether draws are compared with those of forward
+        # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
+        self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last tensor wanted
         self.stopped = False
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
-    def _compare_draws(self, position: Position) -> None:
+    def _compare_draws(self, position: Position, where: Where) -> None:
         """Distrusts the present value, and later ones, if the rerun has drawn other random numbers than forward had by then."""
         positions, index = self.frame.positions or {}, len(self.values)
         if positions.get(index) == position:
             return
         expected = positions[max(one for one in positions if one <= index)]
-        if expected != position and not self._may_be_others_draws():
+        if expected != position and not self._may_be_of_others(expected, position, where):
             self.distrust(functools.partial(draws_error, format_path(self.frame.path)))
 
-    def _may_be_others_draws(self) -> bool:
-        """Whether another thread may have drawn, so that one more rerun has to check."""
-        if len(threading._active) > 1:  # type: ignore[attr-defined]
-            self.has_doubtful_draws = True
-        return self.has_doubtful_draws
+    def _may_be_of_others(self, expected: Position, position: Position, where: Where) -> bool:
+        """Whether another thread may have drawn: then it is looked into when the rerun has ended."""
+        if not are_other_threads_alive():
+            return False
+        self.moved_otherwise |= devices_between(expected, position, where)
+        return True
 
     def distrust(self, error: Callable[[], CheckpointError]) -> None:
         """Marks the present value and later ones as wrong, with the error for each, and stops a rerun that stops early."""
@@ -145,7 +147,7 @@ class Collector:
             nonlocal position, unfinished
             if position != where[0]:
                 position = where[0]
-                self._compare_draws((position, where[1]))
+                self._compare_draws((position, where[1]), where)
             step = next_asked()
             if step:
                 # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
@@ -163,7 +165,7 @@ class Collector:
                         tensor = detach(tensor)
                 append(tensor)
                 if step == stop:
-                    if begin is not None and begin != here[0] and not self._may_be_others_draws():
+                    if begin is not None and begin != here[0] and not self._may_be_of_others((begin, 0), (here[0], 0), here):
                         raise draws_error(format_path(self.frame.path))
                     if unfinished != sequence_number():
                         self._stop()

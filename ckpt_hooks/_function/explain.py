@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ckpt_hooks._operators.draws import are_other_threads_alive
 from ckpt_hooks._torch.autograd import current_node, packed_of, saved_in
 from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
@@ -50,9 +51,14 @@ def warn_of_drawing_thread() -> None:
         _has_warned = True
         warnings.warn(
             "another thread draws from torch's default generator while regions recompute: give that thread a generator of its "
-            "own (torch.Generator). A region that draws nothing runs once more each time, to find out that it does not.",
+            "own (torch.Generator). From now on each operator of a recompute is watched, to tell whose draws these are.",
             stacklevel=2,
         )
+
+
+def is_beside_drawing_thread() -> bool:
+    """Whether a thread is known to draw, and other threads are alive."""
+    return _has_warned and are_other_threads_alive()
 
 
 def name_of_tensor(tensor: torch.Tensor, function: Any, default: str = "a tensor that the function reaches") -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ckpt_hooks._ambient.current import capture as capture_current
+from ckpt_hooks._ambient.positions import where_streams_are
 from ckpt_hooks._core.descriptions import RegionPath, format_path
 from ckpt_hooks._core.frame import Frame, stack
 from ckpt_hooks._core.holdings import Cause, Holding, Reason, holdings_in, owners_in
@@ -18,7 +19,7 @@ from ckpt_hooks._core.misuse import explain_refusal
 from ckpt_hooks._core.modes import only_quiet_modes, pause_modes, resume_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
-from ckpt_hooks._operators.draws import DrawWatch
+from ckpt_hooks._operators.draws import DrawWatch, devices_between, moves_by_itself
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
 from ckpt_hooks._torch.modes import num_dispatch_modes
@@ -27,7 +28,7 @@ from .arguments import Arguments
 from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
 from .contexts import ContextPair, suppressed_error, telling_operators, under_modes
-from .explain import draws_error, name_of_tensor, uninitialized, warn_of_drawing_thread
+from .explain import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
 from .handles import HandleFrame
 from .options import DEFAULT_OPTIONS, RegionOptions
 from .packing import open_frame
@@ -178,27 +179,33 @@ class FunctionFrame(HandleFrame):
         return rerun()
 
     def _rerun(self, wanted: Collection[int] | None) -> list[torch.Tensor]:
-        call = self.call
-        rerun = Rerun(self, call, wanted, waits=call.selection is not None)
+        watch = DrawWatch() if is_beside_drawing_thread() else None
+        rerun = Rerun(self, self.call, wanted, watch=watch)
         values = rerun.run()
-        if rerun.has_drawn:  # beside the recompute of another thread
-            rerun = Rerun(self, call, wanted, waits=True)
-            values = rerun.run()
-        if rerun.collector.has_doubtful_draws:
-            self._check_for_draws(wanted)
+        if rerun.collector.moved_otherwise:
+            self._check_draws(rerun.collector.moved_otherwise, watch, wanted)
         return values
 
-    def _check_for_draws(self, wanted: Collection[int] | None) -> None:
-        """Raises unless one more rerun draws nothing: then another thread has moved the random streams."""
-        region, call, watch = format_path(self.path), self.call, DrawWatch()
-        group = torch.distributed
-        # One more rerun on this rank alone would run the region's collectives without the other ranks.
-        if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
-            raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
-        Rerun(self, call, wanted, watch=watch, waits=True).run()
-        if watch.found is not None:
-            raise draws_error(region, f" The region runs {watch.found}.")
+    def _check_draws(self, moved: set[torch.device], watch: DrawWatch | None, wanted: Collection[int] | None) -> None:
+        """Raises unless another thread has moved the streams of some devices, from which this function does not draw."""
+        region, is_proven, group = format_path(self.path), watch is not None, torch.distributed
+        if watch is None:
+            # One more rerun on this rank alone would run the region's collectives without the other ranks.
+            if group.is_available() and group.is_initialized() and group.get_world_size() > 1:
+                raise draws_error(region, " In a process group it cannot be found out whether another thread has drawn.")
+            watch = DrawWatch()
+            Rerun(self, self.call, wanted, watch=watch).run(compares=False)
+        if watch.unknown is not None or moved & watch.devices:
+            raise draws_error(region, f" The region runs {watch.unknown or watch.found}.")
+        # The rerun in question may have drawn what a later one finds (a table that was gone from its cache).
+        if not (is_proven or moved <= self._moved_in_forward() or moves_by_itself(moved)):
+            raise draws_error(region)
         warn_of_drawing_thread()
+
+    def _moved_in_forward(self) -> set[torch.device]:
+        positions = self.positions or {}
+        begin, where = positions.get(-1), where_streams_are()
+        return set().union(*(devices_between(begin, position, where) for position in positions.values()))
 
     def note_saved(self, index: int, tensor: torch.Tensor) -> None:
         if self.call.selection is not None:

@@ -22,7 +22,7 @@ from ckpt_hooks._core.hooks import HandBack, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import is_last_backward
-from ckpt_hooks._operators.draws import DrawFound, DrawWatch
+from ckpt_hooks._operators.draws import DrawWatch, OwnDraws, are_other_threads_alive, have_several_drawn
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
 from ckpt_hooks._torch.modes import num_dispatch_modes, resume_transforms, suspend_transforms
 from ckpt_hooks.errors import DeterminismError, MutationError
@@ -49,7 +49,7 @@ _NO_STORAGES: frozenset[int | None] = frozenset()
 
 
 class Rerun:
-    """One rerun of a region, which may be told to end at its first random draw."""
+    """One rerun of a region, under a watch of its random draws if asked for."""
 
     __slots__ = (
         "_borrows",
@@ -62,7 +62,6 @@ class Rerun:
         "_paused",
         "_restored",
         "_transforms",
-        "_waits",
         "_wanted",
         "_watch",
         "collector",
@@ -75,9 +74,8 @@ class Rerun:
         wanted: Collection[int] | None,
         *,
         watch: DrawWatch | None = None,
-        waits: bool = False,
     ) -> None:
-        self._watch, self._waits = watch, waits
+        self._watch = watch
         self._frame, self._call, self._wanted = frame, call, wanted
         # A rerun in the middle of forward must not do what forward has not done yet.
         early_stop = call.options.early_stop or not frame.complete
@@ -91,8 +89,8 @@ class Rerun:
         self._hooks: Hooks = ()
         self._restored: Restored | None = None
 
-    def run(self) -> list[torch.Tensor]:
-        """Calls the function again; returns the values, none if the rerun has ended at a draw."""
+    def run(self, *, compares: bool = True) -> list[torch.Tensor]:
+        """Calls the function again; returns the values, or none of them if these are not to be compared with forward."""
         frame, collector, outer = self._frame, self.collector, self._frame.collector
         frame.collector = collector
         place = None if frame.current is None else frame.current.enter()
@@ -100,7 +98,7 @@ class Rerun:
             try:
                 self._enter()
                 self._call_in_ambient()
-            except (DrawFound, StopRecompute):
+            except StopRecompute:
                 pass
             except Exception as error:
                 if self._is_at_fault(error):
@@ -108,7 +106,7 @@ class Rerun:
             finally:
                 frame.recomputing = outer is not None
                 self._exit()
-            return [] if self.has_drawn else self._compare()
+            return self._compare() if compares else []
         except BaseException as error:
             modes = self._call.modes
             if modes is not None and isinstance(error, DeterminismError) and error.region == self._region():
@@ -116,15 +114,13 @@ class Rerun:
             rewind(self._mark, error)
             raise
         finally:
+            if self._borrows:
+                self._borrows = False
+                default_generators_lock.release()
             frame.collector = outer
             collector.let_go()
             if frame.current is not None:
                 undo(frame.current.leave, place)
-
-    @property
-    def has_drawn(self) -> bool:
-        """Whether the rerun was ended, or is to end, at a random draw."""
-        return self._watch is not None and self._watch.found is not None
 
     def _region(self) -> tuple[str, ...]:
         return format_path(self._frame.path)
@@ -145,8 +141,6 @@ class Rerun:
             selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
 
     def _exit(self) -> None:
-        if self._borrows:
-            default_generators_lock.release()
         if self._paused:
             resume_modes(self._paused)
         if self._call.selection is not None:
@@ -163,7 +157,7 @@ class Rerun:
     def _is_at_fault(self, error: Exception) -> bool:
         """Whether an exception of the rerun is an error: not if the function swallowed the stop and failed later (Rule 8)."""
         # Where there is more to say of it, this raises an error of the region in its place.
-        selection, stopped = self._call.selection, self.collector.stopped or self.has_drawn
+        selection, stopped = self._call.selection, self.collector.stopped
         if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
@@ -208,12 +202,11 @@ class Rerun:
         """Calls the function under the random streams, autocast and switches of forward."""
         ambient, state = self._call.ambient, self._call.state
         plans = _NO_PLANS if state is None else state.plans
-        # One recompute at a time sets the default generators back. Another one goes without, and ends at its first draw.
-        self._borrows = default_generators_lock.acquire(self._waits)
-        if not self._borrows and self._watch is None:
-            self._watch = DrawWatch()
-        self.collector.watches_draws = self._watch is None
-        if self._watch is not None or ambient.has_streams or len(plans) > 1:
+        # One recompute at a time sets the default generators back, where threads do not train on several devices. Others draw
+        # from generators of their own: who waits for a lock under which user code runs may wait for ever.
+        is_apart = are_other_threads_alive() and have_several_drawn()
+        self._borrows = self.collector.watches_draws = not is_apart and default_generators_lock.acquire(False)
+        if not self._borrows or self._watch is not None or ambient.has_streams or len(plans) > 1:
             self._call_with_more(plans)
             return
         with plans[0].lock if plans else _NOTHING:
@@ -235,6 +228,8 @@ class Rerun:
             undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
                 undone.enter_context(hold_sources(stream for stream, _ in ambient.streams[2]))
+            if not self._borrows:
+                undone.enter_context(OwnDraws(ambient.streams))
             if self._watch is not None:
                 undone.enter_context(self._watch)
             self._call_in_state()

@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
-from ckpt_hooks._ambient.streams import default_generator, is_capturing, is_same_state
-from ckpt_hooks._core.modes import unseen
+from ckpt_hooks._ambient.positions import Position, Where, where_streams_are
+from ckpt_hooks._ambient.streams import Snapshot, default_generator, is_capturing, is_same_state
+from ckpt_hooks._core.modes import QuietDispatchMode, unseen
 from ckpt_hooks._core.unseen import WatchesUnseen
+from ckpt_hooks._torch.modes import address_of_generator
 
 from .facts import facts_of
 
@@ -56,7 +60,14 @@ def _given_generator(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.
     if overload is not operator or position < 0:
         return None
     given: torch.Generator | None = args[position] if position < len(args) else kwargs.get("generator")
-    return given
+    return None if given is None or _is_default(given) else given
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    # By address: an operator under a dispatch mode gets another object of the same generator.
+    module = getattr(torch, generator.device.type, None)
+    defaults = [torch.default_generator] if generator.device.type == "cpu" else getattr(module, "default_generators", ())
+    return address_of_generator(generator) in map(address_of_generator, defaults)
 
 
 def _generator_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
@@ -65,7 +76,10 @@ def _generator_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Gen
     if given is not None:
         return given
     device = device_of(args, kwargs)
-    return None if device.type == "meta" else default_generator(device)
+    if device.type == "meta":
+        return None
+    default, own = default_generator(device), _own_draws.active
+    return own[-1].own(default) if own and not own[-1].paused else default
 
 
 # For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
@@ -156,57 +170,134 @@ def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: O
 # Function regions
 
 
-class DrawFound(BaseException):
-    """Ends a function that draws random numbers."""
+class OwnDraws(QuietDispatchMode):
+    """Lets a rerun draw from generators of its own, which begin where forward began: the default ones do not move."""
+
+    def __init__(self, captured: Snapshot) -> None:
+        super().__init__()
+        cpu, devices, _ = captured
+        self._begin = {} if cpu is None else {id(torch.default_generator): cpu}
+        self._begin |= {id(stream.generator): state for stream, state in devices}
+        self._own: dict[int, torch.Generator] = {}
+
+    def own(self, generator: torch.Generator) -> torch.Generator:
+        """Returns the generator in place of a default one."""
+        key = id(generator)
+        if key not in self._own:
+            self._own[key] = own = torch.Generator(generator.device)
+            own.set_state(self._begin[key] if key in self._begin else generator.get_state())
+        return self._own[key]
+
+    def __enter__(self) -> Self:
+        _own_draws.active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.abandoned()
+        super().__exit__(*exc_info)
+
+    def abandoned(self) -> None:
+        if self in _own_draws.active:
+            _own_draws.active.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        is_draw = not self.paused and _form_of(func) is not _NO_DRAW and _given_generator(func, args, kwargs) is None
+        if not is_draw or drops_nothing(func, args, kwargs):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        return _call_with(func, args, kwargs, self.own(default_generator(device_of(args, kwargs))), is_draw=True)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.active: list[OwnDraws] = []  # outermost first
+
+
+_own_draws = _OfThread()
 
 
 class DrawWatch(WatchesUnseen):
-    """Ends a function before it draws from a default generator: ``found`` names what draws, or may."""
+    """Notes from which devices' default generators a function draws, and what may draw unseen."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: str | None = None
+        self.devices: set[torch.device] = set()
+        self.found: str | None = None  # the first operator that draws
+        self.unknown: str | None = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         may_draw = not (self.paused or facts_of(func).may_be_left_out or drops_nothing(func, args, kwargs))
-        if may_draw and _given_generator(func, args, kwargs) is None:
-            self._end(str(func))
+        if may_draw and _form_of(func) is _NO_DRAW:
+            self.unknown = f"{func}, which may draw"
+        elif may_draw and _given_generator(func, args, kwargs) is None:
+            self.devices.add(default_generator(device_of(args, kwargs)).device)
+            self.found = self.found or str(func)
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _end(self, found: str) -> NoReturn:
-        self.found = found
-        raise DrawFound
-
     def run_function(self, around: list[WatchesUnseen], function: Any, *args: Any, **kwargs: Any) -> Any:
-        self._end(f"the custom function {function.__qualname__}, whose kernels may draw")
+        self.unknown = f"the custom function {function.__qualname__}, whose kernels may draw"
+        return super().run_function(around, function, *args, **kwargs)
 
     def run_unseen(self, writer: str, args: Any, call: Callable[[], Any]) -> Any:
-        self._end(f"the kernel {writer}, which may draw")
+        self.unknown = f"the kernel {writer}, which may draw"
+        return super().run_unseen(writer, args, call)
+
+
+def are_other_threads_alive() -> bool:
+    return len(threading._active) > 1  # type: ignore[attr-defined]
+
+
+def have_several_drawn() -> bool:
+    """Whether the generators of several accelerators have moved: threads may train on one each."""
+    generators: Sequence[torch.Generator] = getattr(where_streams_are(), "generators", ())
+    return sum(generator.get_offset() > 0 for generator in generators) > 1
+
+
+def devices_between(one: Position, other: Position, where: Where) -> set[torch.device]:
+    """Returns the devices whose streams stand elsewhere in one position than in the other."""
+    cpu = torch.device("cpu")
+    devices = (cpu, *(generator.device for generator in getattr(where, "generators", ())))
+    firsts = [first if isinstance(first, tuple) else (first,) for first in (one[0], other[0])]
+    found = {device for device, first, second in zip(devices, *firsts, strict=False) if first != second}
+    return found | {cpu} if one[1] != other[1] else found
+
+
+def moves_by_itself(devices: set[torch.device]) -> bool:
+    """Whether a stream of some devices moves while this thread does nothing, for a twentieth of a second at most."""
+    where = where_streams_are()
+    begin = where[0], where[1]
+    for _ in range(50):
+        time.sleep(0.001)
+        if devices & devices_between(begin, (where[0], where[1]), where):
+            return True
+    return False
 
 
 # Function regions with policies
 
 
 @unseen
+def _state_of(generator: torch.Generator) -> torch.Tensor:
+    return generator.get_state()
+
+
 def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor | None] | None:
     """Returns a function to call when an operator has run: it returns the state after a draw. None if none will draw."""
     generator = None if drops_nothing(operator, args, kwargs) else _generator_of(operator, args, kwargs)
     if generator is None or (generator.device.type != "cpu" and is_capturing(generator.device.type)):
         return None  # a graph is captured in a region which draws anew: others have refused to run
-    watched, before = generator, generator.get_state()
+    watched, before = generator, _state_of(generator)
 
-    @unseen
     def drawn() -> torch.Tensor | None:
-        after = watched.get_state()
+        after = _state_of(watched)
         return None if is_same_state(before, after) else after
 
     return drawn
 
 
-@unseen
 def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: torch.Tensor) -> None:
     """Moves the random stream past a skipped operator."""
     generator = _generator_of(operator, args, kwargs)  # which may be another object than in forward
     assert generator is not None
-    generator.set_state(drawn)
+    unseen(generator.set_state)(drawn)

@@ -59,10 +59,8 @@ class _Watch(Observer):
         self._mark(_Moment.EXITED, region.id)
 
     def ran(self, region: Region, operator: Operator) -> None:
-        run = None
-        if region is not None and operator.is_asked_about:
-            run = self._run_of(region, operator)
-        self._mark(_Moment.RAN, (None if region is None else region.id, operator, run))
+        run = self._run_of(region, operator) if operator.is_asked_about else None
+        self._mark(_Moment.RAN, (region.id, operator, run))
 
     def _run_of(self, region: Region, operator: Operator) -> Run | None:
         """Returns how a policy of runs tells this run."""
@@ -303,9 +301,9 @@ class _Reader:
         number = self._alive.get(address)
         return None if number is None else (number, self._versions.get((region, number), 0))
 
-    def _ran(self, row: int, region: int | None, operator: Operator, run: Run | None) -> None:
-        entry = None if region is None or operator.in_recompute else self._entries.get(region)
-        if entry is not None and region is not None:
+    def _ran(self, row: int, region: int, operator: Operator, run: Run | None) -> None:
+        entry = None if operator.in_recompute else self._entries.get(region)
+        if entry is not None:
             self._ran_in(entry, row, region, operator, run)
         self._restart()
 

@@ -137,8 +137,6 @@ class _Tracer(Observer):
         self._open.discard(region.id)
 
     def ran(self, region: Region, operator: Operator) -> None:
-        if region is None:
-            return
         running = self._running.recomputes
         entry = self._entries.get(running[-1][0] if operator.in_recompute and running else region.id)
         if entry is not None and operator.in_recompute:
@@ -151,9 +149,15 @@ class _Tracer(Observer):
                         entry.made.setdefault(output.storage, operator.name)
 
     def saved(self, region: Region, saved: Saved, tensor: TensorInfo) -> None:
-        if saved.fate is Reason.DROPPED and tensor.storage is not None and region.id in self._entries:
-            self._dropped.setdefault(tensor.storage, (region.id, saved.position, tensor.storage_nbytes))
-            self._positions[region.id, saved.position] = tensor.storage
+        storage, entry = tensor.storage, self._entries.get(region.id)
+        if storage is None or entry is None:
+            return
+        if saved.fate is Reason.DROPPED:
+            self._dropped.setdefault(storage, (region.id, saved.position, tensor.storage_nbytes))
+            self._positions[region.id, saved.position] = storage
+        elif saved.fate is Reason.NOT_REPLAYED and saved.position < 0 and storage not in self._billed:
+            self._billed.add(storage)  # by TorchScript: in the graph alone, so no frame tells that it is held
+            entry.held[saved.fate.value] = entry.held.get(saved.fate.value, 0) + tensor.storage_nbytes
 
     def let_go(self, region: Region, position: int) -> None:
         storage = self._positions.pop((region.id, position), None)
