@@ -309,7 +309,7 @@ def test_a_ledger_says_what_is_kept(source):
     with memory_ledger() as ledger, trace() as found:
         y = checkpoint(name="block")(lambda x: gelu(x.cos()))(torch.ones(2, 8, requires_grad=True))
     y.sum().backward()
-    assert found.regions[0].held[Reason.NOT_REPLAYED.value] >= 64
+    assert found.steps[0].regions[0].held_bytes[Reason.NOT_REPLAYED.value] >= 64
     assert {Reason.NOT_REPLAYED} <= {hold.reason for one in ledger.allocations for hold in one.holds}
 
 
