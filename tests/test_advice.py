@@ -106,7 +106,7 @@ def test_a_queue_is_cloned_before_the_region():
     with pytest.raises(MutationError) as caught:
         gradients(checkpoint_region(), clone_before=False)
     assert str(caught.value).startswith("the buffer 'queue' of Contrast, a float32[4, 8] tensor, that region 'region' needs")
-    assert "clone it before the region" in str(caught.value)
+    assert "use a clone of it in the region" in str(caught.value)
     assert caught.value.tensor == "the buffer 'queue' of Contrast, a float32[4, 8] tensor"
     expected = gradients(contextlib.nullcontext(), clone_before=False)
     assert same(gradients(checkpoint_region(), clone_before=True), expected)

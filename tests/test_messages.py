@@ -506,7 +506,7 @@ def a_tensor_on_the_host_that_was_written_to():
         backward(y)
 
 
-@says(MutationError, MODIFIED, "clone it before the block", region=())
+@says(MutationError, MODIFIED, "use a clone of it in the block", region=())
 def a_tensor_that_stayed_and_was_written_to():
     h = leaf(3)
     with offload_saved_tensors():

@@ -69,7 +69,10 @@ class Why(enum.Enum):
 class _Change(enum.Enum):
     """How a tensor has changed: a predicate, and advice."""
 
-    MODIFIED = "has been modified by an inplace operation: {versions}.", "Modify it after backward, or clone it before {start}."
+    MODIFIED = (
+        "has been modified by an inplace operation: {versions}.",
+        "Modify it after backward, or use a clone of it in {start}.",
+    )
     REPLACED = (
         "is another tensor than forward saw: {versions}. It was bound anew, or exchanged by torch.utils.swap_tensors.",
         "Bind or exchange it after backward, or hand the one of forward to the function as an argument.",

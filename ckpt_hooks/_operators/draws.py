@@ -70,16 +70,22 @@ def _is_default(generator: torch.Generator) -> bool:
     return address_of_generator(generator) in map(address_of_generator, defaults)
 
 
-def _generator_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> torch.Generator | None:
-    """Returns the generator from which a call of an operator draws, if it draws; None for tensors without data."""
+def _source_of(operator: Any, args: Any, kwargs: dict[str, Any]) -> tuple[torch.Generator | None, torch.device]:
+    """Returns the generator given to a call of an operator, if any, and the device on which the call draws."""
     given = _given_generator(operator, args, kwargs)
+    return given, device_of(args, kwargs) if given is None else given.device
+
+
+def _generator_at(given: torch.Generator | None, device: torch.device) -> torch.Generator:
     if given is not None:
         return given
-    device = device_of(args, kwargs)
-    if device.type == "meta":
-        return None
     default, own = default_generator(device), _own_draws.active
     return own[-1].own(default) if own and not own[-1].paused else default
+
+
+def _is_unreadable(device: torch.device) -> bool:
+    # Tensors without data draw nothing, and while a CUDA graph is captured no state can be read.
+    return device.type == "meta" or (device.type != "cpu" and is_capturing(device.type))
 
 
 # For each operator which draws for dropout alone: the position of its probability; -1 for other operators.
@@ -135,10 +141,11 @@ def _refuse_capture(operator: Any, device: torch.device) -> None:
 
 def draw_noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, torch.Tensor | None]:
     """Runs an operator which may draw; returns also the state before, for :func:`draw_again`, None if nothing was drawn."""
-    generator = _generator_of(operator, args, kwargs)
-    if generator is None:
+    given, device = _source_of(operator, args, kwargs)
+    if device.type == "meta":
         return operator(*args, **kwargs), None
-    _refuse_capture(operator, generator.device)
+    _refuse_capture(operator, device)
+    generator = _generator_at(given, device)
     before = generator.get_state()
     result = operator(*args, **kwargs)
     if _form_of(operator) is _NO_DRAW and is_same_state(before, generator.get_state()):
@@ -157,9 +164,10 @@ def draw_again(operator: Any, args: list[Any], kwargs: dict[str, Any], state: to
 
 def draw_anew(operator: Any, args: list[Any], kwargs: dict[str, Any], streams: OwnStreams) -> Any:
     """Runs an operator with draws of new numbers, from a generator of the replay's; the user's generators do not move."""
-    generator = _generator_of(operator, args, kwargs)
-    if generator is None or (generator.device.type != "cpu" and is_capturing(generator.device.type)):
-        return operator(*args, **kwargs)  # while a CUDA graph is captured no state can be read
+    given, device = _source_of(operator, args, kwargs)
+    if _is_unreadable(device):
+        return operator(*args, **kwargs)
+    generator = _generator_at(given, device)
     if id(generator) not in streams:
         own = torch.Generator(generator.device)
         own.set_state(generator.get_state())
@@ -284,10 +292,11 @@ def _state_of(generator: torch.Generator) -> torch.Tensor:
 
 def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], torch.Tensor | None] | None:
     """Returns a function to call when an operator has run: it returns the state after a draw. None if none will draw."""
-    generator = None if drops_nothing(operator, args, kwargs) else _generator_of(operator, args, kwargs)
-    if generator is None or (generator.device.type != "cpu" and is_capturing(generator.device.type)):
-        return None  # a graph is captured in a region which draws anew: others have refused to run
-    watched, before = generator, _state_of(generator)
+    given, device = _source_of(operator, args, kwargs)
+    if _is_unreadable(device) or drops_nothing(operator, args, kwargs):
+        return None
+    watched = _generator_at(given, device)
+    before = _state_of(watched)
 
     def drawn() -> torch.Tensor | None:
         after = _state_of(watched)
@@ -298,6 +307,5 @@ def watch_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 def skip_draw(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], drawn: torch.Tensor) -> None:
     """Moves the random stream past a skipped operator."""
-    generator = _generator_of(operator, args, kwargs)  # which may be another object than in forward
-    assert generator is not None
+    generator = _generator_at(*_source_of(operator, args, kwargs))  # which may be another object than in forward
     unseen(generator.set_state)(drawn)

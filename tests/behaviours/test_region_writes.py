@@ -331,7 +331,9 @@ def test_what_only_a_replay_reads_may_not_be_modified_either():
         if run is plain or "policy" in run._options:
             found.append(torch.autograd.grad(y.sum(), x)[0])
         else:
-            with pytest.raises(MutationError, match=r"clone it before the region\. Or have what was computed from it kept"):
+            with pytest.raises(
+                MutationError, match=r"use a clone of it in the region\. Or have what was computed from it kept"
+            ):
                 y.sum().backward()
     assert torch.equal(*found)
 
