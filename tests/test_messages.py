@@ -293,6 +293,16 @@ def another_thread_that_draws():
         idle.join()
 
 
+@says(CheckpointError, "with respect to a tensor from outside of the region that has gone since forward")
+def a_backward_in_a_recompute_with_respect_to_what_has_gone():
+    def program(x):
+        h = x.sin()
+        loss = h.exp().sum()
+        return checkpoint(lambda h, loss: torch.autograd.grad(loss, h, retain_graph=True)[0] * h.cos(), h, loss)
+
+    backward(program(leaf(3)))
+
+
 @says(DeterminismError, "another graph of a function compiled by torch.compile", grad_fn="CompiledFunctionBackward")
 def a_compiled_function_that_is_compiled_anew():
     torch._dynamo.reset()

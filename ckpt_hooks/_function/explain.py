@@ -137,6 +137,18 @@ def failed_under_policy(error: RuntimeError, region: tuple[str, ...], saved: int
     )
 
 
+def raise_without_history(error: Exception, region: tuple[str, ...]) -> None:
+    """Raises where a rerun has run backward with respect to a tensor from outside of it, which has gone since forward."""
+    # Torch tells this error apart by its words alone.
+    if type(error) is RuntimeError and "appears to not have been used in the graph" in str(error):
+        raise CheckpointError(
+            f"region {'/'.join(region)!r}: its function runs backward, and so does its recompute, with respect to a tensor "
+            "from outside of the region that has gone since forward: the recompute has another one on the same memory, without "
+            "its history. Keep the tensor until backward, or write `with checkpoint_region():`, which runs Python once.",
+            region=region,
+        ) from error
+
+
 def note_failure(error: Exception, region: tuple[str, ...]) -> None:
     """Adds a note to an exception that the function raised in a rerun and not in forward."""
     add_note = getattr(error, "add_note", None)  # since Python 3.11

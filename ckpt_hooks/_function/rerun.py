@@ -32,7 +32,7 @@ from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
 from .contexts import ContextPair, reusable
-from .explain import blame, failed_under_policy, name_of_tensor, note_failure
+from .explain import blame, failed_under_policy, name_of_tensor, note_failure, raise_without_history
 from .handles import HandleFrame
 from .state.container_contents import is_atom
 from .state.loans import VariableLoan, lend, take_back
@@ -171,6 +171,7 @@ class Rerun:
             if self._frame.complete:
                 if selection is not None and type(error) is RuntimeError:
                     self._raise_failed(error, saved)
+                raise_without_history(error, self._region())
                 note_failure(error, self._region())
         return not stopped
 
