@@ -169,9 +169,9 @@ class Rerun:
             if selection is not None:
                 selection.check(saved - 1, self._explain, error)
             if self._frame.complete:
+                raise_without_history(error, self._region())
                 if selection is not None and type(error) is RuntimeError:
                     self._raise_failed(error, saved)
-                raise_without_history(error, self._region())
                 note_failure(error, self._region())
         return not stopped
 
