@@ -85,6 +85,11 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, (type, types.BuiltinFunctionType)) or not gc.is_tracked(value)
 
 
+def read_streams() -> streams.Snapshot:
+    """Returns the states of random streams other than the CPU's, whose draws are noted one by one."""
+    return None, streams.read_devices(), tuple((stream, stream.read()) for stream in streams.TRACKED)
+
+
 def has_moved(before: streams.Snapshot, after: streams.Snapshot) -> bool:
     """Whether a random stream other than the CPU's has moved."""
     return before[1] is not after[1] or any(

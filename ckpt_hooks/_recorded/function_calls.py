@@ -34,7 +34,7 @@ from ckpt_hooks.policies.decisions import RECOMPUTE
 
 from . import writes
 from .aliases import counter_in, counter_of
-from .function_arguments import has_moved, is_compared, taken_apart
+from .function_arguments import has_moved, is_compared, read_streams, taken_apart
 from .function_ops import FunctionFacts
 from .replayed import FunctionHandle, Handle
 from .running_function import RunningFunction
@@ -92,7 +92,7 @@ class FunctionCall(RunningFunction):
         facts.context = copy_context()
         self._look_at_arguments()
         if TRACKED or (find_devices() and not self._is_capturing):
-            self._streams = streams.capture()
+            self._streams = read_streams()
 
     def _look_at_arguments(self) -> None:
         """Puts the arguments on the tape, and notes the contents of those to be compared."""
@@ -249,8 +249,8 @@ class FunctionCall(RunningFunction):
         tape.tables.number = op.number = tape.tables.number + 1
         if self._draws and any(state is not None for state in self._draws):
             op.draw = tuple(self._draws)
-        if self._streams is not None and has_moved(self._streams, streams.capture()):
-            facts.streams = (None, *self._streams[1:])
+        if self._streams is not None and has_moved(self._streams, read_streams()):
+            facts.streams = self._streams
         if written:
             facts.written = tuple(
                 [_written_at(position) for position, value in enumerate(op.args) if id(value.store) in written]
