@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import warnings
@@ -13,6 +14,7 @@ from torch import nn
 from torch.autograd import grad
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, is_recomputing
+from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._function import explain
 from tests.devices import FakeDevices, install  # noqa: F401 -- a fixture
 from tests.measure import Log
@@ -110,7 +112,7 @@ def not_warned(monkeypatch):
 NO_DRAW = {
     "operators": lambda x: x.sin().exp().cos(),
     "dropout of nothing": lambda x: F.dropout(x.sin(), 0.0).exp(),
-    "attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None])[0].exp(),
+    "attention": lambda x: F.scaled_dot_product_attention(*[x[None, None]] * 3)[0, 0].exp(),
     "a generator of its own": lambda x: x.sin() * torch.rand(3, 4, generator=torch.Generator().manual_seed(1)),
     "a region": lambda x: checkpoint(lambda x: x.sin().exp(), x).cos(),
 }
@@ -221,11 +223,41 @@ class Kernel(torch.autograd.Function):
         return gradient
 
 
+@torch.library.custom_op("ckpt_hooks_tests::halved", mutates_args=())
+def halved(x: torch.Tensor) -> torch.Tensor:
+    """Has no tag that tells whether it draws."""
+    return x / 2
+
+
+halved.register_autograd(lambda ctx, gradient: gradient / 2)
+
+UNKNOWN = {
+    "the custom function Kernel, whose kernels may draw": lambda x: Kernel.apply(x.exp()).cos(),
+    "ckpt_hooks_tests.halved.default, which may draw": lambda x: halved(x.exp()).cos(),
+}
+
+
 @pytest.mark.usefixtures("idle_thread")
-def test_kernels_that_may_draw_beside_a_thread_that_draws():
-    y = checkpoint(draws_elsewhere(lambda x: Kernel.apply(x.exp()).cos(), 0, 3), leaf(3, 4))
-    with pytest.raises(DeterminismError, match=r"The region runs the custom function Kernel, whose kernels may draw"):
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_may_draw_beside_a_thread_that_draws(name):
+    y = checkpoint(draws_elsewhere(UNKNOWN[name], 2, 3), leaf(3, 4))
+    with pytest.raises(DeterminismError, match=f"The region runs {name}"):
         y.sum().backward()
+
+
+def test_the_generators_are_free_after_a_recompute_and_after_an_error_in_it():
+    def fails(x):
+        x = F.dropout(x.sin()).exp()
+        if is_recomputing():
+            raise ZeroDivisionError
+        return x.cos()
+
+    free = []
+    for function, error in ((F.dropout, contextlib.nullcontext()), (fails, pytest.raises(ZeroDivisionError))):
+        with error:
+            checkpoint(function, leaf(3, 4).sin()).exp().sum().backward()
+        in_threads(lambda: free.append(default_generators_lock.acquire(False) and default_generators_lock.release() is None))
+    assert free == [True, True]
 
 
 @pytest.mark.usefixtures("idle_thread")
