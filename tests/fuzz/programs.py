@@ -311,9 +311,9 @@ see_gradients('first', {inputs}, see)
 {between}
 loss.backward()""",
     "three times": """
-for number in range(3):
+for again in range(3):
     for value in torch.autograd.grad(loss, {inputs}, retain_graph=True, allow_unused=True):
-        see('gradient', f'number {{number}}', value)""",
+        see('gradient', f'number {{again}}', value)""",
     "partial": """
 one, other = {one}, {other}
 one.backward(retain_graph=True)
