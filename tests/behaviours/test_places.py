@@ -6,6 +6,8 @@ import argparse
 import collections
 import dataclasses
 import functools
+import queue
+import threading
 import types
 import weakref
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_hooks import checkpoint
+from ckpt_hooks import checkpoint, is_recomputing
 from ckpt_hooks.policies import dots_saveable
 from tests.behaviours.runs import Run, assert_as_eager, plain
 from tests.measure import Log, leaf
@@ -791,3 +793,20 @@ def test_an_entry_that_forward_moves_is_bound_once(make, move):
     y.sum().backward()
     assert entry["mean"] is mean
     assert list(map(id, held)) == found
+
+
+def test_what_another_thread_adds_meanwhile_stays_in_a_queue_alone():
+    """README's limit: containers that the function reaches are, after a rerun, as they were before it."""
+    numbers, items = [0], queue.Queue()
+
+    def function(x):
+        if is_recomputing():
+            thread = threading.Thread(target=lambda: (numbers.append(1), items.put(1)))
+            thread.start()
+            thread.join()
+        return x.sin().exp() * len(numbers)
+
+    x = leaf(3)
+    (gradient,) = torch.autograd.grad(checkpoint(function, x).sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(x.sin().exp().sum(), x)[0])
+    assert (numbers, items.qsize()) == ([0], 1)
