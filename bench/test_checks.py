@@ -41,7 +41,7 @@ def test_determinism_check(benchmark: BenchmarkFixture, note: Callable[[str], No
 @pytest.mark.benchmark(group="early_stop=False")
 @pytest.mark.parametrize("name", ["chain of 10 ops", "block of width 32"])
 def test_running_to_the_end(benchmark: BenchmarkFixture, note: Callable[[str], None], name: str) -> None:
-    """A step of small operators whose reruns return, against one whose reruns are stopped by an exception."""
+    """A step of small operators whose reruns run to the end, against the default, which stops them if work is left."""
     program = build(name)
     steps = {early_stop: program.step_in(partial(ckpt_hooks.checkpoint, early_stop=early_stop)) for early_stop in (True, False)}
     if not benchmark.disabled:

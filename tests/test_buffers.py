@@ -116,7 +116,8 @@ def bytes_of_steps(make, change, run):
         found.append(bytes_of(step))
     largest = max(sum(buffer.nbytes for buffer in layer.buffers() if buffer.nbytes > 1 << 14) for layer in layers)
     small = sum(buffer.nbytes for buffer in model.buffers() if buffer.nbytes <= 1 << 14)
-    return found, largest, small
+    left = 3 * x.nbytes  # a recompute may run three operators on such small tensors that torch's leaves out
+    return found, largest, small, left
 
 
 @pytest.mark.parametrize(
@@ -132,12 +133,12 @@ def bytes_of_steps(make, change, run):
 def test_bytes_of_buffers_that_are_only_read(name, change):
     """From the first step on a region holds what torch's does. While a buffer is unknown the peak has a copy of it."""
     change = change or (lambda *_: None)
-    ours, largest, small = bytes_of_steps(MODELS[name], change, ckpt_hooks.checkpoint)
-    theirs, _, _ = bytes_of_steps(MODELS[name], change, functools.partial(torch_checkpoint, use_reentrant=False))
+    ours, largest, small, left = bytes_of_steps(MODELS[name], change, ckpt_hooks.checkpoint)
+    theirs, *_ = bytes_of_steps(MODELS[name], change, functools.partial(torch_checkpoint, use_reentrant=False))
     unknown = {evaluation: (0, 3, 5), hooks: (0, 3), submodules: (0, 3)}.get(change, (0,))
     for number, ((held, peak), (expected, most)) in enumerate(zip(ours, theirs, strict=True)):
         assert held <= 1.05 * expected + small
-        assert peak <= 1.02 * most + small + (largest if number in unknown else 0)
+        assert peak <= 1.02 * most + small + left + (largest if number in unknown else 0)
 
 
 class Quantiser(nn.Module):

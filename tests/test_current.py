@@ -211,7 +211,7 @@ def test_a_stream_that_a_stopped_rerun_has_not_left(install, is_elsewhere):
         h = x.sin()
         third.wait_stream(own)
         device.set_stream(third)
-        y = h.exp().cos()
+        y = h.exp().cos().neg().neg().neg()
         device.set_stream(own)
         own.wait_stream(third)
         return y

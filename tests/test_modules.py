@@ -569,7 +569,7 @@ def test_a_parameter_that_the_function_binds_for_a_while():
         def forward(self, x):
             weight = self.weight
             self.weight = nn.Parameter(weight.detach() * 2)
-            y = self.layer(torch.relu(x @ self.weight))
+            y = self.layer(torch.relu(x @ self.weight)).neg().neg().neg()
             self.weight = weight
             return y
 

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 from torch.autograd import grad
+from torch.overrides import TorchFunctionMode
 
 from ckpt_hooks import DeterminismError, checkpoint, checkpoint_region, policies, set_checkpoint_early_stop
 from ckpt_hooks.offload import offload_saved_tensors
@@ -191,22 +192,147 @@ def test_rule_5_without_early_stop_the_counts_of_saved_tensors_agree():
         a.sum().backward()
 
 
+SMALL, LARGE = 3, 5000
+
+
+def begun_and_ended(function, size, run=checkpoint):
+    """Returns how often a region's function began and came to its end, in forward and backward."""
+    begun, ended, x = Log(), Log(), leaf(size)
+
+    def region(x):
+        begun.append(1)
+        y = function(x)
+        ended.append(1)
+        return y
+
+    found, expected = (grad(y[0].sum() if isinstance(y, tuple) else y.sum(), x) for y in (run(region, x), function(x)))
+    assert torch.equal(found[0], expected[0])
+    return len(begun), len(ended)
+
+
+def exps(num_negs):
+    """Returns a function whose last operators save their results, but for so many that save nothing."""
+
+    def function(x):
+        y = x.sin().exp().exp()
+        for _ in range(num_negs):
+            y = y.neg()
+        return y
+
+    return function
+
+
+FROZEN, LEAF = torch.ones(SMALL, 2000, dtype=torch.float64), torch.ones(2, SMALL, dtype=torch.float64, requires_grad=True)
+
+RETURNING = {
+    "nothing left": (exps(0), LARGE),
+    "nothing left, small": (exps(0), SMALL),
+    "two small operators": (exps(2), SMALL),
+    "two small operators, and the last one to save": (lambda x: x.sin().exp().cos().neg().neg(), SMALL),
+}
+STOPPED = {
+    "an operator": (exps(1), LARGE),
+    "the operator that saves": (lambda x: x.sin().exp().cos(), LARGE),
+    "three small operators": (exps(3), SMALL),
+    "a large result": (lambda x: exps(0)(x).repeat(LARGE), SMALL),
+    "a result in a tuple": (lambda x: (exps(1)(x),), SMALL),
+    "a large weight": (lambda x: x.sin().exp() @ FROZEN, SMALL),
+    "a leaf, of any size": (lambda x: torch.mv(LEAF, x.sin().exp()), SMALL),
+}
+
+
+@pytest.mark.parametrize(("function", "size"), RETURNING.values(), ids=RETURNING)
+def test_rule_5_a_rerun_that_is_as_good_as_through_returns(function, size):
+    assert begun_and_ended(function, size) == (2, 2)
+
+
+@pytest.mark.parametrize(("function", "size"), STOPPED.values(), ids=STOPPED)
+def test_rule_5_a_rerun_with_work_left_is_stopped(function, size):
+    assert begun_and_ended(function, size) == (2, 1)
+
+
+def test_rule_5_what_a_policy_keeps_is_not_run_again_behind_the_last_value():
+    kept = checkpoint(policy=policies.save_ops(torch.ops.aten.sin.default))
+    assert begun_and_ended(exps(0), SMALL, lambda function, x: kept(function)(x)) == (2, 1)
+
+
+def test_rule_5_beside_other_ranks_reruns_are_stopped(monkeypatch):
+    """What is left might be a collective, which other ranks do not run."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    assert begun_and_ended(exps(0), SMALL) == (2, 1)
+
+
+def test_rule_5_a_rerun_for_one_value_is_stopped():
+    """The function may write to the value afterwards."""
+    calls, ended = Calls(exps(0)), Log()
+    y = checkpoint(lambda x: (calls(x), ended.append(1))[0], leaf(SMALL))
+    assert torch.equal(y.grad_fn._saved_result, y)
+    assert (calls.count, len(ended)) == (2, 1)
+
+
+def test_rule_5_a_rerun_that_saves_more_is_stopped_where_it_does():
+    calls = Calls(lambda x: exps(0)(x) if calls.count == 1 else exps(0)(x).tanh().cos().cos())
+    x = leaf(SMALL)
+    y = checkpoint(calls, x)
+    with CountOps() as ops:
+        (g,) = grad(y.sum(), x)
+    assert torch.equal(g, grad(exps(0)(x).sum(), x)[0])
+    # ``tanh`` saves its result, which stops the rerun; the backward of ``sin`` calls ``cos``.
+    assert (ops.counts["tanh"], ops.counts["cos"]) == (1, 1)
+
+
+def test_rule_5_the_nodes_of_a_backward_in_forward_count():
+    def function(x):
+        (g,) = grad(x.sin().sum(), x, create_graph=True)
+        return exps(0)(g)
+
+    assert begun_and_ended(function, LARGE) == (2, 2)
+    assert begun_and_ended(lambda x: function(x).neg(), LARGE) == (2, 1)
+
+
+def test_rule_5_after_a_rerun_in_the_middle_of_forward_the_next_one_is_stopped():
+    """Forward has counted the nodes of the rerun as well, so more seems to be left than is."""
+
+    def function(x):
+        y = exps(0)(x)
+        (g,) = grad(y.sum(), x, create_graph=True)
+        return (g * y).exp()
+
+    assert begun_and_ended(function, SMALL) == (3, 1)
+
+
+def test_rule_5_function_modes_are_not_asked_for_sizes():
+    names = []
+
+    class Names(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Names():
+        checkpoint(exps(0), leaf(SMALL))
+    assert "exp" in names
+    assert "numel" not in names
+
+
 @pytest.mark.parametrize("caught", [Exception, BaseException])
 def test_rule_8_a_fallback_around_the_stop(caught):
     """One for errors does not run; what one for everything does is not taken for good."""
-    fallbacks = Log()
+    fallbacks, results = Log(), Log()
 
     def function(x):
         try:
-            return x.sin().exp()
+            return (x * 2).sin().exp().neg().neg().neg()
         except caught:
             fallbacks.append(1)
-            return x.cos().tanh().tanh()
+            y = x.cos()
+            results.append(1)  # the stop comes again before, at the tensor that ``cos`` saves
+            return y.tanh().tanh()
 
     x = leaf(3)
     (g,) = grad(checkpoint(function, x).sum(), x)
-    assert torch.equal(g, grad(x.sin().exp().sum(), x)[0])
-    assert len(fallbacks) == (caught is BaseException)
+    assert torch.equal(g, grad((x * 2).sin().exp().neg().neg().neg().sum(), x)[0])
+    assert (len(fallbacks), len(results)) == (caught is BaseException, 0)
 
 
 @pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
@@ -215,7 +341,7 @@ def test_rule_8_what_a_function_raises_on_being_stopped(raised):
 
     def function(x):
         try:
-            return x.sin().exp()
+            return x.sin().exp().neg().neg().neg()
         except BaseException:
             raise raised from None
 
@@ -226,6 +352,29 @@ def test_rule_8_what_a_function_raises_on_being_stopped(raised):
             y.backward()
     else:
         assert torch.equal(grad(y, x)[0], grad(function(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_rule_8_what_a_function_raises_behind_the_last_value(raised, early_stop):
+    """As on being stopped, an error is of no consequence where the function need not have come that far."""
+    calls = Log()
+
+    def function(x):
+        y = exps(0)(x)
+        calls.append(1)
+        if len(calls) > 1:
+            raise raised
+        return y
+
+    x = leaf(3)
+    y = checkpoint(early_stop=early_stop)(function)(x).sum()
+    if early_stop and raised is ValueError:
+        assert torch.equal(grad(y, x)[0], grad(exps(0)(x).sum(), x)[0])
+    else:
+        with pytest.raises(raised):
+            grad(y, x)
+    assert len(calls) == 2
 
 
 def test_rule_6_backward_inside_forward_retaining(impl):

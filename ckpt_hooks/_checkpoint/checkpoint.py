@@ -146,8 +146,8 @@ def checkpoint(
         debug: Whether the error for a recompute which differs begins with the first operator that differs, its line and its
             module, and names choices (top-k, sort) before it. A small operator takes a few times as long. See
             :func:`ckpt_hooks.set_checkpoint_debug_enabled`.
-        early_stop: Whether a recompute ends, by an exception, with the last needed tensor. False takes 5 to 10% off a step of
-            operators on small tensors, and costs the region's last operators on large ones.
+        early_stop: Whether a recompute ends with the last needed tensor: by an exception, unless no operator is left to run, or
+            two at most on tensors of up to 4,096 elements. False runs the region's last operators again in any case.
         respect_saved_tensors_hooks: Whether outputs kept by a policy go through the saved-tensor hooks around the region
             (``save_on_cpu`` and the like). The region's inputs do in any case. None is True.
         preserve_rng_state: Whether a recompute draws the random numbers of forward. If not, it draws new numbers. The streams

@@ -44,6 +44,7 @@ def run(
             frame = frame_of_call(function, args, kwargs, options, context_fn, current_settings())
             with frame:
                 result = function(*args, **kwargs)
+                frame.returns(result)
         except BaseException as error:
             rewind(mark, error)
             raise

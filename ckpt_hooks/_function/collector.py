@@ -1,8 +1,12 @@
 """The collector of a rerun: takes the tensors saved in the rerun, and ends the rerun after the last value wanted.
 
 The collector's pack hook takes the tensors in order, as the values of the handles with the same numbers. As soon as the last
-living handle has its value (Rule 5), the hook ends the rerun by an exception: the saving operator has not even run yet. Two
+living handle has its value (Rule 5), the hook ends the rerun by an exception: the saving operator has not even run yet. Three
 things follow.
+
+*To stop costs more than a few small operators*. So where next to nothing is left, the function goes on and returns. Nodes of
+autograd's graph tell what is left: those that forward made, less those of the rerun so far. Code that makes no nodes is not
+counted, and runs again, as all code before the last value does.
 
 *User code must not swallow the stop* (Rule 8). The stop derives from ``BaseException``, and a function that swallows the stop
 all the same meets it again at the next saved tensor. However the function ends, every value is there already.
@@ -18,7 +22,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, count, repeat
 from operator import mul
 from typing import Any, TypeVar
@@ -32,7 +36,9 @@ from ckpt_hooks._core.modes import only_quiet_modes, unseen
 from ckpt_hooks._core.scopes import MISSING
 from ckpt_hooks._operators.draws import are_other_threads_alive, devices_between
 from ckpt_hooks._tensors.copies import stand_in_for
-from ckpt_hooks._torch.autograd import sequence_number
+from ckpt_hooks._torch.autograd import node_number, sequence_number
+from ckpt_hooks._torch.functions import is_jit_tracing
+from ckpt_hooks._torch.modes import FAKE, num_function_modes
 from ckpt_hooks._torch.tensors import detach_past_modes, storage_of
 from ckpt_hooks.errors import CheckpointError
 
@@ -42,6 +48,23 @@ from .handles import HandleFrame
 _copy = unseen(stand_in_for)
 
 R = TypeVar("R")
+
+# A stop costs as much as eight operators on tensors of a few numbers: 6% of a step of a chain of ten. Where a region ends on
+# tensors of at most so many numbers, operators which make at most so many nodes are run instead.
+_SMALL = 4096
+_MOST_LEFT = 2
+_PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
+
+
+def ends_small(result: Any, facts: Sequence[Any]) -> bool:
+    """Whether the last operators of a forward ran on small tensors, as its result and its last saved tensors tell."""
+    # Neither tells alone: an embedding saves nothing but numbers of rows, a linear layer of one row a view of its large weight.
+    if type(result) not in _PLAIN or num_function_modes() or is_jit_tracing():  # for which a question for a size is a call
+        return False
+    try:
+        return result.numel() <= _SMALL and all(type(one) is tuple and one[0].numel() <= _SMALL for one in facts[-2:])
+    except AttributeError:  # no shape of a leaf was noted, and a ragged one has no numbers
+        return False
 
 
 class StopRecompute(BaseException):
@@ -53,6 +76,9 @@ class Collector:
 
     __slots__ = (
         "_detach",
+        "_end",
+        "_may_return",
+        "done",
         "doubt",
         "early_stop",
         "frame",
@@ -60,7 +86,6 @@ class Collector:
         "last",
         "marks",
         "moved_otherwise",
-        "stopped",
         "values",
         "versions",
         "wanted",
@@ -68,7 +93,9 @@ class Collector:
         "without_grad",
     )
 
-    def __init__(self, frame: HandleFrame, function: Any, *, early_stop: bool, selective: bool = False) -> None:
+    def __init__(
+        self, frame: HandleFrame, function: Any, *, early_stop: bool, may_return: bool, selective: bool = False
+    ) -> None:
         self._detach = detach_past_modes if selective and only_quiet_modes() else torch.Tensor.detach
         self.frame = frame
         self.function = function
@@ -81,14 +108,16 @@ class Collector:
         self.moved_otherwise: set[torch.device] = set()
         self.without_grad: list[int] = []
         self.last = -1  # the number of the last tensor wanted
-        self.stopped = False
+        self.done = False  # whether the rerun was told to end, or may go on though nothing of it is wanted any more
+        self._may_return = may_return
+        self._end = -1  # the number of the next node at the end of the function; -1 where the rerun is stopped anyway
         self.doubt: tuple[int, Callable[[], CheckpointError]] | None = None  # how many wanted values are not to be trusted
         self.versions: list[int] | None = None
 
     def _compare_draws(self, position: Position, where: Where) -> None:
         """Distrusts the present value, and later ones, if the rerun has drawn other random numbers than forward had by then."""
         positions, index = self.frame.positions or {}, len(self.values)
-        if positions.get(index) == position:
+        if index > self.last or positions.get(index) == position:
             return
         expected = positions[max(one for one in positions if one <= index)]
         if expected != position and not self._may_be_of_others(expected, position, where):
@@ -142,6 +171,8 @@ class Collector:
         if begin is not None:
             where = where_streams_are(watched=False)
         position = where[0]
+        if self._may_return and wanted is None and self.frame.num_nodes >= 0:
+            self._end = sequence_number() + self.frame.num_nodes
 
         def fill(tensor: torch.Tensor) -> int | torch.Tensor:
             nonlocal position, unfinished
@@ -151,24 +182,25 @@ class Collector:
             step = next_asked()
             if step:
                 # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
+                value = tensor
                 if tensor.requires_grad:
-                    tensor = detach(tensor)
+                    value = detach(tensor)
                 else:
                     index = len(values)
                     append_without_grad(index)
                     if index != final:
                         unfinished = sequence_number()
                     if exchanged and storage_of(tensor) in exchanged:
-                        tensor = _copy(tensor)
+                        value = _copy(tensor)
                     elif type(tensor) is not plain:
                         # An alias of a parameter: FSDP frees a parameter by another storage, and the value would be empty.
-                        tensor = detach(tensor)
-                append(tensor)
+                        value = detach(tensor)
+                append(value)
                 if step == stop:
                     if begin is not None and begin != here[0] and not self._may_be_of_others((begin, 0), (here[0], 0), here):
                         raise draws_error(format_path(self.frame.path))
                     if unfinished != sequence_number():
-                        self._stop()
+                        self._finish(tensor)
                 return step
             if step is None:
                 return self._past_last(tensor, unfinished)
@@ -211,15 +243,29 @@ class Collector:
 
         return doubt
 
+    def _finish(self, tensor: torch.Tensor) -> None:
+        """Stops a rerun that has all its values, unless next to nothing is left to run."""
+        # Left over are at most as many operators as nodes, and the operator which saves the tensor, if that is not its result.
+        self.done, left = True, self._end - sequence_number()
+        if self.frame.ends_small:
+            returns = 0 <= left <= _MOST_LEFT
+        else:
+            node = None if left else tensor.grad_fn
+            returns = node is not None and node_number(node) == self._end - 1
+        # The other ranks would wait for a rank whose last operator is a collective that they do not run again.
+        group = torch.distributed
+        if not returns or (group.is_available() and group.is_initialized()):
+            self._stop()
+
     def _stop(self) -> None:
-        self.stopped = True
+        self.done, self._end = True, -1  # for a function that swallows the stop to be met with it again
         raise StopRecompute
 
     def _past_last(self, tensor: torch.Tensor, unfinished: int) -> torch.Tensor:
         self.values.append(MISSING)
         if self.early_stop:
             if unfinished != sequence_number():
-                self._stop()
+                self._finish(tensor)
         elif self.frame.complete and len(self.values) > len(self.frame.numbers):
             raise StopRecompute
         return tensor.detach()

@@ -21,12 +21,18 @@ from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.settings import DEFAULTS, Settings, current_settings
 from ckpt_hooks._operators.draws import DrawWatch, devices_between, moves_by_itself
 from ckpt_hooks._tensors.offloaded import hooks_for_inputs
-from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, top_saved_tensors_hooks
+from ckpt_hooks._torch.autograd import (
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
+    sequence_number,
+    top_saved_tensors_hooks,
+)
 from ckpt_hooks._torch.modes import num_dispatch_modes
 
 from .arguments import Arguments
 from .callables import module_of, name_of_function
 from .captured_call import CapturedCall
+from .collector import ends_small
 from .contexts import ContextPair, suppressed_error, telling_operators, under_modes
 from .explain import draws_error, is_beside_drawing_thread, name_of_tensor, uninitialized, warn_of_drawing_thread
 from .handles import HandleFrame
@@ -43,7 +49,7 @@ class FunctionFrame(HandleFrame):
     # The call itself is the caller's, with the function and arguments of the frame: hooks that run before and after a module's
     # forward can enter and leave the frame.
 
-    __slots__ = ("_finish", "_keeps_all", "call")
+    __slots__ = ("_finish", "_first_node", "_keeps_all", "call")
 
     def __init__(
         self,
@@ -104,6 +110,7 @@ class FunctionFrame(HandleFrame):
                 hooks = top_saved_tensors_hooks(False)
                 call.selection.attach(self.numbers, self.path, hooks, respect_hooks=options.respect_hooks)
             self._finish = open_frame(self, options.check.facts, options.check.fingerprint, left_out)
+            self._first_node = sequence_number()
         except BaseException as error:
             self._tell_exited(error)
             raise
@@ -121,6 +128,12 @@ class FunctionFrame(HandleFrame):
             self._close(error)
             raise
         return self
+
+    def returns(self, result: Any) -> None:
+        """Notes how much the function has done, by which a rerun knows whether it is as good as through."""
+        if not self._keeps_all:
+            self.num_nodes = sequence_number() - self._first_node
+            self.ends_small = ends_small(result, self.facts)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: Any) -> None:
         if self._keeps_all:

@@ -63,7 +63,18 @@ class SplitPass(Pass):
 
 
 class HandleFrame(Frame):
-    __slots__ = ("collector", "facts", "fingerprints", "is_split", "marks", "numbers", "positions", "without_grad")
+    __slots__ = (
+        "collector",
+        "ends_small",
+        "facts",
+        "fingerprints",
+        "is_split",
+        "marks",
+        "num_nodes",
+        "numbers",
+        "positions",
+        "without_grad",
+    )
 
     kind = "function"
     passes: dict[int, Pass]
@@ -75,6 +86,9 @@ class HandleFrame(Frame):
         self.collector: Any = None  # of the running rerun
         self.is_split = False  # whether values stay for a second backward
         self.marks: list[Mark] = []  # of the regions inside, in forward
+        # How many nodes of autograd's graph the function has made on this thread, -1 until it returned; and whether it works
+        # on small tensors in the end.
+        self.num_nodes, self.ends_small = -1, False
         # A number for each packed tensor, in order, held by this list and by a living handle only: a kept tensor has no handle.
         self.numbers: list[int] = []
         # Metadata of each packed tensor, compared on recompute; of kept tensors, the metadata of MISSING.

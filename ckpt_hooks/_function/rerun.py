@@ -1,4 +1,4 @@
-"""Rerunning a region: its function is called again, and ends when every wanted tensor was saved.
+"""Rerunning a region: its function is called again, and is stopped, if work is left, when every wanted tensor was saved.
 
 Each undo step runs once more if interrupted by an exception, such as Ctrl-C.
 """
@@ -79,7 +79,11 @@ class Rerun:
         self._frame, self._call, self._wanted = frame, call, wanted
         # A rerun in the middle of forward must not do what forward has not done yet.
         early_stop = call.options.early_stop or not frame.complete
-        self.collector = Collector(frame, call.function, early_stop=early_stop, selective=call.contexts is not None)
+        # Neither outputs kept by a policy nor a watch of draws reach beyond the last value.
+        may_return = call.selection is None and watch is None
+        self.collector = Collector(
+            frame, call.function, early_stop=early_stop, may_return=may_return, selective=call.contexts is not None
+        )
         self._mark = mark_thread()
         self._borrows = False
         self._paused: Any = None
@@ -138,7 +142,7 @@ class Rerun:
         self._hooks = arguments.hooks(self._handed_out)
         if selection is not None:
             last = self._wanted is None and is_last_backward()
-            selection.prepare(collector.values, last=last, has_stopped=lambda: collector.stopped)
+            selection.prepare(collector.values, last=last, has_stopped=lambda: collector.done)
 
     def _exit(self) -> None:
         if self._paused:
@@ -155,16 +159,16 @@ class Rerun:
             self._call.arguments.look_at(self._handed_out)
 
     def _is_at_fault(self, error: Exception) -> bool:
-        """Whether an exception of the rerun is an error: not if the function swallowed the stop and failed later (Rule 8)."""
+        """Whether an exception of the rerun is an error: not if it came when every value was there (Rule 8)."""
         # Where there is more to say of it, this raises an error of the region in its place.
-        selection, stopped = self._call.selection, self.collector.stopped
+        selection, done = self._call.selection, self.collector.done
         if isinstance(error, (DeterminismError, MutationError)):
             # The region's own error came before the stop. Other errors are of inner regions, whose forward the stop cut short.
             own = error.region == self._region()
             if own and isinstance(error, DeterminismError):
                 self._explain(error)
-            return own or not stopped
-        if self._restored is not None and not stopped:
+            return own or not done
+        if self._restored is not None and not done:
             saved = len(self.collector.values)
             if selection is not None:
                 selection.check(saved - 1, self._explain, error)
@@ -173,7 +177,7 @@ class Rerun:
                 if selection is not None and type(error) is RuntimeError:
                     self._raise_failed(error, saved)
                 note_failure(error, self._region())
-        return not stopped
+        return not done
 
     def _raise_failed(self, error: RuntimeError, saved: int) -> NoReturn:
         found = failed_under_policy(error, self._region(), saved, is_debugged=self._call.explain is not None)

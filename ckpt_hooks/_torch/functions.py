@@ -34,6 +34,10 @@ has_effects: Callable[[Any], bool] = torch._higher_order_ops.effects.has_effects
 # operator is public.
 wait_for_collective: Any = lambda tensor: torch.ops._c10d_functional.wait_tensor.default(tensor)  # noqa: E731
 
+# Whether ``torch.jit.trace`` is at work, which takes a question for a size for an operator. 2.11 to 2.15. Goes when
+# ``torch.jit.is_tracing`` is as quick.
+is_jit_tracing: Callable[[], bool] = torch._C._is_tracing
+
 # Custom functions, diverted: 2.11 to 2.15. Goes when dispatch modes are told of custom functions.
 # 2.11 to 2.14: ``Function.apply`` calls this one of its base class, so that ``apply = F.apply``, bound early, is diverted too.
 # 2.15: ``Function.apply`` is this one, and binds defaults of arguments itself. Names bound before the first region end here.

@@ -611,7 +611,7 @@ def test_what_is_set_and_set_back():
     def function(x):
         mode = held.mode
         held.mode = held.by_name["mode"] = mode + 1000
-        z = (x * (1 + held.mode)).sin().exp()
+        z = (x * (1 + held.mode)).sin().exp().neg().neg().neg()
         held.mode = held.by_name["mode"] = mode
         return z
 
