@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ckpt_hooks._function.state import buffers
+from ckpt_hooks._function import contents, trees
 from ckpt_hooks._recorded import function_calls
 from ckpt_hooks._tensors import transfers
 from ckpt_hooks._tensors.transfers import Transfers
@@ -246,15 +246,15 @@ def fake_device(min_offload_size: int = 1024) -> Iterator[FakeTransfers]:
 def count_waits_for_buffers(monkeypatch: Any) -> Counter[str]:
     """Has buffers pass for those of a device, where each comparison of contents makes the program wait; returns a count."""
     counts: Counter[str] = Counter()
-    same_bits = buffers.same_bits
+    same_bits = contents.same_bits
 
     def counted(*tensors: torch.Tensor) -> bool:
         counts["waits"] += 1
         return same_bits(*tensors)
 
-    monkeypatch.setattr(buffers, "same_bits", counted)
-    monkeypatch.setattr(buffers, "answers_at_once", lambda tensor: False)
-    monkeypatch.setattr(buffers, "is_small_on_host", lambda note, limit: False)
+    monkeypatch.setattr(contents, "same_bits", counted)
+    monkeypatch.setattr(contents, "answers_at_once", lambda tensor: False)
+    monkeypatch.setattr(trees, "is_small_on_host", lambda note: False)
     return counts
 
 

@@ -267,6 +267,8 @@ def test_nested_regions_say_it_once():
 @pytest.mark.parametrize("change", ["more", "in place"])
 @pytest.mark.parametrize("stays", [True, False])
 def test_a_hook_that_removes_itself(change, stays):
+    """A rerun finds the hook, and removes it once more."""
+
     def gradients(form):
         model, x = layer(), torch.linspace(-1, 1, 8).view(2, 4).requires_grad_()
 
@@ -277,17 +279,12 @@ def test_a_hook_that_removes_itself(change, stays):
 
         handle = model.register_forward_hook(hook)
         y = form(lambda x: model(x).sin().exp(), x).sum()
-        gradients = torch.autograd.grad(y, x)
+        found = torch.autograd.grad(y, x)
+        assert len(model._forward_hooks) == stays
         handle.remove()
-        return gradients
+        return found
 
-    if stays:
-        assert same(gradients(checkpoint), gradients(plain))
-        return
-    with pytest.raises((DeterminismError, MutationError)) as caught:
-        gradients(checkpoint)
-    assert "a hook that removed itself" in str(caught.value)
-    assert "optimizer" not in str(caught.value)
+    assert same(gradients(checkpoint), gradients(plain))
 
 
 # Many tensors that differ

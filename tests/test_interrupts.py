@@ -17,11 +17,11 @@ from torch.autograd import grad
 from torch.autograd.graph import saved_tensors_hooks
 
 import ckpt_hooks
-from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, patch_torch, region
+from ckpt_hooks import apply_checkpointing, checkpoint, checkpoint_region, is_recomputing, patch_torch, region
 from ckpt_hooks._ambient.streams import default_generators_lock
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.modes import QuietDispatchMode
-from ckpt_hooks._function.state import loans
+from ckpt_hooks._function import journal
 from ckpt_hooks._torch.autograd import top_saved_tensors_hooks
 from ckpt_hooks._torch.functions import AT_WORK
 from ckpt_hooks._torch.modes import num_dispatch_modes, num_function_modes
@@ -230,9 +230,11 @@ class Moving(nn.Module):
         ("_ambient/streams.py:_enter_others", torch.float32),
         ("_ambient/switches.py:_read_unguarded", torch.float64),
         ("_ambient/switches.py:write", torch.float64),
-        ("_function/state/attributes.py:restore", torch.float32),
-        ("_function/state/contents_undo.py:restore", torch.float32),
-        ("_function/state/loans.py:_write", torch.float32),
+        ("_function/journal.py:_fill", torch.float32),
+        ("_function/journal.py:_put_back", torch.float32),
+        ("_function/contents.py:rewind", torch.float32),
+        ("_function/contents.py:restore", torch.float32),
+        ("_function/places.py:_put_cells", torch.float32),
     ],
 )
 def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within, dtype):
@@ -281,7 +283,7 @@ def test_an_interrupt_while_state_is_lent_or_taken_back_leaves_none_lent(within,
 def test_an_interrupt_while_a_rerun_waits_for_another_leaves_none_waiting(monkeypatch):
     """The other one has a variable bound to something else."""
 
-    class Interrupts(type(loans._turn)):
+    class Interrupts(type(journal._turn)):
         def wait(self, timeout=None):
             raise KeyboardInterrupt
 
@@ -291,7 +293,7 @@ def test_an_interrupt_while_a_rerun_waits_for_another_leaves_none_waiting(monkey
         try:
             outputs[0].backward()
         except BaseException as error:
-            errors.append((type(error), len(loans._waiting)))
+            errors.append((type(error), len(journal._waiting)))
 
     def function(x):
         if is_recomputing():
@@ -303,7 +305,7 @@ def test_an_interrupt_while_a_rerun_waits_for_another_leaves_none_waiting(monkey
     outputs = Log()
     for scale in (1.0, 2.0, 3.0):  # noqa: B007 -- the function reads it
         outputs.append(checkpoint(function, x).sum())
-    monkeypatch.setattr(loans, "_turn", Interrupts(loans._lock))
+    monkeypatch.setattr(journal, "_turn", Interrupts(journal._lock))
     outputs[1].backward()
     assert errors == [(KeyboardInterrupt, 0)]
     assert torch.equal(x.grad, 2 * (x * 2).cos())
@@ -341,3 +343,72 @@ def test_an_interrupt_anywhere_leaves_nothing_after_the_next_region(kind):
         assert not any(left().values()), (at, left())
         assert all(map(torch.equal, step(), expected)), at
     assert interrupted > dry.count / _EVERY / 2
+
+
+class Counted(nn.BatchNorm1d):
+    """Counts its forwards where no region puts the count back."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.ran = Log()
+
+    def forward(self, x):
+        self.ran.append(1)
+        return super().forward(x)
+
+
+def counted_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), nn.Sequential(Counted(3), nn.Sigmoid()), nn.Linear(3, 3))
+
+
+def call(model, x):
+    return model(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["function", "nested", "applied"])
+@pytest.mark.usefixtures("_no_word_of_what_is_swallowed")
+def test_batch_norm_counts_once_after_an_interrupt_in_its_first_forwards(kind):
+    """The plain program has run it as often until then."""
+    x, run = torch.rand(4, 3), KINDS.get(kind, call)
+
+    def made():
+        model = counted_model()
+        if kind == "applied":
+            apply_checkpointing(model, lambda name, _: name == "1")
+        return model
+
+    def steps(run, model, count):
+        found = []
+        for _ in range(count):
+            leaf = x.clone().requires_grad_()
+            y = run(model, leaf)
+            found += [y, *grad(y.sum(), [leaf, *model.parameters()]), *map(torch.clone, model.buffers())]
+        return found
+
+    def two_forwards(model):
+        for _ in range(2):
+            run(model, x.clone().requires_grad_())
+
+    def plain(model, x):
+        return model(x).sin() if kind == "nested" else model(x)
+
+    with Interrupt() as dry:
+        two_forwards(made())
+    interrupted = 0
+    for at in range(1, dry.count + 1, 11):
+        model, same = made(), counted_model()
+        try:
+            with Interrupt(at):
+                two_forwards(model)
+        except KeyboardInterrupt:
+            interrupted += 1
+        for _ in model[1][0].ran:
+            same(x)
+        assert torch.equal(model[1][0].num_batches_tracked, same[1][0].num_batches_tracked), at
+        same.load_state_dict(model.state_dict())  # the kernel that writes the statistics may have been interrupted
+        found = steps(run, model, 3)
+        assert [torch.equal(*both) for both in zip(found, steps(plain, same, 3), strict=True)] == [True] * len(found), at
+        assert not any(left().values()), (at, left())
+    assert interrupted > dry.count / 11 / 2

@@ -479,9 +479,9 @@ def test_parameters_bound_anew(bind):
 class Shifts(nn.Module):
     """Adds a parameter, if there is one."""
 
-    def __init__(self, *, frozen=False):
+    def __init__(self, size=4, *, frozen=False):
         super().__init__()
-        self.shift = nn.Parameter(torch.full((4,), 1.0), requires_grad=not frozen)
+        self.shift = nn.Parameter(torch.full((size,), 1.0), requires_grad=not frozen)
 
     def forward(self, x):
         return torch.relu(x if self.shift is None else x + self.shift) * 2
@@ -496,34 +496,39 @@ def delete(module):
 
 
 def exchange(module, make):
+    value = negative(module)
     del module.shift
-    make(module)
+    make(value)
+
+
+def negative(module):
+    return torch.full_like(module.shift.detach(), -1.0)
 
 
 CHANGES = {
     "none": lambda module: setattr(module, "shift", None),
-    "another": lambda module: setattr(module, "shift", nn.Parameter(torch.full((4,), -1.0))),
-    "another shape": lambda module: setattr(module, "shift", nn.Parameter(torch.full((1,), -1.0))),
-    "another class": lambda module: setattr(module, "shift", Special(torch.full((4,), -1.0))),
-    "an attribute": lambda module: exchange(module, lambda module: setattr(module, "shift", torch.full((4,), -1.0))),
-    "a buffer": lambda module: exchange(module, lambda module: module.register_buffer("shift", torch.full((4,), -1.0))),
+    "another": lambda module: setattr(module, "shift", nn.Parameter(negative(module))),
+    "another shape": lambda module: setattr(module, "shift", nn.Parameter(-torch.ones(1))),
+    "another class": lambda module: setattr(module, "shift", Special(negative(module))),
+    "an attribute": lambda module: exchange(module, lambda value: setattr(module, "shift", value)),
+    "a buffer": lambda module: exchange(module, lambda value: module.register_buffer("shift", value)),
     "deleted": delete,
 }
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(("frozen", "size"), [(False, 4), (False, 5000), (True, 4), (True, 5000)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_whatever_stands_in_the_place_of_a_parameter(change, frozen):
-    module, x = checkpoint_module(Shifts(frozen=frozen)), torch.full((4,), -0.5, requires_grad=True)
+def test_whatever_stands_in_the_place_of_a_parameter(change, frozen, size):
+    module, x = checkpoint_module(Shifts(size, frozen=frozen)), torch.full((size,), -0.5, requires_grad=True)
     y = module(x).sum()
     CHANGES[change](module)
     before = dict(vars(module)), dict(module._parameters), dict(module._buffers)
-    if frozen:  # and not kept by the frame
+    if frozen and size > 4:  # a large one is not kept by the frame
         with pytest.raises(MutationError, match=r"gone"):
             y.backward()
     else:
         y.backward()
-        assert torch.equal(x.grad, torch.full((4,), 2.0))
+        assert torch.equal(x.grad, torch.full((size,), 2.0))
     assert before == (dict(vars(module)), dict(module._parameters), dict(module._buffers))
 
 
@@ -550,10 +555,10 @@ def test_parameters_are_found_by_their_names():
 @pytest.mark.parametrize("times", range(1, 8))
 def test_a_frozen_parameter_whose_number_another_one_has(times):
     """Python gives the memory of one to the next."""
-    module, x = checkpoint_module(Shifts(frozen=True)), torch.full((4,), -0.5, requires_grad=True)
+    module, x = checkpoint_module(Shifts(5000, frozen=True)), torch.full((5000,), -0.5, requires_grad=True)
     y = module(x).sum()
     for _ in range(times):
-        module.shift = nn.Parameter(torch.full((4,), -1.0), requires_grad=False)
+        module.shift = nn.Parameter(torch.full((5000,), -1.0), requires_grad=False)
     with pytest.raises(MutationError, match="that one is gone"):
         y.backward()
 
@@ -581,10 +586,10 @@ def test_a_parameter_that_the_function_binds_for_a_while():
 
 def test_a_frozen_parameter_that_is_gone():
     """Plain autograd would have kept it."""
-    layer = checkpoint_module(nn.Linear(4, 4).requires_grad_(False))
-    x = torch.ones(2, 4, requires_grad=True)
+    layer = checkpoint_module(nn.Linear(80, 80).requires_grad_(False))
+    x = torch.ones(2, 80, requires_grad=True)
     y = layer(x.sin()).sum()
-    layer.weight = nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    layer.weight = nn.Parameter(torch.ones(80, 80), requires_grad=False)
     with pytest.raises(MutationError, match=r"'weight' of Linear.*is another tensor than forward saw: that one is gone\."):
         y.backward()
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ckpt_hooks import checkpoint, checkpoint_region, is_recomputing, set_checkpoint_early_stop
 from ckpt_hooks._core.settings import observe
-from ckpt_hooks._function.state import loans
+from ckpt_hooks._function import journal
 from tests.measure import Calls, Frames, Log, Table, leaf
 
 pytestmark = pytest.mark.usefixtures("no_gc")
@@ -183,48 +183,56 @@ def test_backward_on_another_thread():
     assert torch.equal(x.grad, expected)
 
 
-def test_threads_that_meet_at_a_new_module_share_its_plan(monkeypatch):
-    """One makes the plan, which the others do not see before it is whole: of two plans, each would have a lock of its own."""
-    from ckpt_hooks._function.state import module_plan
-
-    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    make_parents, found, others = module_plan.Parents, [], []
-
-    def meanwhile(modules):
-        if not others:
-            found.append(module_plan.idle_plan(module))
-            others.append(threading.Thread(target=lambda: found.append(module_plan.plan_of(module))))
-            others[0].start()
-            others[0].join(0.05)  # it waits for this one
-        return make_parents(modules)
-
-    monkeypatch.setattr(module_plan, "Parents", meanwhile)
-    plan = module_plan.plan_of(module)
-    others[0].join()
-    assert found == [None, plan]
-
-
 @pytest.mark.parametrize("generator", [None, torch.Generator()], ids=["", "generator"])
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_rerun_has_modules_and_generators_to_itself(count, generator):
+def test_a_rerun_has_generators_to_itself(generator):
     """A rerun on another thread would have to wait."""
     from ckpt_hooks._ambient.named_random_sources import shared_streams_lock
-    from ckpt_hooks._function.state.module_plan import plan_of
 
-    layers, x = [torch.nn.BatchNorm1d(3) for _ in range(count)], torch.randn(4, 3, requires_grad=True)
-    locks, free = Log(plan_of(layer).lock for layer in layers), Log()
-    if generator is not None:
-        locks.append(shared_streams_lock)
+    free = Log()
 
     def function(x, *rest):
         if is_recomputing():
-            in_threads(lambda: free.extend(lock.acquire(blocking=False) for lock in locks))
-        for layer in layers:
-            x = layer(x)
+            in_threads(lambda: free.append(shared_streams_lock.acquire(blocking=False) and not shared_streams_lock.release()))
         return x.sin().exp()
 
-    checkpoint(function, x, *filter(None, [generator])).sum().backward()
-    assert free == [False] * len(locks)
+    checkpoint(function, leaf(3), *filter(None, [generator])).sum().backward()
+    assert free == [generator is None]
+
+
+@pytest.mark.parametrize("changes", ["buffers", "attributes"])
+def test_reruns_of_a_module_that_changes_come_one_after_the_other(changes):
+    """The second waits for the first, and both find what forward found."""
+
+    class Counts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+            self.calls = 0
+
+        def forward(self, x):
+            if changes == "buffers":
+                self.count += 1
+            else:
+                self.calls += 1
+            if is_recomputing() and not in_rerun.is_set():
+                in_rerun.set()
+                while not journal._waiting:
+                    assert not through.wait(0.001)
+            return (x * (self.count + self.calls)).sin()
+
+    module, x, in_rerun, through = Counts(), leaf(3), threading.Event(), threading.Event()
+    first, second = checkpoint(module, x).sum(), checkpoint(module, x).sum()
+
+    def other():
+        assert in_rerun.wait(20)
+        second.backward()
+        through.set()
+
+    in_threads(first.backward, other)
+    assert through.wait(20)
+    expected = x.cos() + 2 * (x * 2).cos()
+    assert torch.equal(x.grad, expected) or torch.equal(x.grad, 2 * (x * 2).cos() + x.cos())
+    assert (module.count, module.calls) == ((2, 0) if changes == "buffers" else (0, 2))
 
 
 def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_through_with_it():
@@ -235,7 +243,7 @@ def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_throug
     def function(x):
         if is_recomputing() and scale == 2.0:
             in_rerun.set()
-            while not loans._waiting:
+            while not journal._waiting:
                 assert not through.wait(0.001)
         return (x * scale).sin()
 
@@ -255,3 +263,82 @@ def test_a_rerun_that_waits_for_a_variable_goes_on_when_another_thread_is_throug
     for thread in threads:
         thread.join()
     assert torch.equal(x.grad, x.cos() + 2 * (x * 2).cos()) or torch.equal(x.grad, 2 * (x * 2).cos() + x.cos())
+
+
+SHARED = 1.0
+
+
+def by_closure():
+    """Returns two functions of one cell, and what binds it anew."""
+    scale = 1.0
+
+    def bind(value):
+        nonlocal scale
+        scale = value
+
+    return [lambda x, meet: meet((x * scale).sin()).exp(), lambda x, meet: meet((x + scale).sin()).exp()], bind
+
+
+def by_closure_of_helpers():
+    """The same by functions that those call, and one of them twice."""
+    scale = 1.0
+
+    def scaled(x):
+        return (x * scale).sin()
+
+    def bind(value):
+        nonlocal scale
+        scale = value
+
+    return [lambda x, meet: meet(scaled(x)).exp()] * 2, bind
+
+
+def by_global():
+    def bind(value):
+        global SHARED
+        SHARED = value
+
+    return [lambda x, meet: meet((x * SHARED).sin()).exp(), lambda x, meet: meet((x + SHARED).sin()).exp()], bind
+
+
+@pytest.mark.parametrize("since", [1.0, 2.0], ids=["unchanged", "bound anew since"])
+@pytest.mark.parametrize("share", [by_closure, by_closure_of_helpers, by_global])
+def test_reruns_that_find_the_same_may_wait_for_each_other(share, since):
+    """Two threads meet in the middle of the reruns of functions that share a cell. What forward found is the same for both."""
+    functions, bind = share()
+    barrier = threading.Barrier(2)
+
+    def meet(y):
+        if is_recomputing():
+            barrier.wait(timeout=10)
+        return y
+
+    for _ in range(5):
+        bind(1.0)
+        xs = [leaf(3), leaf(3)]
+        expected = [grad(function(x, meet).sum(), x)[0] for function, x in zip(functions, xs, strict=True)]
+        outputs = [checkpoint(function, x, meet) for function, x in zip(functions, xs, strict=True)]
+        bind(since)
+        present = [function(torch.ones(3), meet) for function in functions]
+        in_threads(*(y.sum().backward for y in outputs))
+        assert [torch.equal(x.grad, g) for x, g in zip(xs, expected, strict=True)] == [True, True]
+        assert [torch.equal(function(torch.ones(3), meet), y) for function, y in zip(functions, present, strict=True)] == [
+            True
+        ] * 2
+
+
+def test_reruns_of_functions_that_count_in_one_cell():
+    """Each forward found another count, so that two reruns want two values of a cell: one waits for the other."""
+    calls, xs = 0, [leaf(3) for _ in range(4)]
+
+    def function(x):
+        nonlocal calls
+        calls += 1
+        return (x * calls).sin().exp()
+
+    expected = [grad((x * number).sin().exp().sum(), x)[0] for number, x in enumerate(xs, 1)]
+    outputs = [checkpoint(function, x) for x in xs]
+    calls = 10
+    in_threads(*(y.sum().backward for y in outputs))
+    assert [torch.equal(x.grad, g) for x, g in zip(xs, expected, strict=True)] == [True] * 4
+    assert calls == 10

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -32,8 +32,8 @@ from ckpt_hooks._torch.autograd import (
 from ckpt_hooks._torch.tensors import counted_detach, storage_of
 from ckpt_hooks.errors import CheckpointError
 
+from .journal import Loan
 from .packing import unpack, unpack_watched
-from .state.notes import Lent
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
 HandedOut = tuple[int, torch.Tensor, "int | None"]
@@ -368,13 +368,11 @@ class Arguments:
                 tensors.append(tensor)
         return tensors, stand_ins
 
-    def build(self, tensors: Sequence[Any], lent: Iterable[Lent]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""
         if self._captured is None:
             return tensors, _NO_KWARGS
-        built: dict[int, Any] = {}
-        for one in lent:
-            built.update(one.by_identity(self._containers))
+        built = {} if loan is None else loan.by_identity(self._containers)
         args, kwargs = self._captured
         return (
             [build(captured, tensors, built) for captured in args],

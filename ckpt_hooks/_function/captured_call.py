@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from contextvars import Context, copy_context
-from types import FunctionType
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -18,10 +17,9 @@ from ckpt_hooks.errors import DeterminismError
 
 from .arguments import Arguments
 from .contexts import ContextPair, Selects, selection_of
+from .journal import Journal, journal_of
 from .options import RegionOptions
-from .state.loans import Names, names_of
-from .state.reached_values import NOTHING, entry_of, walk_from
-from .state.rewound_state import ReachedState, state_of, state_of_idle
+from .reach import variables_in
 
 _NO_GENERATORS: Sequence[torch.Generator] = ()
 _NO_LAYERS: Sequence[Any] = ()
@@ -33,19 +31,18 @@ class CapturedCall:
     __slots__ = (
         "ambient",
         "arguments",
-        "context",
         "contexts",
         "explain",
         "function",
         "modes",
-        "names",
         "options",
         "selection",
         "state",
+        "variables",
     )
 
     ambient: _ambient.Ambient
-    context: Context | None
+    variables: Sequence[tuple[ContextVar[Any], Any, Any]]
 
     def __init__(
         self, function: Callable[..., Any], arguments: Arguments, options: RegionOptions, contexts: ContextPair | None
@@ -56,8 +53,7 @@ class CapturedCall:
         self.modes: list[str] | None = None
         # Turns an error of a rerun into one with more words, given the operators whose results a policy keeps.
         self.explain: Callable[[DeterminismError, Collection[Any]], DeterminismError] | None = None
-        self.names: Names | None = None
-        self.state: ReachedState | None = None
+        self.state: Journal | None = None
 
     def compare_values(self) -> None:
         """Has the values of reruns compared with those of forward: on request, and under dispatch modes of the user's."""
@@ -76,33 +72,21 @@ class CapturedCall:
         """Notes the state before the call; returns False if a lazy module has not made parameters yet."""
         function, options = self.function, self.options
         generators, recurrent = _NO_GENERATORS, _NO_LAYERS
-        objects = self.arguments.objects
-        # Usually the function is a module looked at before, or a function of tensors.
-        state = None
-        if not objects and type(function) is not FunctionType:
-            state = self.state = state_of_idle(function, preserve_buffers=options.preserve_buffers)
+        context = copy_context()
+        self.variables, others = variables_in(context) if context else ((), ())
+        objects = (*self.arguments.objects, *others)
+        state = journal_of(function, objects, preserve_buffers=options.preserve_buffers, is_needed=bool(self.variables))
+        if state is False:
+            return False
         if state is not None:
-            recurrent = state.plans[0].recurrent
-        elif (walk := walk_from(function, objects)) is NOTHING:
-            entry = entry_of(function)
-            if entry is not None:
-                self.names = Names((entry,), ())
-        else:
-            state = self.state = state_of(walk, preserve_buffers=options.preserve_buffers)
-            if state is None:
-                return False
-            generators = state.generators
-            recurrent = [layer for plan in state.plans for layer in plan.recurrent]
-            self.names = names_of(walk)
+            self.state, generators = state, state.generators
+            recurrent = [layer for tree in state.trees for layer in tree.recurrent]
         self.ambient = _ambient.capture(preserve_rng_state=options.preserve_rng_state, generators=generators)
         if recurrent and options.preserve_rng_state:
             seed_masks_anew(recurrent)
-        self.context = copy_context() or None
         return True
 
     def settle(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
         """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
         self.arguments.close()
-        if self.names is not None:
-            self.names.settle()
         return None if self.state is None else self.state.close(failed=failed)

@@ -51,7 +51,7 @@ R = TypeVar("R")
 
 # A stop costs as much as eight operators on tensors of a few numbers: 6% of a step of a chain of ten. Where a region ends on
 # tensors of at most so many numbers, operators which make at most so many nodes are run instead.
-_SMALL = 4096
+_SMALL = 512
 _MOST_LEFT = 2
 _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
@@ -143,10 +143,12 @@ class Collector:
         self,
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
+        lent: frozenset[int] = frozenset(),
     ) -> Callable[[torch.Tensor], int | torch.Tensor]:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
 
-        Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied.
+        Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied. Tensors that have
+        another storage during the rerun, ``lent`` by number, stay as they are: autograd would find them with the present one.
         """
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         values = self.values
@@ -190,7 +192,10 @@ class Collector:
                     append_without_grad(index)
                     if index != final:
                         unfinished = sequence_number()
-                    if exchanged and storage_of(tensor) in exchanged:
+                    if lent and id(tensor) in lent:
+                        if self.marks and index < sum(self.marks[-1][:2]):  # an argument of a region inside
+                            value = detach(tensor)
+                    elif exchanged and storage_of(tensor) in exchanged:
                         value = _copy(tensor)
                     elif type(tensor) is not plain:
                         # An alias of a parameter: FSDP frees a parameter by another storage, and the value would be empty.

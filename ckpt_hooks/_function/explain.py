@@ -14,7 +14,7 @@ from ckpt_hooks._torch.tensors import storage_of
 from ckpt_hooks.errors import CheckpointError, DeterminismError
 
 from .handles import FIRST, HandleFrame
-from .state.reached_values import walk_from
+from .reach import walk_from
 
 #: The causes of reruns which differ from forward.
 CAUSES = (
@@ -39,6 +39,16 @@ def draws_error(region: tuple[str, ...], more: str = "") -> DeterminismError:
         expected="the random numbers of forward",
         found="others",
     )
+
+
+def raise_unread(error: Exception, region: tuple[str, ...]) -> None:
+    """Raises an error with more words for a failed operator, where a tensor without content stands for one that is gone."""
+    if isinstance(error, RuntimeError):
+        raise CheckpointError(
+            f"region {'/'.join(region)!r}: a recompute reads a tensor that a context variable named in forward, in a list, "
+            "say, and that is gone by now. Pass the tensor to the region as an argument.",
+            region=region,
+        ) from error
 
 
 _has_warned = False

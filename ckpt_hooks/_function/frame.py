@@ -40,7 +40,7 @@ from .options import DEFAULT_OPTIONS, RegionOptions
 from .packing import open_frame
 from .rerun import Rerun
 from .scripted import watch_scripted
-from .state.module_plan import ModulePlan
+from .trees import Tree
 
 
 class FunctionFrame(HandleFrame):
@@ -236,12 +236,12 @@ class FunctionFrame(HandleFrame):
         seen: set[int] = set()
         parts = (
             (Reason.INPUT, call.arguments),
-            (Reason.STATE, (call.state, None if call.names is None else call.names.contents())),
+            (Reason.STATE, call.state),
             (Reason.RANDOM_STATE, call.ambient),
             (Reason.POLICY, call.selection),
             (Reason.RECOMPUTED, [opened.values for opened in self.passes.values()]),
         )
-        return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, ModulePlan))]
+        return [found for reason, part in parts for found in holdings_in(part, Cause(reason), seen, (Frame, Tree))]
 
     def owners(self) -> list[Frame]:
-        return owners_in((self.call.arguments, self.call.selection), Frame, (ModulePlan,))
+        return owners_in((self.call.arguments, self.call.selection), Frame, (Tree,))

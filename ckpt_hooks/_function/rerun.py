@@ -31,21 +31,15 @@ from .arguments import HandedOut, Hooks, Restored, put_hooks_back
 from .captured_call import CapturedCall
 from .collector import Collector, StopRecompute
 from .compare import result_of
-from .contexts import ContextPair, reusable
-from .explain import blame, failed_under_policy, name_of_tensor, note_failure, raise_without_history
+from .contents import WatchReads
+from .contexts import reusable
+from .explain import blame, failed_under_policy, name_of_tensor, note_failure, raise_unread, raise_without_history
 from .handles import HandleFrame
-from .state.container_contents import is_atom
-from .state.loans import VariableLoan, lend, take_back
-from .state.module_plan import ModulePlan
-from .state.notes import Lent
-from .state.parameters import WatchReads
-from .state.reached_values import Walk
-from .state.rewound_state import Rewound
+from .journal import Loan
+from .notes import Note
 
 _NOTHING = nullcontext()  # to enter
-_NO_PLANS: Sequence[ModulePlan] = ()
 _UNCHANGED: Sequence[tuple[torch.Tensor, int]] = ()
-_NO_STORAGES: frozenset[int | None] = frozenset()
 
 
 class Rerun:
@@ -57,6 +51,7 @@ class Rerun:
         "_frame",
         "_handed_out",
         "_hooks",
+        "_loan",
         "_mark",
         "_next_hook",
         "_paused",
@@ -92,6 +87,7 @@ class Rerun:
         self._handed_out: list[HandedOut] = []
         self._hooks: Hooks = ()
         self._restored: Restored | None = None
+        self._loan: Loan | None = None  # of what the function reaches
 
     def run(self, *, compares: bool = True) -> list[torch.Tensor]:
         """Calls the function again; returns the values, or none of them if these are not to be compared with forward."""
@@ -121,7 +117,7 @@ class Rerun:
             if self._borrows:
                 self._borrows = False
                 default_generators_lock.release()
-            frame.collector = outer
+            frame.collector, self._loan = outer, None  # which knows this
             collector.let_go()
             if frame.current is not None:
                 undo(frame.current.leave, place)
@@ -173,6 +169,8 @@ class Rerun:
             if selection is not None:
                 selection.check(saved - 1, self._explain, error)
             if self._frame.complete:
+                if self._loan is not None and self._loan.has_gone:
+                    raise_unread(error, self._region())
                 raise_without_history(error, self._region())
                 if selection is not None and type(error) is RuntimeError:
                     self._raise_failed(error, saved)
@@ -206,30 +204,34 @@ class Rerun:
     def _call_in_ambient(self) -> None:
         """Calls the function under the random streams, autocast and switches of forward."""
         ambient, state = self._call.ambient, self._call.state
-        plans = _NO_PLANS if state is None else state.plans
+        assert self._restored is not None
         # One recompute at a time sets the default generators back, where threads do not train on several devices. Others draw
         # from generators of their own: who waits for a lock under which user code runs may wait for ever.
         is_apart = are_other_threads_alive() and have_several_drawn()
         self._borrows = self.collector.watches_draws = not is_apart and default_generators_lock.acquire(False)
-        if not self._borrows or self._watch is not None or ambient.has_streams or len(plans) > 1:
-            self._call_with_more(plans)
-            return
-        with plans[0].lock if plans else _NOTHING:
+        try:
+            if state is not None:
+                # Waits for other loans come last: restoring arguments takes the locks of other frames.
+                self._loan = Loan(state, self._restored[1], self._mutated)
+                self._loan.begin()
+            if not self._borrows or self._watch is not None or ambient.has_streams:
+                self._call_with_more()
+                return
             before = _ambient.enter(ambient)
             try:
-                self._call_in_state()
+                self._call_function()
             finally:
                 undo(_ambient.leave, before)
+        finally:
+            if self._loan is not None:
+                undo(self._loan.end)
 
-    def _call_with_more(self, plans: Sequence[ModulePlan]) -> None:
-        """Calls the function with explicit streams, beside another recompute with the generators, or with several modules."""
+    def _call_with_more(self) -> None:
+        """Calls the function with explicit streams, or beside another recompute with the generators."""
         ambient = self._call.ambient
         with ExitStack() as undone:
-            # Locks come last of all waits: restoring arguments takes the locks of other frames.
             if ambient.has_streams:
                 undone.enter_context(shared_streams_lock)
-            for plan in sorted(plans, key=id):
-                undone.enter_context(plan.lock)
             undone.callback(undo, _ambient.leave, _ambient.enter(ambient, default_generators=self._borrows))
             if ambient.has_streams:
                 undone.enter_context(hold_sources(stream for stream, _ in ambient.streams[2]))
@@ -237,57 +239,37 @@ class Rerun:
                 undone.enter_context(OwnDraws(ambient.streams))
             if self._watch is not None:
                 undone.enter_context(self._watch)
-            self._call_in_state()
+            self._call_function()
 
-    def _call_in_state(self) -> None:
-        """Calls the function with modules, variables, containers and arguments as forward found them."""
-        call, collector = self._call, self.collector
-        state, names, is_complete = call.state, call.names, self._frame.complete
+    def _call_function(self) -> None:
+        """Calls the function with arguments as forward found them."""
+        call, collector, loan = self._call, self.collector, self._loan
         assert self._restored is not None
-        tensors, stand_ins = self._restored
-        rewound, lent, exchanged = None, None, _NO_STORAGES
-        contents: list[Lent] = []
-        changed = lost = _UNCHANGED
-        in_context = call.context is not None or self._call.contexts is not None or copy_context()
+        changed, lost = _UNCHANGED, _UNCHANGED
+        in_context = bool(call.variables) or call.contexts is not None or copy_context()
+        if loan is not None:
+            if loan.names:
+                raise mutated(Why.PARAMETER_GONE, self._region(), detail=loan.names[0])
+            lost = loan.lost
+            if self._frame.complete:
+                changed = [*loan.journal.changed(loan), *lost, *loan.changed]
+        args, kwargs = call.arguments.build(self._restored[0], loan)
+        hook = collector.hook(self._wanted) if loan is None else collector.hook(self._wanted, loan.storages, loan.lent())
+        if changed or (call.selection is None and num_dispatch_modes()):
+            hook = collector.noting_versions(hook)
+        if lost:
+            hook = collector.doubting(hook, lost, self._mutated)
+        push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
         try:
-            if state is not None:
-                rewound = Rewound(state, self._mutated, stand_ins)
-                if names is not None:  # for a list that an attribute shares with a variable to be found
-                    rewound.lent.meet([value for value, _ in names.roots])
-                contents.append(rewound.lent)
-                exchanged = rewound.put_back()
-                lost = rewound.lost(self._region)
-                changed = [*state.changed(), *lost] if is_complete else _UNCHANGED
-            try:
-                if names is not None:
-                    lent = lend(names, stand_ins)
-                    if type(lent) is VariableLoan:
-                        contents.append(lent.lent)
-                args, kwargs = call.arguments.build(tensors, contents)
-                if is_complete:
-                    changed = [*changed, *(one for part in contents for one in part.changed)]
-                hook = collector.hook(self._wanted, exchanged)
-                if changed or (self._call.selection is None and num_dispatch_modes()):
-                    hook = collector.noting_versions(hook)
-                if lost:
-                    hook = collector.doubting(hook, lost, self._mutated)
-                push_saved_tensors_hooks(hook, HandBack(collector.values, self._frame.path))
-                try:
-                    if changed:
-                        with WatchReads(changed, collector, self._mutated):
-                            _call_in_context(call, self._call.contexts, args, kwargs)
-                    elif in_context:
-                        _call_in_context(call, self._call.contexts, args, kwargs)
-                    else:
-                        call.function(*args, **kwargs)
-                finally:
-                    pop_saved_tensors_hooks()
-            finally:
-                if lent is not None:
-                    undo(take_back, lent)
+            if changed:
+                with WatchReads(changed, collector, self._mutated):
+                    _call_in_context(call, loan, args, kwargs)
+            elif in_context:
+                _call_in_context(call, loan, args, kwargs)
+            else:
+                call.function(*args, **kwargs)
         finally:
-            if rewound is not None:
-                undo(rewound.restore)
+            pop_saved_tensors_hooks()
 
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         call = self._call
@@ -295,25 +277,16 @@ class Rerun:
         return mutated(why, self._region(), tensor, version, name=name_of_tensor(tensor, call.function))
 
 
-def _call_in_context(call: CapturedCall, contexts: ContextPair | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def _call_in_context(call: CapturedCall, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Calls a function with forward's context variables, in context managers of the region's own."""
+    # A context of its own, since one cannot be entered twice at once, and variables set in a rerun belong to the rerun. A
+    # collector (a list, say, of the hidden states of all layers) has what forward found, and does not get a rerun's results.
+    context = Context()
+    for variable, value, _ in call.variables:
+        context.run(variable.set, loan.value(value) if loan is not None and type(value) is Note else value)
 
     def run() -> None:
-        with _NOTHING if contexts is None else reusable(contexts[1]):
+        with _NOTHING if call.contexts is None else reusable(call.contexts[1]):
             call.function(*args, **kwargs)
 
-    if call.context is None:
-        Context().run(run)
-        return
-    # A collector of forward's (a list, say, of the hidden states of all layers) has its results already.
-    walk, lent = Walk(), Lent({})
-    for value in call.context.values():
-        if not is_atom(value):  # each use of torch.compile leaves numbers and empty tuples
-            walk.look(value)
-    for value, noted in walk.roots:
-        noted.holds(value, lent)
-    try:
-        # A copy, since a context cannot be entered twice at once, and variables set in a rerun belong to the rerun.
-        call.context.copy().run(run)
-    finally:
-        lent.restore()
+    context.run(run)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .modes import exclude_key, is_key_excluded, num_dispatch_modes
 
@@ -168,3 +169,13 @@ _ALONE = _count_of_storage(torch.empty(1).untyped_storage()._cdata)
 def num_holders(tensor: torch.Tensor) -> int:
     """Returns the number of tensors in the memory of a tensor, C++ and other threads included."""
     return _count_of_storage(tensor.untyped_storage()._cdata) - _ALONE + 1
+
+
+# A weak reference to the object of a tensor's storage: no other storage takes its address as long as there is the reference.
+# And the storage of such a reference, None if it is gone. 2.11 to 2.15. Goes with a public way.
+def weak_storage(tensor: torch.Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def storage_from(reference: StorageWeakRef) -> torch.UntypedStorage | None:
+    return torch.UntypedStorage._new_with_weak_ptr(reference.cdata)

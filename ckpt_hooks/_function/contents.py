@@ -1,0 +1,447 @@
+"""What forwards write to: the content of tensors, copied when a forward begins, put back for a rerun, restored after it.
+
+The writes of a forward are known only afterwards, so a tensor that may be written to is copied before: a small one without
+gradients (:data:`SMALL`) always; a large one, and a parameter, in the first forward that meets it. If that did not write to it,
+the copy goes when it ends, and later forwards take none. If it did, every later one takes a copy and keeps it. A forward counts
+as the first again after a change of a flag or a hook: observers are switched on so.
+
+A tensor without a copy is held to its version: a write is an error, and from then on there are copies. No version tells of
+writes by kernels of batch norm, or by way of ``.data``: the first forward compares contents, once. Where it finds one tensor of
+a module written so, the module's other large ones count as written, since a write may leave the same content. What is only read
+costs a region no memory (Rule 9). Other classes and layouts than plain ones have versions alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
+from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
+from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
+from ckpt_hooks._torch.functions import is_jit_tracing
+from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of
+
+from .notes import SMALL, TensorNote, Use
+
+#: Bytes up to which tensors which no module owns are copied. A larger one is a batch of data, more often than state.
+_MOST_OUTSIDE = 1 << 20
+#: Bytes of parameters, all of a region together, that are copied in a first forward: most are weights of a large model.
+_MOST_PARAMETERS = 1 << 24
+
+WRITES = (Use.WRITTEN, Use.UNSEEN)
+
+#: Returns an error for a tensor with a changed content, and its version before.
+Complain = Callable[[torch.Tensor, int], BaseException]
+#: A tensor, its version, its content, and nothing, for :func:`fill_all`.
+_Before = tuple[torch.Tensor, int, torch.Tensor, None]
+
+_address: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
+_strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+_version: Callable[[Any], int] = operator.attrgetter("_version")
+
+
+def is_copied(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's content can be copied, compared and put back."""
+    return is_dense(tensor) and not (tensor.is_meta or tensor.is_inference()) and has_storage(tensor)
+
+
+def is_small_on_host(note: TensorNote) -> bool:
+    """Whether a noted tensor is a few bytes of contiguous memory of the host, without a history."""
+    tensor = note.alias
+    if tensor is None or type(tensor) is not torch.Tensor or note.requires_grad or not (tensor.is_cpu and is_plain(tensor)):
+        return False
+    is_as_is = tensor.is_contiguous() and not (tensor.is_inference() or tensor.is_conj() or tensor.is_neg())
+    return is_as_is and 0 < tensor.nbytes <= SMALL and has_storage(tensor)
+
+
+class Group:
+    """Small tensors of one tree on the host, whose memory is read and written as one string of bytes.
+
+    The state of a batch norm is three small tensors, and an operator on each costs more than the bytes do. Memory is read past
+    torch, so the tensors are asked for their addresses before: a storage may be freed or resized.
+    """
+
+    def __init__(self, notes: Sequence[TensorNote]) -> None:
+        self.notes = notes
+        self.tensors = [note.alias for note in notes if note.alias is not None]
+        self._addresses, self._strides = list(map(_address, self.tensors)), list(map(_strides, self.tensors))
+        self._memory = [(ctypes.c_char * one.nbytes).from_address(one.data_ptr()) for one in self.tensors]
+        self.storages = frozenset(map(storage_of, self.tensors))
+        self.content = b""  # as the latest forward found it, for regions to share
+
+    def read(self) -> bytes | None:
+        """Returns the content; None if a tensor has no memory, or another layout."""
+        is_there = list(map(_address, self.tensors)) == self._addresses and list(map(_strides, self.tensors)) == self._strides
+        return b"".join(self._memory) if is_there else None
+
+    def versions(self) -> list[int]:
+        return list(map(_version, self.tensors))
+
+    def write(self, content: bytes, versions: Sequence[int]) -> None:
+        if self.read() is None:
+            fill_all(zip(self.tensors, versions, self.pieces(content), self.tensors, strict=True))
+            return
+        start = 0
+        for memory in self._memory:
+            memory.raw = content[start : (start := start + len(memory))]
+        set_versions(tuple(self.tensors), tuple(versions))
+
+    def pieces(self, content: bytes) -> list[torch.Tensor]:
+        """Returns each tensor's part of a content."""
+        found, start = [], 0
+        for tensor, memory in zip(self.tensors, self._memory, strict=True):
+            part = bytearray(content[start : (start := start + len(memory))])
+            found.append(past_all_modes(tensor, _tensor_of, part, tensor.dtype, tensor.shape))
+        return found
+
+
+def _tensor_of(part: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
+    return torch.frombuffer(part, dtype=dtype).view(shape)
+
+
+class _Small:
+    """The content of a group as one forward found it."""
+
+    def __init__(self, group: Group, content: bytes) -> None:
+        self.group = group
+        self.content = group.content = group.content if content == group.content else content
+        self.before = self.after = group.versions()
+        self.is_written = True  # until forward has ended
+
+    def settle(self) -> None:
+        self.after = self.group.versions()
+        self.is_written = self.after != self.before or self.group.read() != self.content
+
+    def difference(self, before: bytes, versions: Sequence[int]) -> tuple[torch.Tensor, int]:
+        """Returns the first tensor that differs from an earlier content or version, and that version."""
+        rows = list(zip(self.group.tensors, self.group.pieces(before), versions, strict=True))
+        return next(((one, was) for one, old, was in rows if one._version != was or not same_bits(one, old)), rows[0][::2])
+
+
+# ------------------------------------------------------------------------------------------------------------ single tensors
+
+#: The latest copies of tensors which no module owns, by memory and layout, while a region holds them.
+_outside: weakref.WeakValueDictionary[Any, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def answers_at_once(tensor: torch.Tensor) -> bool:
+    """Whether contents are compared without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
+    """Whether a tensor of unchanged version may differ from its copy. A device is not made to wait: its answer may be wrong."""
+    if not (same_layout(tensor, copy) and has_storage(tensor)):
+        return True
+    return not same_bits(tensor, copy) if answers_at_once(tensor) else use not in (Use.READ, Use.WRITTEN)
+
+
+def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a tensor; the latest one if that is still good."""
+    key, is_owned = (note.storage, note.layout), note.owner >= 0
+    if not is_owned:
+        latest = _outside.get(key)
+    else:
+        latest = note.latest[1]() if note.latest is not None and note.latest[0] == tensor._version else None
+    if latest is not None and not _has_changed(tensor, latest, note.use):
+        return latest
+    copy = copy_of(tensor)
+    if is_owned:
+        # A device cannot tell whether its content is that of the step before, so its small copies stay from step to step.
+        stays = tensor.nbytes <= SMALL and not answers_at_once(tensor)
+        note.latest = tensor._version, (lambda: copy) if stays else weakref.ref(copy)
+    elif answers_at_once(tensor):
+        _outside[key] = copy
+    return copy
+
+
+class _Copied:
+    """The content of one tensor as one forward found it: a copy and versions."""
+
+    def __init__(self, note: TensorNote, tensor: torch.Tensor) -> None:
+        self.note, self.tensor, self.use = note, tensor, note.use
+        self.copy, self.before = _copy_before(note, tensor), tensor._version
+        self.after = self.before
+
+    def settle(self, *, failed: bool, may_wait: bool) -> None:
+        """Notes the version at the end of forward, and what forward did."""
+        tensor, note, before = self.tensor, self.note, self.use
+        self.after = tensor._version
+        if self.after != self.before and before is not Use.UNSEEN:
+            self.use = Use.WRITTEN
+        elif before is Use.UNKNOWN and has_storage(tensor):  # else a framework frees it, and fills it anew
+            if answers_at_once(tensor) or may_wait:
+                is_same = same_layout(tensor, self.copy) and same_bits(tensor, self.copy)
+                self.use = Use.READ if is_same else Use.UNSEEN
+            elif tensor.nbytes > SMALL:
+                self.use = Use.READ
+        if self.use is not before and (self.use in WRITES or not (failed or note.owner < 0)):
+            note.use = self.use
+
+
+class Contents:
+    """Contents of the tensors that one forward may write to."""
+
+    def __init__(self) -> None:
+        self._is_settled = self._may_wait = False
+        self._small: list[_Small] = []
+        self._copied: list[_Copied] = []
+        self._uncopied: list[tuple[TensorNote, torch.Tensor, int]] = []  # or a rerun ends when it reads one
+        self._empty: list[torch.Tensor] = []
+        self.freed: Sequence[torch.Tensor] = ()  # without memory when the latest rerun began
+        self._seen: set[int] = set()
+
+    def add_group(self, group: Group) -> None:
+        content = group.read()
+        if content is None:
+            for note, tensor in zip(group.notes, group.tensors, strict=True):
+                self.add(note, tensor)
+        else:
+            self._small.append(_Small(group, content))
+            self._seen.update([note.number for note in group.notes])
+
+    def add(self, note: TensorNote, tensor: torch.Tensor | None, *, may_wait: bool = False) -> None:
+        """Adds a tensor: itself, or an alias with the same version counter."""
+        if tensor is None or note.number in self._seen or note.has_history or tensor.is_meta or tensor.is_inference():
+            return
+        self._seen.add(note.number)
+        self._may_wait = self._may_wait or may_wait
+        is_strided = is_dense(tensor)
+        if is_strided and not has_storage(tensor):  # the function fills it
+            self._empty.append(tensor)
+        elif is_strided and (
+            tensor.nbytes <= SMALL or (note.use is not Use.READ and (note.owner >= 0 or tensor.nbytes <= _MOST_OUTSIDE))
+        ):
+            self._copied.append(_Copied(note, tensor))
+        else:
+            self._uncopied.append((note, tensor, tensor._version))
+
+    def add_parameters(self, found: Iterable[tuple[TensorNote, torch.Tensor]], *, may_wait: bool) -> None:
+        """Adds parameters to which forwards write, or may write: of unknown ones the smallest, as many as may be copied."""
+        left = 0 if is_jit_tracing() else _MOST_PARAMETERS  # sizes are tensors then
+        for note, parameter in sorted(found, key=lambda pair: pair[1].nbytes):
+            left -= 0 if note.use in WRITES else parameter.nbytes
+            if note.use in WRITES or (note.use is Use.UNKNOWN and left >= 0 and is_copied(parameter)):
+                self.add(note, counted_detach(parameter), may_wait=may_wait)
+
+    def is_written(self) -> bool:
+        return any(one.use in WRITES for one in self._copied) or any(small.is_written for small in self._small)
+
+    def is_empty(self) -> bool:
+        return not (self._copied or self._uncopied or self._small or self._empty)
+
+    def settle(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
+        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
+        for small in self._small:
+            small.settle()
+        for one in self._copied:
+            one.settle(failed=failed, may_wait=self._may_wait)
+        written = {one.note.owner for one in self._copied if one.use is Use.UNSEEN}
+        for one in [*self._copied]:
+            note, is_large = one.note, one.tensor.nbytes > SMALL
+            if one.use is not Use.READ or not (is_large or note.requires_grad):
+                continue
+            if note.owner in written and note.owner >= 0 and not note.requires_grad:
+                one.use = note.use = Use.UNSEEN
+                continue
+            self._copied.remove(one)
+            if not issubclass(note.kind, torch.nn.Parameter):  # whose versions the journal has, and memory nobody
+                self._uncopied.append((note, one.tensor, one.before))
+        self._is_settled = True
+        late = () if failed else self.changed()
+        return next((one for one in late if self.note_written(one[0])), None)
+
+    def copied(self) -> set[int]:
+        """Returns the numbers of tensors that a rerun finds as they were."""
+        return {one.note.number for one in self._copied}.union(
+            *([note.number for note in one.group.notes] for one in self._small)
+        )
+
+    def changed(self) -> list[tuple[torch.Tensor, int]]:
+        """Returns tensors without a copy which were written to since forward began, with their versions then."""
+        freed = [(tensor, tensor._version) for tensor in self.freed if not has_storage(tensor)]
+        return freed + [(tensor, version) for _, tensor, version in self._uncopied if tensor._version != version]
+
+    def note_written(self, tensor: torch.Tensor) -> bool:
+        """Has later forwards copy a tensor without a copy; returns False if they cannot."""
+        for note, one, _ in self._uncopied:
+            if one is tensor and is_dense(tensor) and note.owner >= 0:
+                note.use = Use.WRITTEN
+                return True
+        return False
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns the storages of tensors which may be rewound."""
+        return frozenset(storage_of(one.tensor) for one in self._copied).union(*(one.group.storages for one in self._small))
+
+    def rewind(self, undo: Undo) -> None:
+        """Puts back the contents from before forward; ``undo`` gets the data for its ``restore``, whatever happens."""
+        # Versions count on from those before forward as far as they have moved since its end: what a rerun saves of a tensor
+        # that somebody else modified is found to be modified, as in plain autograd.
+        stale: list[_Before] = []
+        for one in self._copied:
+            tensor = one.tensor
+            if tensor._version != one.before or _has_changed(tensor, one.copy, one.use):
+                after = one.after if self._is_settled else tensor._version  # the latter for a backward inside of forward
+                stale.append((tensor, one.before + tensor._version - after, one.copy, None))
+            else:
+                undo.others.append((tensor, tensor._version, one.copy, None))
+        for _, tensor, version in self._uncopied:
+            if is_dense(tensor) and not has_storage(tensor):
+                undo.freed.append(tensor)
+            # Reads of plain tensors are watched in the rerun of an ended forward (:meth:`changed`).
+            elif tensor._version != version and not (self._is_settled and is_copied(tensor)):
+                raise undo.complain(tensor, version)
+            else:
+                undo.uncopied.append((tensor, tensor._version))
+        undo.freed += [tensor for tensor in self._empty if not has_storage(tensor)]
+        undo.exchange(tensor for tensor, *_ in stale)
+        # All is read before the first is written: two groups have a tensor in common where a module is part of two.
+        writes = []
+        for small in self._small:
+            now, versions = small.group.read(), small.group.versions()
+            is_stale = now != small.content or versions != small.before
+            if now is None:  # freed, or resized
+                undo.exchange(small.group.tensors)
+            else:
+                undo.small.append((small, now, versions, is_stale))
+            if is_stale:
+                ends = small.after if self._is_settled else versions
+                writes.append((small, [was + one - end for was, one, end in zip(small.before, versions, ends, strict=True)]))
+        for small, versions in writes:
+            small.group.write(small.content, versions)
+        if stale:
+            fill_all(stale)
+        self.freed = undo.freed
+
+
+class Undo:
+    """Contents before a rerun, put back when it ends: of exchanged tensors, and of tensors written by the rerun alone."""
+
+    def __init__(self, complain: Complain) -> None:
+        self.complain = complain
+        self._exchanged: list[_Before] = []  # with another content in the rerun
+        self.freed: list[torch.Tensor] = []  # some get their content for the rerun; the function fills the others
+        self.others: list[_Before] = []  # with the same content in the rerun
+        self.small: list[tuple[_Small, bytes, list[int], bool]] = []
+        self.uncopied: list[tuple[torch.Tensor, int]] = []
+
+    def exchange(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Notes tensors that are about to get another content, and such as have no memory at present."""
+        for tensor in tensors:
+            if has_storage(tensor):
+                self._exchanged.append((tensor, tensor._version, copy_of(tensor), None))
+            else:
+                self.freed.append(tensor)
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns the storages with another content in the rerun."""
+        small = [one.group.storages for one, _, _, is_exchanged in self.small if is_exchanged]
+        if len(small) == 1 and not self._exchanged:
+            return small[0]
+        return frozenset(storage_of(tensor) for tensor, *_ in self._exchanged).union(*small)
+
+    def restore(self) -> None:
+        """Restores contents; raises if the rerun wrote to a tensor to which no forward has written."""
+        written: list[tuple[torch.Tensor, int]] = []
+        for one, content, versions, is_exchanged in self.small:
+            if one.group.read() != content or one.group.versions() != versions:
+                if not (is_exchanged or one.is_written):
+                    written.append(one.difference(content, versions))
+                one.group.write(content, versions)
+        moved = [one for one in self.others if one[0]._version != one[1] or _has_changed(one[0], one[2], Use.READ)]
+        if moved or self._exchanged:
+            fill_all((*self._exchanged, *moved))
+        for tensor in self.freed:
+            tensor.untyped_storage().resize_(0)
+        written += [(tensor, version) for tensor, version in self.uncopied if tensor._version != version]
+        if written:
+            raise self.complain(*written[0])
+
+
+# --------------------------------------------------------------------------------------------------- tensors without a copy
+
+#: A storage, None if there is none, and from where to where in it, in bytes.
+_Place = tuple["int | None", int, int]
+
+
+def _place_of(tensor: torch.Tensor) -> _Place:
+    storage = storage_of(tensor)
+    if storage is None or tensor.is_nested:
+        return None, 0, 0
+    start, extent, size = tensor.storage_offset(), 1, tensor.element_size()
+    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        extent += (length - 1) * stride
+    return storage, int(start * size), int((start + extent) * size)
+
+
+def _places_in(values: Any) -> list[_Place]:
+    return [_place_of(value) for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+
+
+def _overlap(one: _Place, other: _Place) -> bool:
+    return one[0] is not None and one[0] == other[0] and one[1] < other[2] and other[1] < one[2]
+
+
+#: Hand out memory without looking at it, or look at nothing but its shape.
+_HARMLESS = frozenset({Kind.VIEW, Kind.IGNORED, Kind.ALIASES, Kind.FACTORY})
+
+
+class WatchReads(QuietDispatchMode):
+    """Notes an operator's first read from the memory of a changed tensor, and undoes writes to changed tensors."""
+
+    # If a parameter is modified between forward and backward, a rerun that reads it again would silently compute other values.
+    # But a region may reach parameters without reading them: an optimizer that steps in the course of a backward has changed
+    # the layers behind. So a rerun ends as soon as an operator is about to read a changed tensor: no later value would be
+    # right. (To go on may also never end, if the function has a backward inside that comes to the node waiting for this
+    # rerun.) A parameter filled before its first read is read as forward read it.
+
+    def __init__(self, changed: Sequence[tuple[torch.Tensor, int]], collector: Any, error: Complain) -> None:
+        super().__init__()
+        self._watched = [(_place_of(parameter), parameter, version) for parameter, version in changed]
+        self._collector, self._error = collector, error
+        self._undo: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._has_read = False
+
+    def __exit__(self, *exc_info: Any) -> None:
+        super().__exit__(*exc_info)
+        fill_all((parameter, version, content, None) for parameter, version, content in self._undo)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.paused:
+            self._look_at(facts_of(func), args, kwargs)
+        output = func(*args, **kwargs)
+        count_writes(func, args)
+        return output
+
+    def _look_at(self, facts: OpFacts, args: Any, kwargs: Any) -> None:
+        written = _places_in(facts.written_in(args, kwargs)) if facts.kind is Kind.WRITES else ()
+        if written and facts.is_repeatable:
+            self._about_to_write(written)
+        if facts.kind not in _HARMLESS and self._watched and not self._has_read:
+            for place in _places_in((args, kwargs)):
+                for watched, parameter, version in self._watched:
+                    if not self._has_read and _overlap(watched, place):
+                        self._has_read = True
+                        self._collector.distrust(functools.partial(self._error, parameter, version))
+        if written:
+            self._about_to_write(written)
+
+    def _about_to_write(self, written: Sequence[_Place]) -> None:
+        left = []
+        for entry in self._watched:
+            place, parameter, _ = entry
+            if any(_overlap(place, other) for other in written):
+                self._undo.append((parameter, parameter._version, copy_of(parameter)))
+            else:
+                left.append(entry)
+        self._watched = left

@@ -1,0 +1,457 @@
+"""The journal of a region: what its function reaches besides arguments, noted in forward, lent to a rerun, put back after it.
+
+One rule for all of it: a rerun finds each place as forward found it, and afterwards each place has what it had before. So
+``self.step += 1``, a list that grows, a hook that was removed, and ``model.eval()`` before backward are right.
+
+What modules bind is looked at three times a step: when forward begins, when a rerun begins, and when it ends. Two would not do:
+a list to which forward appends may be cleared before backward, and only a look after the rerun tells of what that appended.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import types
+from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Literal
+
+import torch
+from torch.nn import Module
+from torch.nn.modules import module as torch_module
+
+from ckpt_hooks._core.mutation import GONE
+from ckpt_hooks._tensors.copies import data_of, same_layout
+from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
+from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address, storage_of
+
+from .callables import facts_of_code
+from .contents import WRITES, Complain, Contents, Undo
+from .notes import GoneError, Held, Note, TensorNote, notes_in
+from .places import ATOMS, Content, Part, parts_of, same
+from .reach import Walk, walk_from
+from .trees import Tree, dicts_of, is_of_framework, tree_of
+
+_version: Callable[[Any], int] = attrgetter("_version")
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
+
+_Changed = list[tuple[torch.Tensor, int]]
+#: Dictionaries of hooks for all modules.
+_GLOBAL_HOOKS = tuple(
+    value for name, value in vars(torch_module).items() if name.startswith("_global_forward") and isinstance(value, dict)
+)
+
+
+def _noted_hooks() -> Sequence[tuple[Any, Note]]:
+    """Returns the dictionaries of hooks for all modules, with notes."""
+    if _NO_HOOKS and not any(_GLOBAL_HOOKS):
+        return _NO_HOOKS
+    found: list[tuple[Any, Note]] = []
+    for hooks in _GLOBAL_HOOKS:
+        noted = Note(hooks)
+        noted.rows.append((parts_of(type(hooks))[0], 0, dict(hooks), ()))
+        found.append((hooks, noted))
+    return found
+
+
+_NO_HOOKS: Sequence[tuple[Any, Note]] = ()
+_NO_HOOKS = () if any(_GLOBAL_HOOKS) else _noted_hooks()
+
+
+def _are_modules_called_elsewhere() -> bool:
+    """Whether another thread is inside a module's forward, which hooks for all modules would meet."""
+    here = threading.get_ident()
+    for thread, frame in list(sys._current_frames().items()):
+        found: types.FrameType | None = frame
+        while found is not None and thread != here:
+            if found.f_code is Module._call_impl.__code__:
+                return True
+            found = found.f_back
+    return False
+
+
+class Journal:
+    """What one forward found."""
+
+    def __init__(self, walk: Walk | None, found: Sequence[tuple[Tree, tuple[Any, ...]]], *, preserve_buffers: bool) -> None:
+        self.trees, self.with_buffers = [tree for tree, _ in found], preserve_buffers
+        # Forward's may be bound nowhere else by then. Tensors that require no grad are not held, for the sake of frameworks.
+        self.held = [tree.get_held(flat) for tree, flat in found]
+        self._parameters: Any = [tree.get_parameters(flat) for tree, flat in found]  # while forward runs
+        self._versions = [list(map(_version, parameters)) for parameters in self._parameters]
+        # While forward runs, in which ``.data =`` may drop one; afterwards the ones that forward has exchanged are kept.
+        self._storages: Any = [list(map(_storage, parameters)) for parameters in self._parameters]
+        self.kept: Sequence[Any] = ()
+        self.emptied: set[int] = set()
+        self._steps = num_fused_steps()
+        self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
+        self.hooks = _noted_hooks()
+        self.tensors: list[Collection[int]] = [
+            tree.tensors for tree in self.trees
+        ]  # the numbers of tensors that arguments may be besides
+        outside: Sequence[TensorNote] = ()
+        if walk is not None:
+            self.tensors.append(walk.tensors.keys())
+            outside = list(walk.tensors.values())
+        known = [(note, note.leaf if note.alias is None else note.alias) for note in outside if note.requires_grad]
+        self._outside = [(one, one._version) for _, one in known if one is not None and not one.is_inference()]
+        self.generators = [] if walk is None else list(walk.generators)
+        for tree in self.trees:
+            self.generators += [one for refer in tree.generators if (one := refer()) is not None]
+        self.contents: Contents | None = None
+        if preserve_buffers and not torch.is_inference_mode_enabled():
+            contents = self._contents_of(outside)
+            self.contents = None if contents.is_empty() else contents
+
+    def _contents_of(self, outside: Sequence[TensorNote]) -> Contents:
+        contents = Contents()
+        for tree, parameters in zip(self.trees, self._parameters, strict=True):
+            is_first = tree.history.num_forwards == 0
+            if tree.group is not None:
+                contents.add_group(tree.group)
+            for note in tree.others:
+                contents.add(note, note.tensor(), may_wait=is_first)
+            if is_first or tree.history.writes_parameters:
+                found = [pair for pair in zip(tree.parameters, parameters, strict=True) if not is_of_framework(pair[1])]
+                contents.add_parameters(found, may_wait=is_first)
+            for module in [module for refer in tree.scripted if (module := refer()) is not None]:
+                for buffer in module.buffers(recurse=False):
+                    contents.add(TensorNote(buffer, owner=len(tree.notes)), buffer)
+        for note in outside:
+            if not note.requires_grad:
+                contents.add(note, note.tensor())
+        return contents
+
+    def storages(self) -> frozenset[int | None]:
+        """Returns the storages of tensors which may be rewound."""
+        return frozenset() if self.contents is None else self.contents.storages()
+
+    def close(self, *, failed: bool) -> tuple[torch.Tensor, int] | None:
+        """Ends forward; returns a tensor that only this forward wrote to, not earlier forwards, and the version before."""
+        late = None if self.contents is None else self.contents.settle(failed=failed)
+        kept: list[Any] = []
+        for tree, parameters, versions, storages in zip(
+            self.trees, self._parameters, self._versions, self._storages, strict=True
+        ):
+            tree.history.num_forwards += not failed
+            if list(map(_version, parameters)) != versions or tree.history.num_forwards == 1:
+                tree.note_writes(parameters, versions)
+            # Of forward's own: parameters with another storage by now, and such that require no grad and are bound no more.
+            if (now := list(map(storage_address, parameters))) != tree.addresses:
+                for one, storage, address, was in zip(parameters, storages, now, tree.addresses, strict=True):
+                    if address != was and one.numel():
+                        kept.append(storage)
+                    elif address != was:
+                        self.emptied.add(id(one))  # by a framework, which fills it before a rerun reads it
+            kept += tree.unbound(parameters) if tree.has_frozen else ()
+        self.kept, self._storages, self._parameters = kept, (), ()
+        return late
+
+    def changed(self, loan: Loan) -> _Changed:
+        """Returns the tensors without a copy, parameters among them, which were written to since, with their versions then."""
+        steps = self._steps if self._steps != num_fused_steps() else None
+        pairs = [*self._outside]
+        for tree, versions, flat in zip(self.trees, self._versions, loan.flats, strict=True):
+            if flat is None:
+                found: Sequence[Any] = [loan.held.get(note.number, loan.met.get(note.number)) for note in tree.parameters]
+            else:
+                found = tree.get_parameters(flat)
+                if steps is None and list(map(_version, found)) == versions:
+                    continue
+            pairs += [(one, version) for one, version in zip(found, versions, strict=True) if isinstance(one, torch.Tensor)]
+        copied = set() if self.contents is None or not pairs else self.contents.copied()
+        changed = []
+        for one, version in pairs:
+            if (one._version != version or (steps is not None and stepped_since(one, steps))) and id(one) not in copied:
+                changed.append((one, version))
+        return changed if self.contents is None else changed + self.contents.changed()
+
+    def note_written(self, tensor: torch.Tensor) -> bool:
+        """Has later forwards copy a tensor, after a write to it; returns whether they will."""
+        notes = [note for tree in self.trees for note in tree.parameters if note.number == id(tensor)]
+        if any(note.use in WRITES for note in notes):
+            return True
+        return self.contents is not None and self.contents.note_written(tensor)
+
+    def hooks_hold(self) -> bool:
+        """Whether hooks for all modules are as noted."""
+        if self.hooks is _NO_HOOKS:
+            return not any(_GLOBAL_HOOKS)
+        return all(note.holds(value) for value, note in self.hooks)
+
+    def lends(self) -> bool:
+        """Whether forwards or reruns change what other threads may use."""
+        is_written = self.contents is not None and self.contents.is_written()
+        return is_written or any(tree.history.changes for tree in self.trees)
+
+    def notes(self) -> list[tuple[Any, Note]]:
+        """Returns the notes, each with its object, of those that are there."""
+        notes = [note for tree in self.trees for note in tree.notes]
+        return [(value, note) for note in notes if (value := note.reference()) is not None] + [*self.roots]
+
+
+def _is_dull(function: types.FunctionType) -> bool:
+    """Whether a function has no variables, and reaches nothing by its defaults: a cheap check."""
+    if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
+        return False
+    names, is_library = facts_of_code(function)
+    return is_library or not names
+
+
+def journal_of(
+    function: Any, objects: Sequence[Any], *, preserve_buffers: bool, is_needed: bool = False
+) -> Journal | Literal[False] | None:
+    """Notes what a call reaches; None if that is nothing, False if a lazy module has not made its parameters yet.
+
+    The first forward of a lazy module changes the module for good, and cannot be done twice.
+    """
+    has_hooks = any(_GLOBAL_HOOKS)
+    if not (objects or has_hooks):
+        if type(function) is types.FunctionType:
+            if _is_dull(function) and not is_needed:
+                return None
+        elif type(function) in ATOMS and not is_needed:
+            return None
+        elif isinstance(function, Module):
+            found = tree_of(function)
+            if found[0].is_lazy:
+                return False
+            if not found[0].functions:
+                return Journal(None, (found,), preserve_buffers=preserve_buffers)
+    walk = walk_from(function, objects)
+    trees = list(map(tree_of, walk.modules))
+    if any(tree.is_lazy for tree, _ in trees):
+        return False
+    # Modules to which these functions lead are left out: a hook may be a method of the whole model.
+    functions = [one for tree, _ in trees for refer in tree.functions if (one := refer()) is not None]
+    for one in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values() if has_hooks and trees)):
+        if one is not True:
+            walk.look(one)
+    if not (trees or walk.roots or walk.generators or walk.tensors or is_needed):
+        return None
+    return Journal(walk, trees, preserve_buffers=preserve_buffers)
+
+
+# --------------------------------------------------------------------------------------------------------------------- loans
+
+_lock = threading.RLock()
+_turn = threading.Condition(_lock)
+_loans: dict[int, Loan] = {}
+_waiting: list[Loan] = []
+
+
+class Loan:
+    """A journal lent to one rerun, from :meth:`begin` to :meth:`end`.
+
+    Of two reruns on different threads that want other contents of one place, one waits for the other, and none otherwise.
+    """
+
+    def __init__(self, journal: Journal, stand_ins: dict[int, torch.Tensor], complain: Complain) -> None:
+        self.journal, self.stand_ins, self._complain = journal, stand_ins, complain
+        self.with_buffers = journal.with_buffers
+        self.held: dict[int, Any] = {}
+        self.made: dict[int, Any] = {}
+        self.met: dict[int, Any] = {}
+        self.changed: _Changed = []
+        self.lost: _Changed = []  # parameters which stand in the places of forward's, which are gone
+        self.names: list[str] = []  # for which forward's parameter is gone, and nothing stands in its place
+        self.storages: frozenset[int | None] = frozenset()  # with another content in the rerun
+        self.flats: list[tuple[Any, ...] | None] = []
+        self._is_quiet = self.has_gone = False
+        self._thread = threading.get_ident()
+        self._users: set[int] = set()  # loans of other threads that find what this one lends
+        self._undo: Undo | None = None
+        self._places: list[tuple[Any, Part, int, Content]] = []
+        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self) -> None:
+        """Puts back what forward found."""
+        with _lock:
+            while True:
+                self._look()
+                if not self._is_in_conflict():
+                    break
+                self._wait()
+            _loans[id(self)] = self
+            try:
+                if not self._is_quiet:
+                    self._fill()
+                if self.journal.contents is not None:
+                    undo = self._undo = Undo(self._complain)
+                    self.journal.contents.rewind(undo)
+                    self.storages = undo.storages()
+            except BaseException:
+                self.end()
+                raise
+
+    def _wait(self) -> None:
+        _waiting.append(self)
+        try:
+            _turn.wait()
+        finally:
+            _waiting.remove(self)
+
+    def _look(self) -> None:
+        self.flats = [tree.look() for tree in self.journal.trees]
+        is_quiet = self._is_as_noted()
+        if is_quiet and self.stand_ins:
+            is_quiet = all(map(self.stand_ins.keys().isdisjoint, self.journal.tensors))
+        self._is_quiet = is_quiet
+
+    def _is_as_noted(self) -> bool:
+        journal = self.journal
+        if None in self.flats and not all(tree.holds() for tree in journal.trees):
+            return False
+        return all(noted.holds(value) for value, noted in journal.roots) and journal.hooks_hold()
+
+    def _is_in_conflict(self) -> bool:
+        others = [one for one in _loans.values() if one._thread != self._thread]
+        if not others:
+            return False
+        places, lends = self.places(), self.lends()
+        found = [one for one in others if (lends or one.lends()) and not places.isdisjoint(one.places())]
+        if lends or not all(one._is_as_noted() and all(tree.holds() for tree in one.journal.trees) for one in found):
+            return bool(found)
+        for one in found:  # they lend what this one needs, have not changed it, and lend it until this one ends
+            one._users.add(id(self))
+        return False
+
+    def lends(self) -> bool:
+        return not self._is_quiet or self.journal.lends()
+
+    def places(self) -> set[Any]:
+        """Returns a key for each place, equal where the place is the same."""
+        found: set[Any] = set()
+        for value, noted in self.journal.notes():
+            if type(value) is types.FunctionType:
+                found.update(map(id, value.__closure__ or ()))
+                found.update((id(value.__globals__), name) for name in facts_of_code(value)[0])
+            found.update(one.number for one in notes_in([noted]) if type(one) is Note or one is noted)
+        return found
+
+    def _fill(self) -> None:
+        journal, notes = self.journal, self.journal.notes()
+        self.held = {id(one): one for held in journal.held for one in held}
+        self.met.update((id(one), one) for one in (*(value for value, _ in notes), *journal.kept))
+        for value, _ in notes:
+            if isinstance(value, (Module, types.FunctionType)):
+                dicts = [vars(value), *(dicts_of(vars(value)) if isinstance(value, Module) else ())]
+                self.met.update((id(one), one) for own in dicts for one in own.values() if type(one) not in ATOMS)
+        for value, note in notes:
+            if self.made.get(note.number) is not value or type(value) is types.FunctionType:
+                note.fill(value, self)
+        if not (journal.hooks_hold() or _are_modules_called_elsewhere()):
+            for value, note in journal.hooks:
+                note.fill(value, self)
+
+    def put(self, owner: Any, part: Part, base: int, now: Content, content: Content) -> None:
+        """Gives a place a content, and notes what it had."""
+        self._places.append((owner, part, base, now))
+        if not same(now, content):
+            part.put(owner, base, now, content)
+
+    def parameter(self, name: str, noted: Any, now: Any) -> Any:
+        """Returns the parameter to bind under a name in a rerun; the loan itself if there is none."""
+        if type(noted) not in (Held, TensorNote):
+            return noted
+        found = self.held.get(noted.number)
+        is_exchanged = found is not None and found is not now and (is_of_framework(found) or is_freed(found))
+        if is_exchanged or is_of_framework(now):
+            return now
+        try:
+            return noted.present(self)
+        except GoneError:
+            if now is None or now is self:
+                self.names.append(name)
+            else:
+                self.lost.append((now, GONE))
+            return now
+
+    def exchange(self, note: TensorNote, tensor: torch.Tensor) -> None:
+        """Gives a tensor the memory that it had in forward."""
+        memory = note.memory()
+        if (
+            is_of_framework(tensor)
+            or is_freed(tensor)
+            or not tensor.numel()
+            or note.layout is None
+            or not note.layout[1].numel()
+        ):
+            return  # which frameworks empty and fill
+        if memory is None:
+            self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]
+            return
+        self._exchanged.append((tensor, data_of(tensor)))
+        past_all_modes(tensor, setattr, tensor, "data", memory)
+
+    def value(self, noted: Note) -> Any:
+        """Returns a noted value to which nothing else may lead: with containers that something else leads to."""
+        self.by_identity((noted.number,))
+        return noted.present(self)
+
+    def lent(self) -> frozenset[int]:
+        """Returns the numbers of tensors that have another storage in the rerun."""
+        return frozenset(id(tensor) for tensor, _ in self._exchanged)
+
+    def by_identity(self, identities: Iterable[int]) -> dict[int, Any]:
+        """Returns the containers and objects of the rerun, by the ``id`` of the noted ones, which are noted whole."""
+        for value, noted in self.journal.notes() if self._is_quiet and identities else ():
+            _collect(value, noted, self.made)
+        return {one: self.made[one] for one in identities if one in self.made}
+
+    def end(self) -> None:
+        """Gives each place what it had before."""
+        with _lock:
+            while self._users:
+                self._wait()
+            try:
+                self._put_back()
+            finally:
+                self.made, self.met = {}, {}
+                _loans.pop(id(self), None)
+                for one in _loans.values():
+                    one._users.discard(id(self))
+                if _waiting:
+                    _turn.notify_all()
+
+    def _put_back(self) -> None:
+        journal = self.journal
+        try:
+            if self._is_quiet:
+                flats = self.flats
+                self._look()
+                if not self._is_quiet:
+                    self.made = {}  # which has what was there, for arguments
+                    self._fill()
+                    for tree in journal.trees:
+                        tree.history.changes = True
+                    self._is_quiet = True
+                self.flats = flats
+                self._exchanged.clear()
+            else:
+                for tree in journal.trees:
+                    tree.history.changes = True
+                for owner, part, base, before in reversed(self._places):
+                    now = part.read(owner, base)
+                    if now is not None and not same(now, before):
+                        part.put(owner, base, now, before)
+                for tensor, data in reversed(self._exchanged):
+                    if storage_of(tensor) != storage_of(data) or not same_layout(tensor, data):
+                        past_all_modes(tensor, setattr, tensor, "data", data)
+        finally:
+            if journal.contents is not None:
+                journal.contents.freed = ()
+            if self._undo is not None:
+                self._undo.restore()
+
+
+def _collect(value: Any, noted: Note, found: dict[int, Any]) -> None:
+    """Finds containers and objects by notes that hold."""
+    if noted.number in found or any(base for _, base, *_ in noted.rows):
+        return
+    found[noted.number] = value
+    for part, base, content, keys in noted.rows:
+        now = part.read(value, base)
+        for key in keys:
+            if type(content[key]) is Note:
+                _collect(now[key], content[key], found)

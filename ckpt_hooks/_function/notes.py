@@ -1,0 +1,322 @@
+"""Notes: what was bound in a place when forward began, for a rerun to find the same there.
+
+Numbers, strings and the like are their own notes. A note must not keep a graph alive, since the graph may own the frame with
+the note (Rule 9): a tensor is noted by a detached alias, an object by a weak reference, and a container by its identity and
+content, for to hold the container itself would hold all its later entries.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from enum import Enum
+from operator import is_
+from typing import Any
+
+import torch
+
+from ckpt_hooks._tensors.copies import PLAIN, alias_with_history, as_kind, copy_of, copy_with_history, is_dense, is_plain
+from ckpt_hooks._torch.modes import PastFunctionModes
+from ckpt_hooks._torch.tensors import (
+    counted_detach,
+    is_freed,
+    is_kept_anyway,
+    past_all_modes,
+    set_versions,
+    storage_from,
+    storage_of,
+    weak_storage,
+)
+
+from .places import Content, Part, new, new_frozen, same
+
+#: Bytes up to which tensors are small. A copy of each costs less than one activation of a layer that has such buffers; a copy
+#: of each mask of 64 KiB was five times what the regions of a small GPT hold besides.
+SMALL = 1 << 14
+#: A tensor with a history, in an attribute of a module, is copied up to this size: a sum to which forward adds in place.
+_MOST_COPIED = 1 << 16
+
+
+class GoneError(Exception):
+    """A noted value is gone for good; the present value stays."""
+
+
+class Weak(weakref.ref[Any]):
+    """Notes an object whose content is its own business."""
+
+    __slots__ = ()
+
+    def holds(self, value: Any) -> bool:
+        return value is not None and self() is value
+
+    def present(self, loan: Any) -> Any:
+        if (found := self()) is None:
+            raise GoneError
+        return found
+
+
+class Passing(weakref.ref[Any]):
+    """Notes a tensor that is not held; a rerun gets one without content if it is gone."""
+
+    __slots__ = ("_like",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._like = tensor.shape, tensor.dtype, tensor.requires_grad
+
+    holds = Weak.holds
+
+    def present(self, loan: Any) -> Any:
+        if (found := loan.stand_ins.get(id(self()), self())) is not None:
+            return found
+        shape, dtype, requires_grad = self._like
+        loan.has_gone = True
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+class Held:
+    """Notes a value by its identity; each journal holds the value, and tables of modules, which keep the note, do not."""
+
+    __slots__ = ("number",)
+
+    def __init__(self, value: Any) -> None:
+        self.number = id(value)
+
+    def holds(self, value: Any) -> bool:
+        return id(value) == self.number
+
+    def present(self, loan: Any) -> Any:
+        if self.number not in loan.held:
+            raise GoneError
+        return loan.held[self.number]
+
+
+class Use(Enum):
+    """What forwards were seen to do to the content of a tensor: unseen writes are such as no version tells of."""
+
+    UNKNOWN, READ, WRITTEN, UNSEEN = range(4)
+
+
+def has_history(tensor: torch.Tensor) -> bool:
+    """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
+    try:
+        return tensor.requires_grad and not is_kept_anyway(tensor)
+    except (RuntimeError, ValueError):  # a multi-output view of a modified base, which has lost its graph; one not made yet
+        return False
+
+
+class TensorNote:
+    """A noted tensor: its identity, memory, layout, and whether it requires grad; of one with a history the version too."""
+
+    # No weak reference to the tensor, since ``torch.utils.swap_tensors`` refuses one that has some, but for tensors with a
+    # history or whose memory cannot be told: the same number and memory are as good as the same object. An alias, which
+    # shares the version counter, holds the memory; of a parameter nothing does, for frameworks free what they gathered.
+
+    def __init__(self, tensor: torch.Tensor, *, owner: int = -1, copied: bool = False) -> None:
+        self.kind, self.number, self.owner = type(tensor), id(tensor), owner
+        self.has_history = has_history(tensor)
+        self.requires_grad = self.has_history or tensor.requires_grad
+        self.version = tensor._version if self.has_history and not tensor.is_inference() else -1
+        self.use = Use.UNKNOWN
+        self.latest: Any = None  # of copies, for a table of modules
+        self.storage = storage_of(tensor) if is_dense(tensor) else None
+        self.layout = None if self.storage is None else _layout_of(tensor)
+        is_held = (self.storage is not None and tensor.is_inference()) or (self.requires_grad and not self.has_history)
+        self.leaf = tensor if is_held and owner < 0 else None
+        is_referred = self.leaf is None and (self.storage is None or self.has_history)
+        self._reference = weakref.ref(tensor) if is_referred else None
+        is_parameter = self.storage is not None and isinstance(tensor, torch.nn.Parameter)
+        is_weak = is_parameter and (self.requires_grad or (owner >= 0 and tensor.nbytes > SMALL))
+        self._weak = weak_storage(tensor) if is_weak else None
+        self.alias, self._copy = None if is_weak else _alias_of(tensor), None
+        if copied and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
+            self._copy = copy_of(self.alias) if tensor.nbytes <= _MOST_COPIED else None
+
+    def holds(self, value: Any) -> bool:
+        is_it = id(value) == self.number and type(value) is self.kind and value.requires_grad is self.requires_grad
+        return is_it and (self.version < 0 or value._version == self.version) and self._is_in_place(value)
+
+    def _is_in_place(self, tensor: torch.Tensor) -> bool:
+        if self.storage is None:
+            return self._reference is None or self._reference() is tensor
+        return storage_of(tensor) == self.storage and _layout_of(tensor) == self.layout
+
+    def _is_same(self, found: torch.Tensor, loan: Any) -> bool:
+        """Whether a tensor of the noted number is the noted one, and not another one at its place in memory."""
+        if self.alias is None or self.number in loan.held or found is self.leaf or found.is_inference():
+            return True
+        return _have_one_counter(self.alias, found)
+
+    def tensor(self) -> torch.Tensor | None:
+        """Returns the tensor where there is a reference, else an alias with its version counter."""
+        found: torch.Tensor | None = None if self._reference is None else self._reference()
+        return self.alias if found is None else found
+
+    def memory(self) -> torch.Tensor | None:
+        """Returns an alias of the noted memory; None if that is gone."""
+        storage = None if self._weak is None else storage_from(self._weak)
+        if storage is None or self.layout is None:
+            return self.alias
+        found: torch.Tensor = past_all_modes(torch.empty(0), _tensor_in, storage, self.layout)
+        return found
+
+    def present(self, loan: Any) -> torch.Tensor:
+        """Returns the tensor to bind in a rerun, in the noted memory; an alias if the tensor is gone, or has a history now."""
+        number = self.number
+        if number in loan.stand_ins or number in loan.made:
+            return loan.stand_ins.get(number, loan.made.get(number))  # type: ignore[no-any-return]
+        found = self.leaf if self._reference is None else self._reference()
+        found = loan.held.get(number, loan.met.get(number)) if found is None else found
+        is_it = type(found) is self.kind
+        if is_it and self.holds(found):
+            return found
+        is_it = is_it and self._is_same(found, loan)
+        if is_it and self.storage is not None and not self.has_history and found.requires_grad is self.requires_grad:
+            loan.exchange(self, found)
+            return found
+        alias = self.memory()
+        if alias is None or is_freed(alias):
+            raise GoneError
+        if not self.has_history:
+            made = as_kind(alias.detach(), self.kind).requires_grad_(self.requires_grad)
+        elif self.version < 0 or alias._version == self.version:
+            made = alias_with_history(alias, max(self.version, 0))
+        elif self._copy is not None:
+            made = copy_with_history(self._copy, self.version)
+        else:
+            loan.changed.append((alias, self.version))
+            made = found if is_it and self._is_in_place(found) else alias_with_history(alias, self.version)
+        loan.made[number] = made
+        return made
+
+
+def _have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have one version counter: the first is asked to count, for a moment."""
+    before, was = one._version, other._version
+    set_versions((one,), (was + 1,))
+    found = other._version
+    set_versions((one,), (before,))
+    return found != was
+
+
+def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _tensor_in(storage: torch.UntypedStorage, layout: tuple[Any, ...]) -> torch.Tensor:
+    offset, shape, strides, dtype = layout
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+
+
+def _alias_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Returns a detached alias; None if an alias is impossible."""
+    try:
+        with PastFunctionModes():
+            alias = counted_detach(tensor)
+            kind = type(tensor)
+            return alias if type(alias) is kind or kind in PLAIN else alias.as_subclass(kind)
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None
+
+
+class Note:
+    """A noted container, object or function: its identity, and the content of each of its places."""
+
+    __slots__ = ("_maxlen", "has_history", "kind", "number", "reference", "rows")
+
+    def __init__(self, value: Any) -> None:
+        self.kind, self.number, self.has_history = type(value), id(value), False
+        self._maxlen = value.maxlen if isinstance(value, deque) else None
+        # For each place: how many entries are not looked at, the content, and the keys of notes in it.
+        self.rows: list[tuple[Part, int, Content, Sequence[Any]]] = []
+        try:
+            self.reference: Any = weakref.ref(value)
+        except TypeError:  # a list, say
+            self.reference = None
+
+    def is_of(self, value: Any) -> bool:
+        if self.reference is not None:
+            return value is not None and self.reference() is value
+        return id(value) == self.number and type(value) is self.kind
+
+    def holds(self, value: Any) -> bool:
+        """Whether a value is the noted one, with the noted content."""
+        return self.is_of(value) and all(_holds(part.read(value, base), *rest) for part, base, *rest in self.rows)
+
+    def present(self, loan: Any) -> Any:
+        """Returns the object to bind in a rerun, with the noted content; a new one if the noted one is gone."""
+        if self.number in loan.made:
+            return loan.made[self.number]
+        now = loan.met.get(self.number) if self.reference is None else self.reference()
+        now = now if self.reference is not None or type(now) is self.kind else None
+        if issubclass(self.kind, (tuple, frozenset)) and self.rows:
+            part, _, noted, keys = self.rows[0]
+            loan.met.update((id(one), one) for one in (() if now is None else part.read(now, 0)))
+            content = [one.present(loan) if at in keys else one for at, one in enumerate(noted)]
+            if now is None or not same(part.read(now, 0), content):
+                now = new_frozen(self.kind, content)
+        elif now is None:
+            if any(base for _, base, *_ in self.rows):  # a long one, of which not all is known
+                raise GoneError
+            now = new(self.kind, self._maxlen)
+        self.fill(now, loan)
+        return now
+
+    def fill(self, value: Any, loan: Any) -> None:
+        """Gives an object the noted content, in place."""
+        loan.made[self.number] = value
+        for part, base, noted, keys in self.rows:
+            now = part.read(value, base)
+            if now is not None:  # else a long container whose first entries are unknown
+                loan.met.update((id(one), one) for one in (now.values() if type(now) is dict else now))
+                loan.put(value, part, base, now, filled(noted, keys, now, loan))
+
+
+class Again:
+    """Notes the second place of a container or object that is noted elsewhere; a list may be in itself."""
+
+    __slots__ = ("note",)
+
+    def __init__(self, note: Note) -> None:
+        self.note = note
+
+    def holds(self, value: Any) -> bool:
+        return self.note.is_of(value)
+
+    def present(self, loan: Any) -> Any:
+        return self.note.present(loan)
+
+
+def _holds(now: Content, noted: Content, keys: Sequence[Any]) -> bool:
+    """Whether a present content is as noted."""
+    if now is None or len(now) != len(noted):
+        return False
+    if type(noted) is dict and not all(map(is_, noted, now)):  # keys may have any ``__eq__``
+        return False
+    values = (noted.values(), now.values()) if type(noted) is dict else (noted, now)
+    return sum(map(is_, *values)) == len(noted) - len(keys) and all(noted[key].holds(now[key]) for key in keys)
+
+
+def filled(noted: Content, keys: Sequence[Any], now: Content, loan: Any) -> Content:
+    """Returns a noted content with values in place of notes; present values stay where noted ones are gone."""
+    content = noted.copy() if keys else noted
+    for key in keys:
+        try:
+            content[key] = noted[key].present(loan)
+        except GoneError:
+            if type(noted) is not dict:
+                return now
+            if key in now:
+                content[key] = now[key]
+            else:
+                del content[key]
+    return content
+
+
+def notes_in(notes: Sequence[Any]) -> Iterator[Any]:
+    """Yields notes, and the notes of contents inside."""
+    for noted in notes:
+        yield noted
+        if isinstance(noted, Note):
+            for _, _, content, keys in noted.rows:
+                yield from notes_in([content[key] for key in keys])

@@ -1,0 +1,289 @@
+"""Kinds of places: how the content of an object is read, and put back in place.
+
+An object has one place for its entries, one for its ``__dict__``, one for its slots; a function has its cells and globals, a
+module its class, and each of its dictionaries, besides. Methods of builtin classes read and write: no code of a subclass runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import sys
+import types
+from array import array
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from itertools import islice
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module
+
+#: Stands for the content of an unassigned variable.
+ABSENT: Any = object()
+
+#: Values by name, key or slot, or in order.
+Content = Any
+
+#: Types of values without a content to change.
+ATOMS = frozenset(
+    {int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice, type, types.ModuleType}
+    | {types.BuiltinFunctionType, types.MethodDescriptorType, types.CodeType}
+    | {torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format}
+    | {type(torch.ops.aten.sin), type(torch.ops.aten.sin.default)}
+)
+
+#: Numbers and strings, of which instances of subclasses are values too.
+VALUES = (int, float, complex, str, bytes)
+
+
+def is_atom(value: Any) -> bool:
+    """Whether a value is its own note: an immutable value with nothing mutable inside."""
+    kind = type(value)
+    if kind in ATOMS or isinstance(value, enum.Enum):
+        return True
+    if kind is types.FunctionType:
+        defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
+        return not (value.__closure__ or value.__dict__) and all(map(is_atom, defaults))
+    return kind in (tuple, frozenset) and all(map(is_atom, value))
+
+
+class Part(NamedTuple):
+    """A kind of place."""
+
+    read: Callable[[Any, int], Content]  # the content beyond the first entries, whose number is given; None if there are fewer
+    put: Callable[[Any, int, Content, Content], object]  # replaces one such content by another
+    size: Callable[[Any], int] | None = None  # of entries alone
+    has_end: bool = False  # whether of a long container the length is noted, and what is added
+
+
+def same(one: Content, other: Content) -> bool:
+    """Whether two contents have the same objects under the same keys."""
+    if len(one) != len(other):
+        return False
+    if type(one) is dict:
+        return all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
+    return all(map(is_, one, other))
+
+
+def _at_once(*steps: partial[Any]) -> None:
+    """Calls functions with no Python code in between, where another thread would see what is half done."""
+    deque(map(partial.__call__, steps), 0)
+
+
+def _put_keyed(own: Any, now: dict[Any, Any], content: dict[Any, Any]) -> None:
+    """Replaces some entries of a dictionary; at once, and at their places, where others have to come or go."""
+    kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
+    if len(now) == len(content) and all(map(is_, now, content)):
+        for key, one in content.items():
+            if now[key] is not one:
+                kind.__setitem__(own, key, one)
+        return
+    everything = {**{key: one for key, one in kind.items(own) if key not in now}, **content}
+    _at_once(partial(kind.clear, own), partial(kind.update, own, everything))
+
+
+def _read_dict(own: Any, base: int) -> Content:
+    kind: Any = OrderedDict if isinstance(own, OrderedDict) else dict
+    if not base:
+        return dict(kind.items(own))
+    size = dict.__len__(own) - base
+    return None if size < 0 else dict([*islice(reversed(dict.items(own)), size)][::-1])
+
+
+def _read_slots(slots: Sequence[Any], owner: Any, _: int) -> Content:
+    found = {}
+    for slot in slots:
+        with suppress(AttributeError):  # an empty slot
+            found[slot] = slot.__get__(owner)
+    return found
+
+
+def _put_slots(owner: Any, _: int, now: Content, content: Content) -> None:
+    for slot in now.keys() - content.keys():
+        slot.__delete__(owner)
+    for slot, one in content.items():
+        slot.__set__(owner, one)
+
+
+def _own(owner: Any) -> dict[str, Any]:
+    own = object.__getattribute__(owner, "__dict__")
+    return own if type(own) is dict and own is not owner else {}  # a dict may be its own ``__dict__``
+
+
+def _refill(clear: Any, fill: Any) -> Callable[[Any, int, Content, Content], None]:
+    def put(owner: Any, _: int, now: Content, content: Content) -> None:
+        _at_once(partial(clear, owner), partial(fill, owner, content))
+
+    return put
+
+
+def put_nothing(owner: Any, _: int, now: Content, content: Content) -> None:
+    """Leaves a place alone."""
+
+
+VARIABLES = Part(lambda owner, _: dict.copy(_own(owner)), lambda owner, _, now, content: _put_keyed(_own(owner), now, content))
+_DICT = Part(_read_dict, lambda owner, _, now, content: _put_keyed(owner, now, content), dict.__len__, has_end=True)
+_ENTRIES: dict[type, Part] = {
+    dict: _DICT,
+    list: Part(
+        lambda owner, base: list.__getitem__(owner, slice(base, None)) if list.__len__(owner) >= base else None,
+        lambda owner, base, now, content: list.__setitem__(owner, slice(base, None), content),
+        list.__len__,
+        has_end=True,
+    ),
+    tuple: Part(lambda owner, _: list(tuple.__iter__(owner)), put_nothing, tuple.__len__),
+    set: Part(lambda owner, _: list(set.__iter__(set.copy(owner))), _refill(set.clear, set.update), set.__len__),
+    frozenset: Part(lambda owner, _: list(frozenset.__iter__(owner)), put_nothing, frozenset.__len__),
+    deque: Part(lambda owner, _: list(deque.__iter__(owner)), _refill(deque.clear, deque.extend), deque.__len__),
+}
+
+
+# ----------------------------------------------------------------------------------------------------- functions and modules
+
+
+def _content_of(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _put_cells(function: Any, _: int, now: Content, content: Content) -> None:
+    for cell, old, new in zip(function.__closure__, now, content, strict=True):
+        if new is ABSENT and old is not ABSENT:
+            del cell.cell_contents
+        elif new is not old:
+            cell.cell_contents = new
+
+
+CELLS = Part(lambda function, _: list(map(_content_of, function.__closure__)), _put_cells)
+
+
+@lru_cache(10_000)
+def globals_part(names: tuple[str, ...]) -> Part:
+    """Returns the place which is some of a function's globals."""
+
+    def read(function: Any, _: int) -> Content:
+        return [function.__globals__.get(name, ABSENT) for name in names]
+
+    def put(function: Any, _: int, now: Content, content: Content) -> None:
+        for name, old, new in zip(names, now, content, strict=True):
+            if new is ABSENT and old is not ABSENT:
+                function.__globals__.pop(name, None)
+            elif new is not old:
+                function.__globals__[name] = new
+
+    return Part(read, put)
+
+
+#: Left alone: what saving and loading goes by, which forward does not.
+_LEFT_ALONE = frozenset(name for name in vars(Module()) if "state_dict" in name or name == "_non_persistent_buffers_set")
+#: Dictionaries of a module, filled in place: a handle of a hook refers to its dictionary weakly.
+DICTS = tuple(name for name, value in vars(Module()).items() if isinstance(value, dict) and name not in _LEFT_ALONE)
+#: Names in ``vars(module)`` that are no attributes.
+MACHINERY = frozenset((*DICTS, *_LEFT_ALONE))
+
+
+def _read_class(module: Module, _: int) -> Content:
+    kind = type(module)
+    found = vars(kind) if kind.__module__ == "torch.nn.utils.parametrize" else {}  # a class of this module's own
+    return {"": kind, **{name: one for name, one in found.items() if type(one) is property}}
+
+
+def _put_class(module: Module, _: int, now: Content, content: Content) -> None:
+    object.__setattr__(module, "__class__", content[""])
+    for name in content.keys() - {""}:
+        setattr(content[""], name, content[name])
+
+
+CLASS = Part(_read_class, _put_class)
+ATTRIBUTES = Part(
+    lambda module, _: {name: value for name, value in module.__dict__.items() if name not in MACHINERY},
+    lambda module, _, now, content: _put_keyed(module.__dict__, now, content),
+)
+
+
+def _part_of_module(name: str) -> Part:
+    return Part(
+        lambda module, _: _read_dict(module.__dict__[name], 0),
+        lambda module, _, now, content: _put_keyed(module.__dict__[name], now, content),
+    )
+
+
+#: The dictionaries of a module, as places of the module.
+MODULE_DICTS = {name: _part_of_module(name) for name in DICTS}
+
+# ------------------------------------------------------------------------------------------------------------------- objects
+
+_KIND = Part(lambda owner, _: [type(owner)], lambda owner, _, now, content: object.__setattr__(owner, "__class__", content[0]))
+_HEAP_TYPE = 1 << 9  # of ``type.__flags__``: made by a ``class`` statement
+#: Libraries whose objects go on in a rerun, and objects of classes that derive from theirs: modes, locks, loggers, observers.
+_LIBRARIES = sys.stdlib_module_names | {"torch", "numpy", "ckpt_hooks"}
+#: Modules of Python's library with classes of which objects hold values, and nothing else.
+_LIBRARIES -= {"abc", "argparse", "builtins", "collections", "types", "typing"}
+
+
+def is_of_library(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+def _attributes_of(kind: Any) -> tuple[Part, ...]:
+    """Returns the places of instances of a class with their attributes, whatever the class."""
+    bases = [base for base in kind.__mro__ if "__slots__" in vars(base) or base is defaultdict]
+    slots = [slot for base in bases for slot in vars(base).values() if isinstance(slot, types.MemberDescriptorType)]
+    found = [VARIABLES] if kind.__dictoffset__ and not issubclass(kind, type) else []
+    return (*found, *([Part(partial(_read_slots, slots), _put_slots)] if slots else []))
+
+
+def _parts_of(kind: Any) -> tuple[Part, ...]:
+    """Returns the places of instances of a class; none for objects whose content is their own business."""
+    if issubclass(kind, (torch.Tensor, Module, type, BaseException, *VALUES)):
+        return ()
+    entries = next((part for base, part in _ENTRIES.items() if issubclass(kind, base)), None)
+    is_of_user = kind.__flags__ & _HEAP_TYPE and not any(map(is_of_library, kind.__mro__))
+    if entries is None and not (is_of_user or kind is types.SimpleNamespace):
+        return ()
+    return (*([] if entries is None else [entries]), *([_KIND] if is_of_user else []), *attributes_of(kind))
+
+
+# Some programs make classes anew all the time.
+attributes_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_attributes_of)
+parts_of: Callable[[Any], tuple[Part, ...]] = lru_cache(10_000)(_parts_of)
+
+
+def new(kind: Any, maxlen: int | None = None) -> Any:
+    """Returns an empty instance, made by the builtin base class of a subclass; of a deque, with its largest length."""
+    make: Any = next(base for base in kind.__mro__ if isinstance(vars(base).get("__new__"), types.BuiltinMethodType)).__new__
+    made = make(kind)
+    if maxlen is not None:
+        deque.__init__(made, (), maxlen)
+    return made
+
+
+def new_frozen(kind: Any, content: list[Any]) -> Any:
+    """Returns a tuple or frozenset of a kind, past constructors of subclasses."""
+    if hasattr(kind, "n_sequence_fields"):  # torch's named results take one sequence
+        return kind(content)
+    return frozenset.__new__(kind, content) if issubclass(kind, frozenset) else tuple.__new__(kind, content)
+
+
+# ------------------------------------------------------------------------------------------------------------------ pointers
+
+_ITEMS = tuple.__basicsize__
+
+
+def _pointers(values: tuple[Any, ...]) -> bytes:
+    return ctypes.string_at(id(values) + _ITEMS, len(values) * 8)
+
+
+def _pointers_one_by_one(values: tuple[Any, ...]) -> bytes:
+    return array("Q", map(id, values)).tobytes()
+
+
+# The identities of values as one string. Read out of the tuple's memory it takes a fiftieth of comparing values by ``is``,
+# which was a tenth of what a small transformer block costs. CPython lays tuples out so; elsewhere one by one.
+pointers = _pointers if _pointers((None, _ITEMS)) == _pointers_one_by_one((None, _ITEMS)) else _pointers_one_by_one

@@ -1,0 +1,299 @@
+"""The walk from a function to the places and tensors that it reaches besides tensor arguments.
+
+Nothing tells in advance which objects a function will touch, so the walk looks where user code keeps such objects: the module
+which is the function or has the method, closure cells, defaults, globals named by the function, arguments of a partial, entries
+of containers, and attributes and slots of objects. It looks at no value twice, and stops at types which hold nothing of use.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import deque
+from collections.abc import Sequence
+from contextvars import Context, ContextVar
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from .callables import facts_of_code, named_functions
+from .notes import Again, Note, Passing, TensorNote, Use, Weak, notes_in
+from .places import (
+    ABSENT,
+    ATOMS,
+    CELLS,
+    MACHINERY,
+    VALUES,
+    VARIABLES,
+    Part,
+    attributes_of,
+    globals_part,
+    is_atom,
+    parts_of,
+)
+
+# Limits that may be silent are in the README.
+
+#: Levels of closures, containers and objects that are opened: a cache, its layers, their list, one of these, its attributes.
+LEVELS = 6
+#: Levels below an object of a library, whose content is not put back, in which modules and tensors are looked for.
+_LEVELS_OF_OTHERS = 3
+#: Values looked at in one walk. A trainer reaches everything; a cache of a hundred layers has a few hundred.
+_MOST_LOOKS = 2000
+#: Entries read in one walk, of all containers together. What is unchanged is read three times a step.
+_MOST_ENTRIES_READ = 20_000
+#: Entries up to which a container is structure. Of a longer list or dict only the length and what is added are noted: a copy of
+#: a log of 100,000 losses would take as long as a small block.
+_MOST_ENTRIES = 1000
+
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+
+
+class Walk:
+    """One walk, with its finds. Of a module's attributes alone if an owner is given, the module's number."""
+
+    def __init__(self, known: dict[int, TensorNote] | None = None, owner: int = -1, *, passes: bool = False) -> None:
+        self._known, self.owner, self._passes, self._in_library = known, owner, passes, False
+        self._limit, self._entries_left = _MOST_LOOKS, _MOST_ENTRIES_READ
+        self._seen: dict[int, Any] = {}
+        self._named: dict[int, Note] = {}
+        self.modules: list[Module] = []  # whose insides are not searched
+        self.generators: list[torch.Generator] = []
+        self.functions: list[types.FunctionType] = []
+        self.tensors: dict[int, TensorNote] = {}
+        self.roots: list[tuple[Any, Note]] = []  # owners to which no other noted value leads, and their notes
+
+    def look(self, value: Any, levels: int = LEVELS) -> None:
+        """Looks at a value to which no noted value leads."""
+        if self._in_library and isinstance(value, _CONTAINERS):
+            part = parts_of(type(value))[0]
+            if levels > 0 and part.size is not None and part.size(value) <= _MOST_ENTRIES:
+                content = part.read(value, 0)
+                for one in list(content.values()) if type(content) is dict else content:
+                    self.look(one, levels - 1)
+            return
+        if self._in_library and (type(value) in _INTO or parts_of(type(value))):
+            levels = LEVELS - 1  # out of the library, that is
+        self.note_root(value, levels)
+
+    def note_root(self, value: Any, levels: int = LEVELS) -> Any:
+        """Returns a note of a value; a container or object is put back though nothing leads to it by then."""
+        self._limit = len(self._seen) + _MOST_LOOKS
+        noted = self.note(value, levels)
+        if self.owner < 0 and type(noted) in (Note, Again):
+            self._add_root(value, noted.note if type(noted) is Again else noted)
+        return noted
+
+    def _add_root(self, value: Any, noted: Note) -> None:
+        if not (isinstance(value, tuple) and noted.has_history):
+            self.roots.append((value, noted))
+            return
+        for part, base, content, keys in noted.rows:  # the tuple itself would hold graphs
+            now = part.read(value, base)
+            for key in [key for key in keys if type(content[key]) is Note]:
+                self._add_root(now[key], content[key])
+
+    def note(self, value: Any, levels: int = LEVELS) -> Any:
+        """Returns a note of a value, and looks ``levels`` levels into it."""
+        kind = type(value)
+        if kind in ATOMS:
+            return value
+        seen = self._seen
+        if (found := seen.get(id(value))) is not None:
+            return Again(found) if type(found) is Note else found
+        if isinstance(value, torch.Tensor):
+            noted = self._note_tensor(value)
+            seen[id(value)] = noted
+            return noted
+        parts = parts_of(kind)
+        if parts and levels > 0 and len(seen) <= self._limit and self._is_opened(value):
+            if kind is tuple and is_atom(value):
+                return value
+            noted = seen[id(value)] = Note(value)
+            self._add_parts(noted, parts, value, levels - 1)
+            return noted
+        noted = seen[id(value)] = value if is_atom(value) else _weak(value)
+        if isinstance(value, Module):
+            self.modules.append(value)
+        elif kind is torch.Generator:
+            self.generators.append(value)
+        elif levels > 0:
+            was, self._in_library = self._in_library, kind not in _INTO
+            _INTO.get(kind, Walk._into_object)(self, value, levels - 1)
+            self._in_library = was
+        return noted
+
+    def _note_tensor(self, tensor: torch.Tensor) -> Any:
+        if self._passes:
+            return Passing(tensor)
+        found = None if self._known is None else self._known.get(id(tensor))
+        if found is None or not found.holds(tensor):
+            use = Use.UNKNOWN if found is None or found.use is Use.READ else found.use
+            found = TensorNote(tensor, owner=self.owner, copied=self.owner >= 0)
+            found.use = use
+        self.tensors[id(tensor)] = found
+        return found
+
+    def _is_opened(self, value: Any) -> bool:
+        # Notes of a module outlive its regions, and must not hold keys which hold the module.
+        return not (self.owner >= 0 and isinstance(value, dict)) or all(map(is_atom, list(dict.keys(value))))
+
+    def _add_parts(self, noted: Note, parts: Sequence[Part], value: Any, levels: int) -> None:
+        for part in parts:
+            base = 0
+            if part.size is not None:
+                size = part.size(value)
+                if size > min(_MOST_ENTRIES, self._entries_left):
+                    if not part.has_end:
+                        continue
+                    base = size
+                else:
+                    self._entries_left -= size
+            if (content := part.read(value, base)) is not None:
+                self.add(noted, part, base, content, levels)
+
+    def add(self, noted: Note, part: Part, base: int, content: Any, levels: int, opens: Any = None) -> None:
+        """Adds a place to a note; of the variables of a function, given which kinds to open, objects are held."""
+        keys = []
+        for key, one in list(content.items()) if type(content) is dict else enumerate(list(content)):
+            if type(one) in ATOMS or one is ABSENT or (opens is not None and not opens(type(one))):
+                continue
+            found = self.note(one, levels) if opens is None else self.note_root(one, levels)
+            if found is not one and (opens is None or type(found) is not Weak):
+                content[key] = found
+                keys.append(key)
+                noted.has_history = noted.has_history or (type(found) in _WITH_HISTORY and found.has_history)
+        noted.rows.append((part, base, content, keys))
+
+    def _into_object(self, value: Any, levels: int) -> None:
+        """Looks for modules, tensors and objects of users in an object of a library, which is not put back itself."""
+        for part in attributes_of(type(value)):
+            for one in part.read(value, 0).values():
+                self.look(one, min(levels, _LEVELS_OF_OTHERS))
+
+    def _into_method(self, method: types.MethodType, levels: int) -> None:
+        self.look(method.__self__, levels + 1)
+        self.look(method.__func__, levels + 1)
+
+    def _into_partial(self, one: functools.partial[Any], levels: int) -> None:
+        self.look(one.func, levels + 1)
+        if one.__dict__:
+            self.roots.append((one, Note(one)))
+            self.add(self.roots[-1][1], VARIABLES, 0, VARIABLES.read(one, 0), levels)
+        for value in (*one.args, *one.keywords.values()):
+            self.look(value, levels)
+
+    def _into_function(self, function: types.FunctionType, levels: int) -> None:
+        self.functions.append(function)
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            self.look(value, levels)
+        names, is_library = facts_of_code(function)
+        noted = self._named.get(id(function)) or Note(function)
+        if function.__closure__:
+            self.add(noted, CELLS, 0, CELLS.read(function, 0), levels, _is_any)
+        if names:
+            # Functions that this one calls are not followed: their names are nearly all that a module of code defines.
+            part = globals_part(names)
+            self.add(noted, part, 0, part.read(function, 0), levels, _is_followed)
+        if is_library:
+            return
+        for one in (function, *named_functions(function)):
+            if id(one) not in self._named:
+                # Also what these have for attributes, ``gate.calls``.
+                found = self._named[id(one)] = noted if one is function else Note(one)
+                self.add(found, VARIABLES, 0, VARIABLES.read(one, 0), LEVELS - 1)
+                self.roots.append((one, found))
+
+
+def _is_any(kind: type) -> bool:
+    return True
+
+
+def _is_followed(kind: type) -> bool:
+    """Whether a walk looks at a global variable with a value of a kind."""
+    return issubclass(kind, (Module, torch.Tensor, torch.Generator)) or bool(parts_of(kind))
+
+
+_WITH_HISTORY = frozenset({TensorNote, Note})
+_INTO: dict[type, Any] = {
+    types.FunctionType: Walk._into_function,
+    types.MethodType: Walk._into_method,
+    functools.partial: Walk._into_partial,
+}
+
+
+def _weak(value: Any) -> Any:
+    """Returns a weak reference to an object; the object where there are none, as to an iterator."""
+    try:
+        return value if isinstance(value, VALUES) else Weak(value)
+    except TypeError:
+        return value
+
+
+def walk_from(function: Any, objects: Sequence[Any] = ()) -> Walk:
+    """Walks from a function, module, method or other callable, and from other arguments than tensors and containers."""
+    walk = Walk()
+    walk.look(function)
+    if type(call := getattr(type(function), "__call__", None)) is types.FunctionType and not isinstance(function, Module):  # noqa: B004
+        walk.look(call)
+    for value in objects:
+        walk.look(value)
+    return walk
+
+
+def modules_of(root: Module) -> list[Module]:
+    """Returns a module, its submodules, and modules in containers and objects there, such as an untrained teacher."""
+    found = dict.fromkeys(Module.modules(root))
+    todo, seen = list(found), set[int]()
+    has_root = functools.cache(lambda module: root in Module.modules(module))
+    while todo:
+        attributes = {id(one): one for name, one in list(vars(todo.pop()).items()) if name not in MACHINERY}
+        for value in [one for number, one in attributes.items() if number not in seen]:
+            seen.add(id(value))
+            # Left out are modules around ``root`` (a trainer has the whole model) and lists with ``root`` among others (of all
+            # layers). Objects of torch's classes are not looked into: the state of FSDP has all modules of a model.
+            inner, within = _modules_directly_in(value), _modules_within(value)
+            if type(value) in _INTO or root not in within:
+                inner += [one for one in within if one not in found and not has_root(one)]
+            new = [module for one in inner for module in Module.modules(one) if module not in found]
+            found.update(dict.fromkeys(new))
+            todo += new
+    return list(found)
+
+
+def _modules_directly_in(value: Any) -> list[Module]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [one for one in values if isinstance(one, Module)]
+
+
+def _modules_within(value: Any) -> list[Module]:
+    if isinstance(value, Module):
+        return [value]
+    if is_atom(value) or isinstance(value, torch.Tensor) or type(value).__module__.partition(".")[0] == "torch":
+        return []
+    walk = Walk()
+    walk.look(value, _LEVELS_OF_OTHERS)
+    return walk.modules
+
+
+def variables_in(context: Context) -> tuple[list[tuple[ContextVar[Any], Any, Any]], list[Any]]:
+    """Returns context variables with their values; notes of containers and objects of users, and what these notes need.
+
+    Transformers collects the hidden states of all layers in lists to which a context variable leads: a frame that held these
+    would hold what later layers add, with graphs, and would be in a cycle by way of them (Rule 9). Long ones, of which not all
+    is noted, are held, and returned besides.
+    """
+    found: list[tuple[ContextVar[Any], Any, Any]] = []
+    others = []
+    for variable, value in context.items():
+        noted = value if is_atom(value) else Walk(passes=True).note(value)
+        inside = list(notes_in([noted]))
+        if type(noted) is not Note:
+            found.append((variable, value, None))
+        elif any(base for one in inside if type(one) is Note for _, base, *_ in one.rows):
+            found.append((variable, value, None))
+            others.append(value)
+        else:
+            found.append((variable, noted, [one() for one in inside if type(one) is Weak]))  # these cannot be made again
+    return found, others

@@ -1,0 +1,342 @@
+"""What modules bind: noted for a root module and all modules inside, and compared from forward to forward.
+
+A look compares all that a tree binds as one string of pointers (:func:`.places.pointers`): classes, attributes, hooks,
+parameters, buffers, submodules, and attributes of the functions that forwards name. Only what differs is noted anew.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from gc import get_referents
+from itertools import chain
+from operator import attrgetter, itemgetter
+from typing import Any
+
+import torch
+from torch.nn import Module
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.hooks import RemovableHandle
+
+from ckpt_hooks._ambient.streams import recurrent_layers
+from ckpt_hooks._torch.tensors import storage_address
+
+from .callables import has_state, is_own, named_functions
+from .contents import WRITES, Group, is_small_on_host
+from .notes import Held, Note, TensorNote, Use, filled, notes_in
+from .places import ATOMS, ATTRIBUTES, CLASS, DICTS, MODULE_DICTS, VARIABLES, Content, Part, pointers, put_nothing
+from .reach import LEVELS, Walk, modules_of
+
+#: Without those in which a hook of another one is listed again.
+_LOOKED_AT = [name for name in DICTS if not name.endswith(("_with_kwargs", "_always_called"))]
+_FUNCTIONS = (types.FunctionType, types.MethodType, partial, RemovableHandle)
+_NOTED = (Note, TensorNote, weakref.ref)
+
+_vars: Callable[[Any], dict[str, Any]] = attrgetter("__dict__")
+dicts_of: Callable[[Any], Any] = itemgetter(*DICTS)
+_requires_grad: Callable[[Any], bool] = attrgetter("requires_grad")
+_size: Callable[[torch.Tensor], torch.Size] = torch.Tensor.size
+_strides: Callable[[torch.Tensor], tuple[int, ...]] = torch.Tensor.stride
+_flatten = chain.from_iterable
+
+#: Where torch's own wrappers of modules are defined, which note the progress of a step in attributes: left alone.
+_FRAMEWORKS = ("torch.distributed.", "torch._dynamo.", "torch.nn.parallel.", "torch._inductor.")
+#: Where classes are that FSDP makes out of a user's.
+_MADE_FROM_USERS = "torch.distributed.fsdp._fully_shard"
+_LEFT_ALONE = Part(lambda module, _: {}, put_nothing)
+
+
+def _is_left_alone(module: Module) -> bool:
+    bases = [base for base in type(module).__mro__ if f"{base.__module__}.".startswith(_FRAMEWORKS)]
+    return any(not base.__module__.startswith(_MADE_FROM_USERS) for base in bases)
+
+
+def is_of_framework(tensor: Any) -> bool:
+    """Whether a framework may exchange a parameter, as FSDP and DeepSpeed do with shards and what they gather of these."""
+    if not isinstance(tensor, torch.Tensor):
+        return False
+    return is_traceable_wrapper_subclass(tensor) or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_id")
+
+
+class ModuleNote(Note):
+    """A noted module: its class, attributes, hooks, parameters, buffers and submodules."""
+
+    __slots__ = ("functions", "generators", "modules", "tensors")
+
+    def __init__(self, module: Module, owner: int, known: dict[int, TensorNote]) -> None:
+        super().__init__(module)
+        walk = Walk(known, owner)
+        self.rows.append((CLASS, 0, CLASS.read(module, 0), ()))
+        for part in (_LEFT_ALONE if _is_left_alone(module) else ATTRIBUTES, *MODULE_DICTS.values()):
+            self._add(part, part.read(module, 0), walk)
+        self.functions, self.generators = walk.functions, list(map(_reference_to, walk.generators))
+        self.modules = list(map(id, walk.modules))
+        self.tensors = list(walk.tensors.values())
+
+    def _add(self, part: Part, content: Content, walk: Walk) -> None:
+        keys = []
+        for key, one in list(content.items()):
+            if type(one) in ATOMS:
+                continue
+            found = walk.note_root(one)
+            is_tensor = type(found) is TensorNote and (found.storage is not None or part is not MODULE_DICTS["_parameters"])
+            if not is_tensor and (part not in (ATTRIBUTES, MODULE_DICTS["_buffers"]) or isinstance(one, _FUNCTIONS)):
+                found = Held(one)
+            if found is not one:
+                content[key] = found
+                keys.append(key)
+        self.rows.append((part, 0, content, keys))
+
+    def fill(self, value: Any, loan: Any) -> None:
+        """Gives the module the noted content; a parameter that a framework exchanges stays."""
+        loan.made[self.number] = value
+        for part, base, noted, keys in self.rows:
+            now = part.read(value, base)
+            if part is MODULE_DICTS["_parameters"]:
+                content = {key: loan.parameter(key, one, now.get(key, loan)) for key, one in noted.items()}
+                content = {key: one for key, one in content.items() if one is not loan}
+            elif part is MODULE_DICTS["_buffers"] and not loan.with_buffers:
+                continue
+            else:
+                content = filled(noted, keys, now, loan)
+            if part is ATTRIBUTES:  # a framework may have a parameter's name bound to what it gathered
+                own, before = value.__dict__["_parameters"], self.rows[2 + DICTS.index("_parameters")][2]
+                content = {key: one for key, one in content.items() if not is_of_framework(own.get(key))}
+                theirs = [
+                    key for key in now if key in before and is_of_framework(loan.held.get(before[key] and before[key].number))
+                ]
+                content.update({key: now[key] for key in theirs})
+            loan.put(value, part, base, now, content)
+
+    def flags(self) -> list[Any]:
+        """Returns names, flags and the like; of a number, which may count steps, whether it is zero."""
+        return [self.modules, *(list(row[2]) for row in self.rows), *_flags_in(self.rows[1][2].values())]
+
+
+def _flags_in(notes: Iterable[Any]) -> Iterator[Any]:
+    for noted in notes:
+        kind = type(noted)
+        if kind is Note:
+            if noted.kind.__module__ in ("builtins", "collections"):  # not an object of a user's, such as a cache
+                for _, _, content, _ in noted.rows:
+                    yield from _flags_in(content.values() if type(content) is dict else content)
+        elif kind in (int, float):
+            yield (noted == 0,)
+        elif kind in ATOMS:
+            yield noted
+
+
+def _reference_to(generator: torch.Generator) -> Callable[[], torch.Generator | None]:
+    """Returns a weak reference to a generator; before torch 2.12 generators take none, and the module holds it anyway."""
+    try:
+        return weakref.ref(generator)
+    except TypeError:
+        return lambda: generator
+
+
+class History:
+    """What forwards and reruns of a root module were seen to do."""
+
+    def __init__(self, before: History | None = None) -> None:
+        self.num_forwards = 0  # whole ones since the first, or since a change of flags
+        self.changes: bool = before is not None and before.changes  # whether they change what modules bind
+        self.writes_parameters: bool = before is not None and before.writes_parameters
+
+
+class Tree:
+    """All that a root module and the modules inside bind, at one moment. Refers to modules weakly, and never changes."""
+
+    def __init__(self, root: Module, notes: Sequence[ModuleNote], scripted: Sequence[Any], before: Tree | None) -> None:
+        self.root = weakref.ref(root, partial(_forget, id(root)))
+        self.scripted = scripted
+        modules = [note.reference() for note in notes]
+        hooks = [hook for module in modules for hook in (*module._forward_pre_hooks.values(), *module._forward_hooks.values())]
+        found = [
+            *hooks,
+            *dict.fromkeys(type(module).forward for module in modules),
+            *(f for note in notes for f in note.functions),
+        ]
+        code = dict.fromkeys(one for one in found if type(one) is types.FunctionType)
+        walk, functions = Walk(owner=len(notes)), []
+        named = dict.fromkeys(one for outer in code if not is_own(outer) for one in (outer, *named_functions(outer)))
+        for function in named:
+            functions.append(Note(function))
+            walk.add(functions[-1], VARIABLES, 0, VARIABLES.read(function, 0), LEVELS - 1)
+        self.modules, self.notes = notes, (*notes, *functions)
+        self.functions = [weakref.ref(one) for one in found if has_state(one)]
+        self.generators = [one for note in notes for one in note.generators]
+        self.recurrent = recurrent_layers(modules)
+        self.is_lazy = any(isinstance(module, LazyModuleMixin) and "_initialize_hook" in vars(module) for module in modules)
+        self._take_pointers()
+        self._take_tensors(None if before is None else before.group)
+        self._flags = [note.flags() for note in notes]
+        if before is not None and self._flags == before._flags:
+            self.history: History = before.history
+        else:
+            self.history = History(None if before is None else before.history)
+            for note in self.tensor_notes():
+                note.use = Use.UNKNOWN
+
+    def _take_pointers(self) -> None:
+        self._references = [note.reference for note in self.notes]
+        owns = [vars(refer()) for refer in self._references]
+        modules = owns[: len(self.modules)]
+        self._get_dicts: Callable[[Any], tuple[Any, ...]] = _nothing_of
+        self._get_filled: Callable[[Any], tuple[Any, ...]] = _nothing_of
+        values = self._flat()
+        where = {id(one): at for at, one in enumerate(values)}
+        self._get_dicts = _getter([where[id(own[name])] for own in modules for name in _LOOKED_AT])
+        self._get_filled = _getter([where[id(own[name])] for own in modules for name in DICTS if own[name]])
+        flat = self._flat()
+        where = {id(one): at for at, one in enumerate(flat)}
+        noted = [pair for note, own in zip(self.notes, owns, strict=True) for pair in _pairs_of(note, own)]
+        at: dict[str, list[int]] = {"held": [], "inner": [], "parameters": [], "others": []}
+        self.parameters: list[TensorNote] = []
+        self._inner: list[tuple[int, Any]] = []
+        for one, value in noted:
+            position = where[id(value)]
+            is_tensor = type(one) is TensorNote and one.storage is not None and not one.has_history
+            if is_tensor:
+                is_parameter = one.requires_grad or issubclass(one.kind, torch.nn.Parameter)
+                at["parameters" if is_parameter else "others"].append(position)
+                self.parameters += [one] if is_parameter else []
+            elif isinstance(one, _NOTED):
+                self._inner.append((position, one))
+            if type(one) is Held or (is_tensor and one.requires_grad):
+                at["held"].append(position)
+        # Which of all that is bound: what forward's journal holds, the parameters, the other tensors.
+        self.get_held, self.get_parameters, self._get_others = (_getter(at[name]) for name in ("held", "parameters", "others"))
+        held = [one for one in self.get_held(flat) if isinstance(one, _FUNCTIONS)]
+        self._held_functions = list(map(weakref.ref, held))
+        self._image, self._layouts = pointers(flat), self._layouts_of(flat)
+        if len(self.parameters) == 1:
+            self.parameters *= 2
+        self.addresses = [note.storage for note in self.parameters]
+        self.has_frozen = not all(note.requires_grad for note in self.parameters)
+
+    def _take_tensors(self, group: Group | None) -> None:
+        tensors = {one.number: one for note in self.modules for one in note.tensors}
+        self.tensors = frozenset(number for number, note in tensors.items() if note.kind is not torch.nn.Parameter)
+        small = [note for note in tensors.values() if is_small_on_host(note)]
+        self.group = group if group is not None and group.notes == small else (Group(small) if small else None)
+        left = tensors.keys() - {note.number for note in (*small, *self.parameters)}
+        self.others = [note for number, note in tensors.items() if number in left and not note.requires_grad]
+
+    def tensor_notes(self) -> list[TensorNote]:
+        contents = [content[key] for note in self.notes for _, _, content, keys in note.rows for key in keys]
+        return [one for one in notes_in(contents) if type(one) is TensorNote]
+
+    def _flat(self) -> tuple[Any, ...]:
+        """Returns all that is bound, classes and dictionaries included, and names."""
+        # The garbage collector goes through objects in C: in a quarter of the time of iterating.
+        objects = [refer() for refer in self._references]
+        owns = list(map(_vars, objects))
+        values = get_referents(*objects, *owns)
+        inner = get_referents(*self._get_dicts(values))
+        names = map(next, map(reversed, owns[: len(self.modules)]))  # of others in between the values would be elsewhere
+        return (*values, *inner, *names, *_flatten(self._get_filled(values)))
+
+    def _layouts_of(self, flat: tuple[Any, ...]) -> list[Any]:
+        """Returns where tensors are in memory, and how; of parameters the storage alone."""
+        found: list[Any] = list(map(storage_address, self.get_parameters(flat)))
+        if others := self._get_others(flat):
+            found += [*map(storage_address, others), *map(_size, others), *map(_strides, others), *map(_requires_grad, others)]
+        return found
+
+    def look(self) -> tuple[Any, ...] | None:
+        """Returns all that is bound, if it is as noted; else None."""
+        try:
+            flat = self._flat()
+            if pointers(flat) != self._image or self._layouts_of(flat) != self._layouts:
+                return None
+        except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):  # a module or tensor is gone, say
+            return None
+        if self._held_functions and None in [refer() for refer in self._held_functions]:
+            return None
+        return flat if all(noted.holds(flat[position]) for position, noted in self._inner) else None
+
+    def holds(self) -> bool:
+        """Whether all is as noted, though other pointers may lead to it."""
+        return all((value := note.reference()) is not None and note.holds(value) for note in self.notes)
+
+    def note_writes(self, parameters: Sequence[torch.Tensor], versions: Sequence[int]) -> None:
+        """Notes which parameters a forward has written to."""
+        for note, one, version in zip(self.parameters, parameters, versions, strict=True):
+            if one._version != version and note.use not in WRITES:
+                note.use = Use.WRITTEN
+        if any(note.use in WRITES for note in self.parameters):
+            self.history.writes_parameters = True
+
+    def unbound(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the parameters that are bound nowhere by now."""
+        owns = [vars(module) for note in self.modules if (module := note.reference()) is not None]
+        bound = {id(one) for own in owns for values in (own, own["_parameters"]) for one in values.values()}
+        return [one for one in parameters if id(one) not in bound]
+
+
+def _getter(keys: Sequence[Any]) -> Callable[[Any], tuple[Any, ...]]:
+    """Returns a function that gets the values of keys, of a single key twice: ``itemgetter`` would return no tuple."""
+    return itemgetter(*keys, *keys[: len(keys) == 1]) if keys else _nothing_of
+
+
+def _nothing_of(found: Any) -> tuple[Any, ...]:
+    return ()
+
+
+def _pairs_of(note: Note, own: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields the notes of one object, each with its value."""
+    names = {part: name for name, part in MODULE_DICTS.items()}
+    for part, _, content, keys in note.rows:
+        values = own[names[part]] if part in names else own
+        yield from ((content[key], values[key]) for key in keys)
+
+
+#: The latest tree of each root module, by the ``id`` of the module, whose class may define equality as it likes.
+_trees: dict[int, Tree] = {}
+
+
+def _forget(key: int, root: Any) -> None:
+    if (found := _trees.get(key)) is not None and found.root is root:
+        del _trees[key]
+
+
+def tree_of(root: Module) -> tuple[Tree, tuple[Any, ...]]:
+    """Returns the tree of a module, a new one if something has changed, and all that is bound."""
+    tree = _trees.get(id(root))
+    if tree is not None and (flat := tree.look()) is not None:
+        return tree, flat
+    notes = None if tree is None else _notes_again(tree)
+    if tree is None or notes is None:
+        everything, known = modules_of(root), {} if tree is None else _known_in(tree)
+        modules = [module for module in everything if isinstance(module._modules, dict)]
+        # What TorchScript made has its tensors elsewhere; they are taken as they are.
+        scripted = [weakref.ref(module) for module in everything if not isinstance(module._modules, dict)]
+        notes = [ModuleNote(module, owner, known) for owner, module in enumerate(modules)]
+    else:
+        scripted = list(tree.scripted)
+    # Made whole before anybody sees it: an exception on the way, such as Ctrl-C, leaves the tree from before.
+    tree = _trees[id(root)] = Tree(root, notes, scripted, tree)
+    return tree, tree._flat()
+
+
+def _known_in(tree: Tree) -> dict[int, TensorNote]:
+    return {note.number: note for note in tree.tensor_notes()}
+
+
+def _notes_again(tree: Tree) -> list[ModuleNote] | None:
+    """Returns present notes of the same modules; None if other modules are inside by now."""
+    known, notes = _known_in(tree), []
+    submodules = 2 + DICTS.index("_modules")
+    for owner, note in enumerate(tree.modules):
+        module = note.reference()
+        if module is None:
+            return None
+        new = note if note.holds(module) else ModuleNote(module, owner, known)
+        before, now = ([one and one.number for one in one.rows[submodules][2].values()] for one in (note, new))
+        if new.modules != note.modules or before != now:
+            return None
+        notes.append(new)
+    return notes

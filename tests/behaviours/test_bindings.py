@@ -1,0 +1,550 @@
+"""What a forward is bound to for a while: hooks, methods, classes, parametrizations, attributes of functions.
+
+A rerun finds them as its forward did, and the program goes on with its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.utils import parametrize
+
+from ckpt_hooks import checkpoint
+from tests.behaviours.applied import all_regions, function_regions
+from tests.behaviours.runs import assert_as_eager
+
+# Changes: each changes a model, and returns what takes the change back.
+
+
+class Counter:
+    """Counts in three ways how often it was called."""
+
+    def __init__(self):
+        self.calls, self.seen, self.values = 0, [], {}
+
+    def __call__(self, module=None):
+        self.calls += 1
+        self.seen.append(self.calls)
+        self.values[self.calls] = type(module).__name__
+        return self.calls
+
+    def state(self):
+        return [self.calls, list(self.seen), dict(self.values)]
+
+
+class Inner(nn.Module):
+    """A layer between two others, which has a method to be called by its forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 3, dtype=torch.float64), nn.BatchNorm1d(3, dtype=torch.float64)
+
+    def activation(self, x):
+        return x.sin()
+
+    def forward(self, x):
+        return self.activation(self.norm(self.linear(x))).exp()
+
+
+class Other(Inner):
+    """Another class for it, which does something else."""
+
+    def activation(self, x):
+        return x.cos()
+
+    def forward(self, x):
+        return super().forward(x).tanh()
+
+
+class Model(nn.Module):
+    """Calls its layer twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.last = Inner(), nn.Softplus()
+
+    def forward(self, x):
+        return self.last(self.inner(self.inner(x).sin())).sin()
+
+
+def steer(counter, module, args, kwargs, result=None):
+    """Changes what a hook is given, by the number of its call."""
+    scale = 1.0 + 0.1 * counter(module)
+    return ((args[0] * scale, *args[1:]), kwargs) if result is None else result * scale
+
+
+def steer_for_all(counter, module, args, result=None):
+    """The same for hooks for all modules, which do without keywords."""
+    scale = 1.0 + 0.1 * counter(module)
+    return (args[0] * scale, *args[1:]) if result is None else result * scale
+
+
+def hook(register, **options):
+    """Returns a change that registers a hook of a submodule."""
+
+    def change(model, counter):
+        method = getattr(model.inner, register)
+        return method(functools.partial(steer, counter), with_kwargs=True, **options).remove
+
+    return change
+
+
+def hook_by_closure(model, _):
+    """Has the count, and an adapter's weight, in cells."""
+    count, down = 0, torch.linspace(-1, 1, 9, dtype=torch.float64).view(3, 3)
+
+    def adapt(module, args, result):
+        nonlocal count
+        count += 1
+        return result + args[0] @ down * count
+
+    return model.inner.linear.register_forward_hook(adapt).remove
+
+
+def hook_that_takes_itself_off(model, counter):
+    """Is called once."""
+
+    def once(module, args, result):
+        handle.remove()
+        return result * (1 + counter())
+
+    handle = model.inner.register_forward_hook(once)
+    return handle.remove
+
+
+def hooks_in_two_places(model, counter):
+    """One before others, and one for the whole module."""
+    handles = [
+        model.inner.register_forward_hook(lambda module, args, result: result.sin()),
+        model.inner.register_forward_hook(lambda module, args, result: result * 2 + counter(), prepend=True),
+        model.register_forward_pre_hook(lambda module, args: (args[0] + 0.5,)),
+    ]
+    return lambda: [handle.remove() for handle in handles]
+
+
+def hook_for_all(register):
+    """Returns a change that registers a hook for all modules."""
+    return lambda model, counter: register(functools.partial(steer_for_all, counter)).remove
+
+
+def forward_of_the_instance(model, counter):
+    """As libraries do that wrap a module's forward."""
+    model.inner.forward = types.MethodType(lambda module, x: Inner.forward(module, x) * counter(), model.inner)
+    return lambda: delattr(model.inner, "forward")
+
+
+def method_of_the_instance(model, counter):
+    model.inner.activation = lambda x: x.tanh() * counter()
+    return lambda: delattr(model.inner, "activation")
+
+
+def function_for_a_forward(model, counter):
+    """It names the forward that it takes the place of."""
+    forward = model.inner.forward
+    model.inner.forward = lambda x: forward(x) + x * counter()
+    return lambda: delattr(model.inner, "forward")
+
+
+def another_class(model, _):
+    model.inner.__class__ = Other
+    return lambda: setattr(model.inner, "__class__", Inner)
+
+
+def another_class_of_a_library(model, _):
+    model.last.__class__ = nn.Tanhshrink
+    return lambda: setattr(model.last, "__class__", nn.Softplus)
+
+
+class Doubled(nn.Module):
+    """A parametrization without parameters."""
+
+    def forward(self, weight):
+        return weight * 2
+
+
+class Low(nn.Module):
+    """A parametrization with a parameter of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Parameter(torch.full((3, 3), 0.25, dtype=torch.float64))
+
+    def forward(self, weight):
+        return weight + self.down
+
+
+def parametrization(kind):
+    def change(model, _):
+        parametrize.register_parametrization(model.inner.linear, "weight", kind())
+        return lambda: parametrize.remove_parametrizations(model.inner.linear, "weight", leave_parametrized=False)
+
+    return change
+
+
+def weight_computed_by_a_hook(model, _):
+    """As pruning does: from another parameter, before each forward of the layer, bound as an attribute."""
+    linear, weight = model.inner.linear, model.inner.linear.weight
+    del linear.weight
+    linear.register_parameter("weight_orig", weight)
+
+    def compute(module, args):
+        module.weight = module.weight_orig * torch.eye(3, dtype=torch.float64)
+
+    handle = linear.register_forward_pre_hook(compute)
+
+    def restore():
+        handle.remove()
+        vars(linear).pop("weight", None)
+        del linear.weight_orig
+        linear.weight = weight
+
+    return restore
+
+
+def computed_weight(model, _):
+    """The weight is a result of autograd, as an attribute."""
+    linear, weight = model.inner.linear, model.inner.linear.weight
+    del linear.weight
+    linear.weight = weight * torch.eye(3, dtype=torch.float64)
+
+    def restore():
+        del linear.weight
+        linear.weight = weight
+
+    return restore
+
+
+CHANGES = {
+    "hook": hook("register_forward_hook"),
+    "hook, always called": hook("register_forward_hook", always_call=True),
+    "pre-hook": hook("register_forward_pre_hook"),
+    "hook by closure": hook_by_closure,
+    "hook that takes itself off": hook_that_takes_itself_off,
+    "hooks in two places": hooks_in_two_places,
+    "hook for all": hook_for_all(register_module_forward_hook),
+    "pre-hook for all": hook_for_all(register_module_forward_pre_hook),
+    "forward": forward_of_the_instance,
+    "forward around forward": function_for_a_forward,
+    "method": method_of_the_instance,
+    "class": another_class,
+    "class of a library": another_class_of_a_library,
+    "weight computed by a hook": weight_computed_by_a_hook,
+    "computed weight": computed_weight,
+}
+
+#: These write to the weight, which is an error if it comes after a forward.
+PARAMETRIZATIONS = {"parametrization": parametrization(Doubled), "parametrization with a parameter": parametrization(Low)}
+
+# When a change is there. Each yields the outputs to go backward from, at that moment.
+
+
+def in_forward(forward, change):
+    undo = change()
+    y = forward()
+    undo()
+    yield y
+
+
+def after_forward(forward, change):
+    y = forward()
+    undo = change()
+    yield y
+    undo()
+
+
+def from_forward_on(forward, change):
+    undo = change()
+    yield forward()
+    undo()
+
+
+def taken_back_for_forward(forward, change):
+    """The other way round: it is there from the beginning, and not in forward."""
+    undo = change()
+    undo()
+    y = forward()
+    undo = change()
+    yield y
+    undo()
+
+
+def in_one_forward_of_three(forward, change):
+    """All of them go backward later, in another order."""
+    first = forward()
+    undo = change()
+    second = forward()
+    undo()
+    third = forward()
+    yield second
+    yield third
+    yield first
+
+
+WHEN = [in_forward, after_forward, from_forward_on, taken_back_for_forward, in_one_forward_of_three]
+
+
+def state(model):
+    """Returns values, names and classes of what a model is made of."""
+    values = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return [*map(torch.clone, values.values()), *values, *(type(module).__name__ for module in model.modules())]
+
+
+CASES = {f"{name}-{when.__name__}": (change, when) for name, change in CHANGES.items() for when in WHEN}
+CASES |= {
+    f"{name}-{when.__name__}": (change, when)
+    for name, change in PARAMETRIZATIONS.items()
+    for when in (in_forward, from_forward_on)
+}
+
+
+@all_regions
+@pytest.mark.parametrize(("change", "when"), CASES.values(), ids=CASES)
+def test_changes_of_a_module(change, when, run):
+    """Some steps, between which the model runs without a region too: whatever is left of a change would be seen there."""
+
+    def program(run):
+        model, counter, found = Model(), Counter(), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            for y in when(lambda x=x: run(model, x), lambda: change(model, counter)):
+                y.sum().backward(inputs=[x, *(p for p in model.parameters() if p.is_leaf)])
+                found += [y, x.grad.clone(), counter.state(), state(model)]
+            with torch.no_grad():
+                found += [*(None if p.grad is None else p.grad.clone() for p in model.parameters()), model(x)]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@all_regions
+def test_handles_work_after_a_rerun(run):
+    """They know the dict of hooks by a weak reference. The first is registered before all forwards, the second after one."""
+
+    def program(run):
+        model, x, handles, found = Model(), torch.randn(4, 3, dtype=torch.float64, requires_grad=True), [], []
+        for scale in (2.0, 3.0):
+            handles.append(model.inner.register_forward_hook(lambda module, args, result, scale=scale: result * scale))
+            y = run(model, x)
+            handles.append(model.inner.register_forward_pre_hook(lambda module, args, scale=scale: (args[0] + scale,)))
+            found += torch.autograd.grad(y.sum(), x)
+        for handle in handles:
+            handle.remove()
+            found.append(run(model, x))
+        return found
+
+    assert_as_eager(program, run)
+
+
+@all_regions
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_counters_of_hooks_for_all_modules(register, run):
+    """Such hooks stay, and count in a cell."""
+
+    def program(run):
+        model, calls, names, found = Model(), 0, [], []
+
+        def note(module, *rest):
+            nonlocal calls
+            calls += 1
+            names.append(type(module).__name__)
+
+        handle = register(note)
+        try:
+            for _ in range(3):
+                x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+                y = run(model, x)
+                y.sum().backward()
+                found += [y, x.grad]
+        finally:
+            handle.remove()
+        model(x)
+        names = [name for name in names if name not in ("Sequential", "Model")]  # a region's module is called otherwise
+        return found, calls, names
+
+    assert_as_eager(program, run)
+
+
+# Attributes of functions
+
+
+def gate(x):
+    return x * (1 + gate.calls % 3)
+
+
+@functools.wraps(gate)
+def wrapped(x):
+    """Has the attributes in the dict of a function around another."""
+    wrapped.calls += 1
+    return gate(x) * wrapped.calls
+
+
+def named_by_a_global(closed_over, x):
+    gate.calls += 1
+    return gate(x)
+
+
+def named_by_a_closure(closed_over, x):
+    closed_over.calls += 1
+    closed_over.seen.append(closed_over.calls)
+    return closed_over(x) * len(closed_over.seen)
+
+
+def named_by_a_list(closed_over, x):
+    (function,) = [closed_over]
+    function.calls, function.seen = function.calls + 1, [*function.seen, 1]
+    return function(x) * len(function.seen)
+
+
+GATES = {
+    "global": named_by_a_global,
+    "closure": named_by_a_closure,
+    "rebound": named_by_a_list,
+    "wrapped": lambda _, x: wrapped(x),
+}
+FUNCTIONS = [gate, wrapped]
+
+
+@all_regions
+@pytest.mark.parametrize("in_module", [False, True], ids=["function", "module"])
+@pytest.mark.parametrize("use", GATES.values(), ids=GATES)
+def test_attributes_of_functions_that_forward_names(use, in_module, run):
+    def program(run):
+        def closed_over(x):
+            return x * closed_over.calls
+
+        class Module(nn.Module):
+            def forward(self, x):
+                return use(closed_over, x.sin()).exp()
+
+        for function in (*FUNCTIONS, closed_over):
+            function.calls, function.seen = 0, []
+        called = Module() if in_module else lambda x: use(closed_over, x.sin()).exp()
+        found = []
+        for _ in range(3):
+            x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+            y = run(called, run(called, x))
+            for function in (*FUNCTIONS, closed_over):
+                function.calls += 5
+            y.sum().backward()
+            found += [y, x.grad, *((function.calls, list(function.seen)) for function in (*FUNCTIONS, closed_over))]
+        return found
+
+    assert_as_eager(program, run)
+
+
+# Weights that forward itself changes before it reads them
+
+
+class Normalised(nn.Module):
+    """Has a weight of length one whenever it reads it."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way, self.weight = way, nn.Parameter(torch.randn(3, 3, dtype=torch.float64))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if self.way == "copied":
+                self.weight.copy_(F.normalize(self.weight))
+            elif self.way == "in place":
+                self.weight.div_(self.weight.norm(dim=1, keepdim=True))
+            elif self.way == "clamped":
+                self.weight.clamp_(-0.5, 0.5)
+            else:
+                torch.nn.utils.vector_to_parameters(F.normalize(self.weight).flatten(), [self.weight])
+        return F.linear(x.sin(), self.weight).sin()
+
+
+@function_regions
+@pytest.mark.parametrize("way", ["copied", "in place", "clamped", "as data"])
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_a_weight_that_forward_normalises_before_it_reads_it(way, frozen, run):
+    def program(run):
+        module, found = Normalised(way).requires_grad_(not frozen), []
+        optimizer = None if frozen else torch.optim.SGD(module.parameters(), 0.5)
+        for _ in range(4):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            y = run(module, x)
+            y.sum().backward()
+            found += [y, x.grad, module.weight.grad, module.weight.clone()]
+            if optimizer:
+                optimizer.step()
+                optimizer.zero_grad()
+            else:
+                with torch.no_grad():
+                    module.weight.mul_(1.5)
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+@pytest.mark.parametrize("removed", [False, True], ids=["hook stays", "hook goes"])
+def test_lazy_modules_with_hooks_of_users(removed, run):
+    """Such a module takes off hooks of its own, and changes its class, in its first forward, which goes backward last."""
+
+    def program(run):
+        model, counter, found = nn.Sequential(nn.LazyLinear(3), nn.Tanh(), nn.LazyBatchNorm1d()), Counter(), []
+        handle = model[0].register_forward_hook(lambda module, args, result: result * counter())
+        xs = [torch.randn(4, 3, requires_grad=True) for _ in range(3)]
+        ys = [run(model, x) for x in xs]
+        if removed:
+            handle.remove()
+        for x, y in reversed([*zip(xs, ys, strict=True)]):
+            y.sum().backward()
+            found += [y, x.grad, counter.state(), state(model), *(p.grad.clone() for p in model.parameters())]
+        return [*found, model(xs[0])]
+
+    assert_as_eager(program, run)
+
+
+# A function that reaches much
+
+
+class Trainer:
+    """Has two hundred attributes and a long list, besides the counters that its step reads and changes."""
+
+    def __init__(self):
+        for number in range(200):
+            setattr(self, f"setting_{number}", [number] if number % 3 else number)
+        self.history, self.count, self.losses, self.named = list(range(100_000)), 0, [], {"calls": 0}
+
+    def step(self, block, x):
+        self.count += 1
+        self.named["calls"] += self.setting_199[0]
+        self.setting_0 += 1
+        y = block(x) * self.count + self.setting_0
+        self.losses.append(y.detach().sum())
+        return (y * len(self.losses) + self.history[-1] % 7).sin()
+
+
+@function_regions
+def test_a_method_of_an_object_with_much_in_it(run):
+    def program(run):
+        trainer, block, found = Trainer(), Model(), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            y = run(trainer.step, block, x)
+            trainer.history.append(trainer.count)
+            trainer.setting_0 += 10
+            y.sum().backward()
+            found += [y, x.grad, trainer.count, dict(trainer.named), trainer.setting_0, list(trainer.losses), state(block)]
+        return [*found, sum(trainer.history)]
+
+    assert_as_eager(program, run)
+
+
+def test_a_method_of_an_object_with_much_in_it_goes_with_its_graph():
+    """A region does not keep such an object, beyond what the function does itself."""
+    trainer, block = Trainer(), Model()
+    x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    y = checkpoint(trainer.step, block, x)
+    assert trainer.count == 1
+    y.sum().backward()
+    assert trainer.count == len(trainer.losses) == 1

@@ -1,0 +1,360 @@
+"""Tensors that get another storage, by ``tensor.data = ...`` or ``swap_tensors``: in forward, around it, and before backward.
+
+No operator and no version tells of that. Autograd saves a leaf itself, so that plain backward reads what the leaf has by then.
+Programs here read in both ways: by an operator that saves the tensor, and by one that saves its own result alone.
+"""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ckpt_hooks
+from tests.behaviours.applied import function_regions
+from tests.behaviours.runs import assert_as_eager, gradients
+
+#: Elements: few of them, and more than the 16 KiB up to which a tensor may pass for a small one.
+SIZES = pytest.mark.parametrize("size", [6, 6000], ids=["small", "large"])
+#: How a tensor is read: what autograd saves is the result, or the tensor.
+READS = pytest.mark.parametrize("read", [torch.add, torch.mul], ids=["result saved", "tensor saved"])
+
+# Holders: each hands out a function which reads and writes to a tensor, and where that tensor is.
+
+
+class Average(nn.Module):
+    """A key, which follows a query with a momentum, as MoCo's encoder of keys does."""
+
+    def __init__(self, size, read, first):
+        super().__init__()
+        self.query = nn.Parameter(torch.linspace(-1, 1, size))
+        self.read, self.first, self.calls = read, first, 0
+
+    def hold(self, key):
+        """Keeps the tensor."""
+        self.register_buffer("key", key)
+
+    def held(self):
+        """Returns the tensor."""
+        return self.key
+
+    def forward(self, x, *rest):
+        key = self.held(*rest)
+        y = self.read(x, key).sin()
+        if self.calls >= self.first:
+            key.data = key.data * 0.75 + self.query.data * 0.25
+        self.calls += 1
+        return self.read(y, key).sin() * self.query
+
+
+class Frozen(Average):
+    """Keeps it as a parameter without gradients."""
+
+    def hold(self, key):
+        self.key = nn.Parameter(key, requires_grad=False)
+
+
+class Attribute(Average):
+    """Keeps it as it is."""
+
+    def hold(self, key):
+        self.key = key
+
+
+class InContainer(Average):
+    """Keeps it in a container, or in an object's attribute."""
+
+    make = list
+
+    def hold(self, key):
+        self.keys = self.make([key])
+
+    def held(self):
+        return self.keys[0]
+
+
+class InTuple(InContainer):
+    """Keeps it where it cannot be bound anew."""
+
+    make = tuple
+
+
+class InDict(InContainer):
+    """Keeps it by a key."""
+
+    def hold(self, key):
+        self.keys = {0: key}
+
+
+class InObject(InContainer):
+    """Keeps it in an object of no module."""
+
+    def hold(self, key):
+        self.keys = types.SimpleNamespace(key=key)
+
+    def held(self):
+        return self.keys.key
+
+
+class OfAChild(Average):
+    """Keeps it as a buffer of another module."""
+
+    def hold(self, key):
+        self.child = nn.Sequential(nn.Identity())
+        self.child[0].register_buffer("key", key)
+
+    def held(self):
+        return self.child[0].key
+
+
+class ByClosure(Average):
+    """Keeps it in a cell."""
+
+    def hold(self, key):
+        self.held = lambda: key
+
+
+class ByArgument(Average):
+    """Is given it in a container."""
+
+    def hold(self, key):
+        self.extra = ([key],)  # in a tuple, whose entry the call hands over
+
+    def held(self, given=None):
+        return (self.extra[0] if given is None else given)[0]
+
+
+HOLDERS = {
+    "buffer": Average,
+    "frozen parameter": Frozen,
+    "attribute": Attribute,
+    "list": InContainer,
+    "tuple": InTuple,
+    "dict": InDict,
+    "object": InObject,
+    "buffer of a child": OfAChild,
+    "closure": ByClosure,
+    "argument": ByArgument,
+}
+
+
+def averaging(holder, size, read, first):
+    """Returns a module, and what it is called with besides its input."""
+    module = holder(size, read, first)
+    module.hold(torch.linspace(1, 2, size))
+    return module, getattr(module, "extra", ())
+
+
+@function_regions
+@pytest.mark.parametrize("first", [0, 3], ids=["at once", "later"])
+@READS
+@SIZES
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_a_forward_gives_a_tensor_another_storage(holder, size, read, first, run):
+    def program(run):
+        (module, extra), found = averaging(holder, size, read, first), []
+        for _ in range(6):
+            x = torch.randn(size, requires_grad=True)
+            y = run(module, x, *extra)
+            left = module.held().clone()
+            found += [*gradients(y, x), module.query.grad.clone(), left, module.held().clone(), module.calls]
+            with torch.no_grad():
+                module.query.mul_(0.9)
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+@SIZES
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)], ids=["in order", "reversed"])
+@pytest.mark.parametrize("holder", HOLDERS.values(), ids=HOLDERS)
+def test_forwards_that_give_a_tensor_storages_before_the_first_backward(holder, order, size, run):
+    """Each rerun finds the storage of its own forward, and the program its latest one."""
+
+    def program(run):
+        (module, extra), xs, found = averaging(holder, size, torch.add, 0), torch.randn(3, size).requires_grad_(), []
+        for _ in range(3):
+            ys = [run(module, x, *extra) for x in xs]
+            for number in order:
+                found += [*torch.autograd.grad(ys[number].sum(), [xs, module.query]), module.held().clone()]
+        return found
+
+    assert_as_eager(program, run)
+
+
+class Weighted(nn.Module):
+    """Reads a trained weight, and may give it another storage after that."""
+
+    def __init__(self, size, read, *, normalises=False):
+        super().__init__()
+        self.read, self.normalises = read, normalises
+        self.weight = nn.Parameter(torch.linspace(-1, 2, size))
+
+    def forward(self, x):
+        y = self.read(x.sin(), self.weight).sin()
+        if self.normalises:
+            self.weight.data = F.normalize(self.weight.data, dim=0)
+        return y.exp()
+
+
+@function_regions
+@READS
+@SIZES
+@pytest.mark.parametrize("backward", ["after the swap", "before the swap"])
+def test_an_average_stands_in_for_a_trained_parameter_in_forward(backward, size, read, run):
+    """It is swapped in by its storage, and back before backward."""
+
+    def program(run):
+        module, average, found = Weighted(size, read), torch.linspace(1, 3, size), []
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        for _ in range(4):
+            x = torch.randn(size, requires_grad=True)
+            trained, module.weight.data = module.weight.data, average
+            y = run(module, x)
+            if backward == "after the swap":
+                module.weight.data = trained
+            found += [*gradients(y, x), module.weight.grad.clone(), module.weight.data_ptr() == trained.data_ptr()]
+            module.weight.data = trained
+            optimizer.step()
+            optimizer.zero_grad()
+            average = average * 0.75 + module.weight.data * 0.25
+            found += [module.weight.clone(), average]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+@READS
+@SIZES
+def test_a_trained_weight_is_normalised_after_its_use(size, read, run):
+    def program(run):
+        module, found = Weighted(size, read, normalises=True), []
+        optimizer = torch.optim.SGD(module.parameters(), 0.5)
+        for _ in range(4):
+            x = torch.randn(size, requires_grad=True)
+            y = run(module, x)
+            found += [*gradients(y, x), module.weight.grad.clone(), module.weight.clone()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert_as_eager(program, run)
+
+
+class Reads(nn.Module):
+    """Reads what it holds."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.register_buffer("buffer", held)
+        self.plain = [held.clone()]
+
+    def forward(self, x):
+        return ((x + self.buffer).sin() + self.plain[0]).exp()
+
+
+def swap(module, other):
+    torch.utils.swap_tensors(module.buffer, other)
+
+
+def swap_in_a_list(module, other):
+    torch.utils.swap_tensors(module.plain[0], other)
+
+
+def give(module, other):
+    module.buffer.data, other.data = other.data, module.buffer.data
+
+
+@function_regions
+@SIZES
+@pytest.mark.parametrize("swaps_back", [False, True], ids=["stays", "goes back"])
+@pytest.mark.parametrize("change", [swap, swap_in_a_list, give])
+def test_a_tensor_that_is_another_one_in_backward(change, swaps_back, size, run):
+    """The program has both tensors all the time. No autograd of its own needs the one that it takes away."""
+
+    def program(run):
+        module, other, found = Reads(torch.linspace(1, 2, size)), torch.linspace(-1, 1, size), []
+        for _ in range(4):
+            x = torch.randn(size, requires_grad=True)
+            y = run(module, x)
+            change(module, other)
+            found += [*gradients(y, x), module.buffer.clone(), module.plain[0].clone(), other.clone()]
+            if swaps_back:
+                change(module, other)
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+def test_views_and_aliases_see_one_storage_in_a_rerun(run):
+    """What shared memory in forward does so in the rerun, and what does not share it any more stays apart."""
+
+    class Shares(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("whole", torch.linspace(1, 2, 6))
+            self.part = self.whole[2:]
+
+        def forward(self, x):
+            self.whole.mul_(1.5)  # which the part sees
+            y = (x + self.part.sum()).sin()
+            self.whole.data = self.whole.data * 2  # which it does not see from here on
+            self.whole.add_(1)
+            y = (y + self.part.sum() * self.whole.sum()).sin()
+            self.part = self.whole[2:]
+            return y.exp()
+
+    def program(run):
+        module, found = Shares(), []
+        for _ in range(4):
+            x = torch.randn(3, requires_grad=True)
+            found += [*gradients(run(module, x), x), module.whole.clone(), module.part.clone()]
+            module.part.add_(1)
+            found.append(module.whole.clone())
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 6), (1, 6), (6, 6)])
+def test_a_storage_of_another_kind(shape, dtype, run):
+    """A buffer changes its shape and its type for a part of forward, as a quantiser's does."""
+
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.linspace(1, 2, 6))
+
+        def forward(self, x):
+            y = (x + self.scale).sin()
+            self.scale.data = (self.scale.data.expand(shape) * 1.5).to(dtype)
+            y = (y + self.scale.float().sum(0)).sin()
+            self.scale.data = self.scale.data[-1].float() / 2
+            return y.exp()
+
+    def program(run):
+        module, found = Changes(), []
+        for _ in range(4):
+            x = torch.randn(6, requires_grad=True)
+            found += [*gradients(run(module, x), x), module.scale.clone()]
+        return found
+
+    assert_as_eager(program, run)
+
+
+def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
+    """A region may hold forward's until then, and no longer."""
+    module, _ = averaging(Average, 6000, torch.add, 0)
+    memory = StorageWeakRef(module.key.untyped_storage())
+    for _ in range(2):
+        ckpt_hooks.checkpoint(module, torch.randn(6000, requires_grad=True)).sum().backward()
+    assert memory.expired()
