@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.fake_device import fake_device
-from tests.fuzz import state_statements, statements
-from tests.fuzz.features import ABSENT, CORE, FEATURES, parse
+from tests.fuzz import patches, state_statements, statements
+from tests.fuzz.features import ABSENT, CORE, FEATURES, PATCHES, holding, parse
 from tests.fuzz.generate import generate
 from tests.fuzz.implementations import IMPLEMENTATIONS, Implementation
 from tests.fuzz.programs import CONTAINERS, MODES, Region, walk
@@ -77,7 +77,7 @@ def test_a_seed_makes_one_program():
 
 def test_programs_have_what_they_are_made_of():
     """Regions to depth 4, every way of calling them, and a vocabulary worth the name."""
-    programs = [generate(seed, FEATURES - set(STATE)) for seed in range(600)]
+    programs = [generate(seed, FEATURES - {*STATE, *PATCHES}) for seed in range(600)]
     regions = [node for program in programs for node in walk(program.body) if isinstance(node, Region)]
     assert {region.packing for region in regions} == {"tuple", "list", "dict", "nested"}
     styles = {binding.style for region in regions for binding in region.bindings}
@@ -118,6 +118,24 @@ def test_programs_have_state_of_every_kind():
         assert mark in inside
 
 
+def test_programs_patch_what_they_run():
+    """All parts and hooks for all modules, changes by callers at any time, and nothing that outlives a program."""
+    features = frozenset({"operators", "nesting", "closures", "endings", *PATCHES})
+    programs = [generate(seed, features) for seed in range(250)]
+    text = "\n".join(program.source() for program in programs)
+    templates = [part.forward.split("\n")[-1] for parts in patches.PARTS.values() for part in parts]
+    templates += [change for changes in patches.CHANGES.values() for change in changes]
+    templates += [added for _, added in patches.GLOBAL_HOOKS] + [".log = [*"]
+    for template in templates:
+        assert re.search(re.sub(r"\\\$({\w}|\w)|\\\$\\{\w\\}", ".+?", re.escape(template)), text), template
+    assert sum(bool(program.changes) for program in programs) > 40
+    assert sum("    if step: " in program.source() for program in programs) > 5
+    assert list(fuzz(IMPLEMENTATIONS["plain"], range(40), features)) == [None] * 40
+    hooks = torch.nn.modules.module
+    assert not hooks._global_forward_hooks
+    assert not hooks._global_forward_pre_hooks
+
+
 def test_features_can_be_left_out():
     """Without a feature no program has what it stands for."""
     plain = "\n".join(generate(seed, frozenset({"operators"})).source() for seed in range(100))
@@ -127,6 +145,9 @@ def test_features_can_be_left_out():
     assert parse("core,buffers,-random") == CORE - {"random"} | {"buffers"}
     with pytest.raises(ValueError, match="no feature 'speed'"):
         parse("core,speed")
+    assert parse("all", "ours-region") == holding("ours-region") == FEATURES - {"storages", "swaps"}
+    assert parse("all,storages", "ours-region") == FEATURES - {"swaps"}
+    assert parse("all") == FEATURES
 
 
 def minimal_runtime(flaw=None):
@@ -225,6 +246,12 @@ def test_the_fuzzer_finds_a_runtime_that(flaw, kinds):
     ("feature", "kinds"),
     [
         ("ambient", {"gradient", "raised", "output"}),
+        ("classes", {"attribute", "gradient", "output", "raised", "variable"}),
+        ("forwards", {"attribute", "gradient", "output", "raised"}),
+        ("function_attributes", {"gradient", "output", "raised", "variable"}),
+        ("module_hooks", {"attribute", "gradient", "output", "raised", "state", "variable"}),
+        ("storages", {"attribute", "buffer", "gradient", "output", "parameter", "variable"}),
+        ("swaps", {"attribute", "buffer", "gradient", "output", "variable"}),
         ("buffers", {"buffer", "gradient"}),
         ("counters", {"attribute", "gradient", "output", "raised"}),
         ("generators", {"stream", "gradient"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ckpt_hooks
 
-__all__ = ["ABSENT", "CORE", "FEATURES", "parse"]
+__all__ = ["ABSENT", "CORE", "FEATURES", "PATCHES", "holding", "parse"]
 
 #: What a runtime must get right without being told anything.
 CORE = frozenset(
@@ -41,8 +41,21 @@ CORE = frozenset(
     }
 )
 
+#: What functions run and read is patched: by forward, by the caller before it, and between forward and backward.
+PATCHES = frozenset(
+    {
+        "module_hooks",  # hooks and pre-hooks of forwards, of one module and of all, which come and go
+        "forwards",  # ``module.forward = f``, and deleted again
+        "classes",  # ``module.__class__ = other``, and of objects that are no modules
+        "storages",  # ``t.data = other`` of whatever tensors forwards reach
+        "swaps",  # torch.utils.swap_tensors of them
+        "function_attributes",  # attributes of functions that they, or functions they call, read and write
+    }
+)
+
 #: All features; those not in :data:`CORE` need what a function frame is not told, or cannot do.
 FEATURES = CORE | {
+    *PATCHES,
     "ambient",  # default dtype and device, context variables and backend flags that are others in backward
     "closure_mutation",  # writes to what regions close over and plain autograd has no need of
     "buffers",  # modules that update their own buffers
@@ -62,9 +75,22 @@ FEATURES = CORE | {
 #: Those that there is nothing to test of yet.
 ABSENT = frozenset() if hasattr(ckpt_hooks, "track_rng") else frozenset({"numpy_random", "python_random", "tracked_sources"})
 
+#: Features that hold for some implementations alone, with their names; all others hold for all of them.
+_AS_FUNCTIONS = {"ours", "ours-curried", "ours-to-the-end", "ours-debug", "ours-varied", "plain"}
+_HOLDS_FOR = {"storages": _AS_FUNCTIONS, "swaps": _AS_FUNCTIONS}
 
-def parse(text: str) -> frozenset[str]:
+
+def holding(implementation: str) -> frozenset[str]:
+    """Returns the features that hold for an implementation."""
+    return frozenset(name for name in FEATURES if implementation in _HOLDS_FOR.get(name, {implementation}))
+
+
+def parse(text: str, implementation: str = "ours") -> frozenset[str]:
     """Returns the features that a text names: ``"core"``, ``"all"``, names, and names to leave out, as in ``core,-random``.
+
+    Args:
+        text: Of the command line.
+        implementation: What runs regions; ``"all"`` leaves out what does not hold for it, unless it is named as well.
 
     Raises:
         ValueError: If there is no such feature.
@@ -72,7 +98,7 @@ def parse(text: str) -> frozenset[str]:
     chosen: set[str] = set()
     for word in text.split(","):
         name = word.strip().removeprefix("-")
-        named = {"core": CORE, "all": FEATURES}.get(name) or ({name} & FEATURES)
+        named = {"core": CORE, "all": holding(implementation)}.get(name) or ({name} & FEATURES)
         if not named:
             raise ValueError(f"there is no feature {name!r}; choose from core, all, {', '.join(sorted(FEATURES))}")
         chosen = chosen - named if word.strip().startswith("-") else chosen | named

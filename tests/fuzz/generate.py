@@ -11,7 +11,8 @@ import torch
 
 from . import ops, statements
 from .draft import Scope, is_float, is_usable, storage_of
-from .features import CORE
+from .features import CORE, PATCHES
+from .patches import HOLDERS
 from .programs import CONTAINERS, MODES, Binding, Block, Ending, Line, Node, Program, Region, names_in, walk
 from .slots import Slots
 from .stateful import STATE, Stateful
@@ -35,9 +36,17 @@ _WEIGHTS = {
 
 def generate(seed: int, features: frozenset[str] = CORE) -> Program:
     """Returns the program of a seed and a set of features."""
+    for_all = torch.nn.modules.module
+    tables = [for_all._global_forward_hooks, for_all._global_forward_pre_hooks]
+    before = [(table, dict(table)) for table in tables]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return _Generator(seed, features).program()
+        try:
+            return _Generator(seed, features).program()
+        finally:
+            for table, contents in before:
+                table.clear()
+                table.update(contents)
 
 
 class _Generator(Stateful):
@@ -71,7 +80,15 @@ class _Generator(Stateful):
             leaves = [name for name in leaves if name[0] == "v"]
             self.setup.append(Line(f"step_in_backward([{', '.join(leaves)}])"))
         steps = 2 if self.has("endings") and self.chance(0.3 if self.has_state else 0.15) else 1
+        if self.has_patches and self.chance(0.3):
+            steps = self.random.choice([2, 3])
         changes = self.late_changes(0.6)
+        if self.has_patches and steps > 1:  # from a later step on alone
+            changes = [Line(f"if step: {node.text}") if self.is_simple(node) and self.chance(0.4) else node for node in changes]
+        if self.has("storages") and self.chance(0.4):  # around forward and back, or once a step
+            for text in self.swaps()[:1]:
+                body.insert(0, Line(text))
+                changes[:0] = [Line(text)] * self.chance(0.8)
         return Program(self.seed, self.setup, body, self.ending(body), after, changes, around, steps)
 
     def seed_all(self) -> None:
@@ -121,11 +138,12 @@ class _Generator(Stateful):
             self.again: 1,
             self.block: 3 if self.has("ambient") else 1.5,
             self.module: 1,
-            self.remember: 4.5 if any(map(self.has, STATE)) else 0,
-            self.loop: 2.5 if self.has("loop_closures") or self.has("places") else 0,
+            self.remember: 4.5 if self.has_state else 0,
+            self.loop: 2.5 if any(map(self.has, ("loop_closures", "places", "function_attributes", *HOLDERS))) else 0,
             self.inner_backward: 0.7 if self.has("inner_backward") else 0,
             self.side_effect: 0.7,
             self.call: 0.5 + self.has("generators") if self.has("sequential") or self.has("generators") else 0,
+            self.hook_for_all: 0.7 if self.has("module_hooks") else 0,
         }
         while len(body) < number:
             (make,) = self.random.choices(list(kinds), list(kinds.values()))
@@ -344,11 +362,16 @@ class _Generator(Stateful):
             self.scopes[-1].functions.append(region)
         return self.take(region)
 
+    def is_simple(self, node: Node) -> bool:
+        """Whether a statement may stand behind a colon, and defines nothing."""
+        text = node.text if isinstance(node, Line) else "\n"
+        return not node.defines() and not re.search(r"\n|^(if|for|while) ", text)
+
     def is_hiding(self, region: Region) -> bool:
         """Whether there is something to find in a function that nobody finds in a module with the function."""
         text = " ".join(region.definition())
         found = {name[0] for name in names_in(text) - set(region.defines())}
-        telling = map(self.has, ("buffers", "generators", "module_state", *STATE))
+        telling = map(self.has, ("buffers", "generators", "module_state", *STATE, *PATCHES))
         return (not found.isdisjoint("mgf") and any(telling)) or bool(re.search(r"\b(each|global)\d", text))
 
     def style(self) -> str:

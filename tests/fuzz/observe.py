@@ -85,6 +85,8 @@ def see_module(name, module, see):
     for key, buffer in module.named_buffers():
         see("buffer", f"{name}.{key}", buffer)
     for path, part in module.named_modules():
+        hooks = len(part._forward_hooks), len(part._forward_pre_hooks)
+        see("attribute", f"class and hooks of {name}.{path}", (type(part).__name__, *hooks))
         for key, value in attributes_of(part).items():
             see_value("attribute", f"{name}.{path}.{key}", value, see)
 
@@ -143,6 +145,10 @@ def observe(program, run):
             value = value.detach().clone()
         seen.append((kind, name, value))
 
+    for_all = torch.nn.modules.module
+    hooks = [for_all._global_forward_hooks, for_all._global_forward_pre_hooks]
+    hooks += [for_all._global_forward_hooks_with_kwargs, for_all._global_forward_hooks_always_called]
+    hooks_before = [(table, dict(table)) for table in hooks]
     error = None
     random.seed(0)
     if "numpy" in sys.modules:
@@ -157,13 +163,17 @@ def observe(program, run):
     see("stream", "Python", random.getstate())
     if "numpy" in sys.modules:
         see("stream", "NumPy", sys.modules["numpy"].random.get_state()[1].tolist())
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    see("state", "modes", (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._len_torch_function_stack(), hooks))
+    packing = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    see("state", "modes", (torch.is_grad_enabled(), torch.get_default_dtype(), torch._C._len_torch_function_stack(), packing))
     autocast = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.is_autocast_cache_enabled()
     see("state", "autocast", autocast)
     kernels = torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()
     flags = torch.backends.mkldnn.enabled, torch.backends.cudnn.deterministic, torch.get_float32_matmul_precision()
     see("state", "backends", (*kernels, *flags, torch.are_deterministic_algorithms_enabled(), torch.get_default_device()))
+    see("state", "hooks for all modules", [len(table) for table in hooks])
+    for table, contents in hooks_before:
+        table.clear()
+        table.update(contents)
     torch.set_grad_enabled(True)  # the next run is not to suffer from this one
     torch.set_default_dtype(torch.float32)
     torch.set_float32_matmul_precision("highest")

@@ -6,10 +6,11 @@ tensor or None, a list, and a dict.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from string import Template
 
-__all__ = ["definition", "statement"]
+__all__ = ["Kind", "definition", "statement"]
 
 _NAMES = {"N": "n", "T": "t", "L": "log", "B": "by"}
 _CONTENT = "n=0, t=None, log=[], by={}"
@@ -97,8 +98,36 @@ $body
 _LOOK = """
 def ${l}_look():
     h = ${l}_h
-    return $N, $T, $L, $B
+    return $look
 """
+
+_CHANGES = [
+    "$N = 5",
+    "$T = torch.tensor(0.3)",
+    "$T = None",
+    "$L.append(0.25)",
+    "$L = [0.5]",
+    "$B['caller'] = 1",
+    "$B.clear()",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """A kind of state.
+
+    Attributes:
+        holders: Expressions that make a holder, and how its places are written; None for those of places.
+        steps: What a function does, where ``$O`` is the object that has the places, if one has.
+        changes: What a caller does.
+        look: What is looked at.
+    """
+
+    holders: list[tuple[str, str]] | None = None
+    steps: list[str] = dataclasses.field(default_factory=lambda: _STEPS)
+    changes: list[str] = dataclasses.field(default_factory=lambda: _CHANGES)
+    look: str = "$N, $T, $L, $B"
+
 
 _STATEMENTS = """
 $w = run(${l}_step, $x$h)
@@ -113,26 +142,20 @@ $w = ${l}_step($x$h)
 """
 
 
-def definition(chosen: random.Random, name: str) -> tuple[str, str, list[str]]:
+def definition(chosen: random.Random, name: str, kind: Kind | None = None) -> tuple[str, str, list[str]]:
     """Returns a definition, the further arguments of what it defines, and statements by which a caller changes the state."""
-    make, place = chosen.choice(_HOLDERS)
+    kind = kind or Kind()
+    make, place = chosen.choice(kind.holders or _HOLDERS)
     reach = chosen.choice(list(_REACHES))
     numbers = {key: str(number) for number, key in enumerate(_NAMES)}
     places = {key: place.format(numbers[key] if "[{}]" in place else word) for key, word in _NAMES.items()}
-    steps = "\n".join(chosen.choice(_STEPS) for _ in range(chosen.choice([1, 1, 2])))
+    places["O"] = place.removesuffix(".{}")
+    steps = "\n".join(chosen.choice(kind.steps) for _ in range(chosen.choice([1, 1, 2])))
     body = "\n".join(f"        {line}" for line in Template(steps).substitute(places).split("\n"))
-    text = Template(_REACHES[reach].strip() + _LOOK.rstrip()).substitute(places, l=name, make=make, body=body)
+    look = Template(kind.look).substitute(places)
+    text = Template(_REACHES[reach].strip() + _LOOK.rstrip()).substitute(places, l=name, make=make, body=body, look=look)
     outside = {key: one.replace("h", f"{name}_h", 1) for key, one in places.items()}
-    changes = [
-        "$N = 5",
-        "$T = torch.tensor(0.3)",
-        "$T = None",
-        "$L.append(0.25)",
-        "$L = [0.5]",
-        "$B['caller'] = 1",
-        "$B.clear()",
-    ]
-    return text, f", {name}_h" if reach == "argument" else "", [Template(one).substitute(outside) for one in changes]
+    return text, f", {name}_h" if reach == "argument" else "", [Template(one).substitute(outside) for one in kind.changes]
 
 
 def statement(chosen: random.Random, name: str, more: str, x: str, w: str) -> str:

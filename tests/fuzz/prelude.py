@@ -561,3 +561,57 @@ class HeldBehindProperties:
     t = property(lambda self: self._held["t"], lambda self, value: self._held.update(t=value))
     log = property(lambda self: self._held["log"], lambda self, value: self._held.update(log=value))
     by = property(lambda self: self._held["by"], lambda self, value: self._held.update(by=value))
+
+
+class Rises(HeldInAttributes):
+    """Bends what it is given, and notes that in its list."""
+
+    def bend(self, x):
+        self.log.append(len(self.log))
+        return x.sin()
+
+
+class Falls(HeldInAttributes):
+    """Bends it otherwise."""
+
+    def bend(self, x):
+        self.log.append(type(self).__name__)
+        return (x * len(self.log)).cos()
+
+
+class Stretched(torch.nn.Module):
+    """Has a keyword."""
+
+    def forward(self, x, *, factor=1.0):
+        return (x * factor).sin()
+
+
+def halve(value):
+    return value * 0.5 if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def halve_input(module, args):
+    return tuple(halve(value) for value in args)
+
+
+def halve_output(module, args, output):
+    return halve(output)
+
+
+def scaled(function):
+    """Returns a function whose result is half of that of another one."""
+
+    def scale(*args, **kwargs):
+        return halve(function(*args, **kwargs))
+
+    return scale
+
+
+def halving(kind):
+    """Returns a class of modules that return half of what those of another one do."""
+
+    class Halving(kind):
+        def forward(self, *args, **kwargs):
+            return halve(super().forward(*args, **kwargs))
+
+    return Halving

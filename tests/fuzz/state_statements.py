@@ -20,6 +20,7 @@ __all__ = [
     "REBINDING",
     "USES",
     "Part",
+    "part",
 ]
 
 
@@ -42,12 +43,12 @@ class Part:
     rank: int = 0
 
 
-def _part(init: str, forward: str, *changes: str, uses: tuple[str, ...] = (), rank: int = 0) -> Part:
+def part(init: str, forward: str, *changes: str, uses: tuple[str, ...] = (), rank: int = 0) -> Part:
     return Part(init.strip(), forward.strip(), changes, uses, rank)
 
 
 _ATTRIBUTES = [
-    _part(
+    part(
         "self.$a = 1.0",
         """
 x = (x * self.$a).sin()
@@ -55,7 +56,7 @@ self.$a += 0.5
 """,
         *("$m.$a = 0.25", "$m.$a *= 0.5", "$m.$a = torch.tensor(0.7)"),
     ),
-    _part(
+    part(
         "self.$a = None",
         """
 x = x.sin() if self.$a is None else (x * self.$a).tanh()
@@ -63,7 +64,7 @@ self.$a = x.detach().abs().mean()
 """,
         *("$m.$a = None", "$m.$a = torch.tensor(0.3)", "$m.$a = 0.4"),
     ),
-    _part(
+    part(
         "self.$a = 'sin'",
         """
 x = getattr(torch, self.$a)(x)
@@ -71,7 +72,7 @@ self.$a = {'sin': 'cos', 'cos': 'tanh', 'tanh': 'sin'}[self.$a]
 """,
         *("$m.$a = 'tanh'", "$m.$a = 'cos'"),
     ),
-    _part(
+    part(
         "self.$a = False",
         """
 x = x.cos() if self.$a else x.sigmoid()
@@ -79,7 +80,7 @@ self.$a = not self.$a
 """,
         *("$m.$a = not $m.$a", "$m.$a = True"),
     ),
-    _part(  # with history
+    part(  # with history
         "self.$a = None",
         """
 if self.$a is not None and self.$a.shape == x.shape:
@@ -89,7 +90,7 @@ self.$a = x
         *("$m.$a = None", "$m.$a = None if $m.$a is None else $m.$a.detach()"),
         uses=("$m.$a", "$m.$a.sin()"),
     ),
-    _part(
+    part(
         "self.$a = None",
         """
 x = x.cos()
@@ -99,7 +100,7 @@ x = x.exp().tanh()
         "$m.$a = None",
         uses=("$m.$a", "$m.$a + 1"),
     ),
-    _part(
+    part(
         "self.$a = torch.ones(())",
         """
 scale = self.$a
@@ -108,7 +109,7 @@ x = (x * scale).sin() * self.$a
 """,
         *("$m.$a = torch.zeros(())", "$m.$a = 0.5"),
     ),
-    _part(
+    part(
         "self.$a = 0.5",
         """
 if hasattr(self, '$a'):
@@ -121,7 +122,7 @@ else:
         "$m.$a = 0.9",
         "vars($m).pop('$a', None)",
     ),
-    _part(
+    part(
         "",
         """
 x = (x * getattr(self, '$a', 1.2)).tanh()
@@ -129,7 +130,7 @@ self.$a = x.detach().mean()
 """,
         *("$m.$a = 0.1", "vars($m).pop('$a', None)"),
     ),
-    _part(
+    part(
         "self.$a = 1.0",
         """
 x = x.sin() * self.$a
@@ -137,7 +138,7 @@ self.$a = 0.5 * self.$a + 0.5 * x.detach().abs().mean()
 """,
         *("$m.$a = 1.0", "$m.$a = 2"),
     ),
-    _part(  # what is kept is part of what is handed out
+    part(  # what is kept is part of what is handed out
         "self.$a = self.$b = None",
         """
 x = x.sin()
@@ -147,7 +148,7 @@ if self.$b is not None and self.$b.shape == x.shape:
 """,
         *("$m.$a = None", "$m.$a, $m.$b = $m.$b, $m.$a"),
     ),
-    _part(
+    part(
         "self.$a = torch.nn.Parameter(torch.tensor(0.5))\nself.$b = None",
         """
 self.$b = self.$a * 2 if self.$b is None else self.$b.detach() * 0.5 + self.$a
@@ -155,7 +156,7 @@ x = (x * self.$b).sin()
 """,
         "$m.$b = None",
     ),
-    _part(  # what a hook makes for forward
+    part(  # what a hook makes for forward
         """
 self.$a, self.$b = 1.0, torch.nn.Parameter(torch.tensor(0.5))
 self.register_forward_pre_hook(lambda module, args: setattr(module, '$a', module.$b * 2))
@@ -163,12 +164,12 @@ self.register_forward_pre_hook(lambda module, args: setattr(module, '$a', module
         "x = (x * self.$a).sin()",
         *("$m.$a = 0.5", "$m.$a = torch.tensor(0.2)"),
     ),
-    _part(
+    part(
         "self.$a = torch.tensor(0.5, requires_grad=True)",
         "x = (x * self.$a).sin()",
         *("$m.$a = 0.5", "$m.$a = $m.$a.detach()", "$m.$a = torch.ones(())"),
     ),
-    _part(
+    part(
         "self.$a = (0.5, 'sin', None)\nself.$b = 'cos'",
         """
 factor, self.$b, last = (*self.$a[:1], self.$b, self.$a)
@@ -180,7 +181,7 @@ self.$a = (factor + 0.1, self.$b, None if self.$a[2] else 'last')
 ]
 
 _CONTAINERS = [
-    _part(
+    part(
         "self.$a = {'ema': None, 'calls': 0}",
         """
 ema = self.$a.get('ema')
@@ -190,7 +191,7 @@ self.$a['calls'] = self.$a.get('calls', 0) + 1
 """,
         *("$m.$a['ema'] = None", "$m.$a.clear()", "$m.$a['ema'] = torch.tensor(0.2)", "$m.$a = {}", "$m.$a.update(ema=0.3)"),
     ),
-    _part(
+    part(
         "self.$a = []",
         """
 x = (x + sum(self.$a, 0.0)).sin()
@@ -198,7 +199,7 @@ self.$a.append(x.detach().mean())
 """,
         *("$m.$a.clear()", "$m.$a.append(0.5)", "$m.$a[:] = [0.1]", "$m.$a = []", "$m.$a.insert(0, -0.3)"),
     ),
-    _part(
+    part(
         "self.$a = []",
         """
 if len(self.$a) > 2:
@@ -208,7 +209,7 @@ x = x * torch.stack([torch.as_tensor(value) for value in self.$a]).mean() * 0.2
 """,
         *("$m.$a.clear()", "$m.$a.reverse()", "$m.$a.append(0.4)"),
     ),
-    _part(
+    part(
         "self.$a = [0.5, 1.0, -0.7]",
         """
 factor = self.$a.pop(0)
@@ -217,7 +218,7 @@ self.$a.append(factor)
 """,
         *("$m.$a.reverse()", "$m.$a[0] = 1.4", "$m.$a.sort()", "$m.$a.append(0.3)", "$m.$a = [0.9, 0.1]"),
     ),
-    _part(
+    part(
         "self.$a = set()",
         """
 x = x.cos() * x if tuple(x.shape) in self.$a else x.sin()
@@ -225,7 +226,7 @@ self.$a.add(tuple(x.shape))
 """,
         *("$m.$a.clear()", "$m.$a = {(7,)}"),
     ),
-    _part(
+    part(
         "self.$a = {0, 1}",
         """
 x = (x * (1 + len(self.$a)) * 0.3).sin()
@@ -233,7 +234,7 @@ self.$a.discard(min(self.$a, default=None)) if len(self.$a) > 3 else self.$a.add
 """,
         *("$m.$a.clear()", "$m.$a.add(9)", "$m.$a |= {'name', None}"),
     ),
-    _part(
+    part(
         "self.$a = (0.5, None)",
         """
 factor, last = self.$a
@@ -242,7 +243,7 @@ self.$a = (factor * 0.9, x.detach().mean())
 """,
         *("$m.$a = (1.5, None)", "$m.$a = (*$m.$a[:1], torch.tensor(0.2))"),
     ),
-    _part(
+    part(
         "self.$a = {'parts': [{'calls': 0, 'mean': None}], 'names': ('sin', 'cos')}",
         """
 entry = self.$a['parts'][0]
@@ -254,7 +255,7 @@ entry['mean'] = x.detach().mean()
         *("$m.$a['parts'][0]['calls'] += 1", "$m.$a['parts'][0]['mean'] = None", "$m.$a['names'] = ('cos', 'tanh')"),
         "$m.$a['parts'].insert(0, {'calls': 1, 'mean': 0.5})",
     ),
-    _part(
+    part(
         "self.$a = ([0], {})",
         """
 self.$a[0][0] += 1
@@ -264,7 +265,7 @@ self.$a[1]['last'] = x.detach().amin()
 """,
         *("$m.$a[0][0] = 5", "$m.$a[1].clear()", "$m.$a = ([1], {'last': 0.5})"),
     ),
-    _part(  # of what has a history
+    part(  # of what has a history
         "self.$a = []",
         """
 x = x.cos()
@@ -274,7 +275,7 @@ x = x.exp().tanh()
         "$m.$a.clear()",
         uses=("sum($m.$a)", "$m.$a[-1]", "torch.stack($m.$a)"),
     ),
-    _part(
+    part(
         "self.$a = {}",
         """
 if 'out' in self.$a and self.$a['out'].shape == x.shape:
@@ -285,7 +286,7 @@ self.$a['out'] = x
         *("$m.$a.clear()", "$m.$a.pop('out', None)"),
         uses=("$m.$a['out']",),
     ),
-    _part(  # one list of two names
+    part(  # one list of two names
         "self.$a = [1.0]\nself.$b = self.$a",
         """
 x = (x * self.$b[0]).sin()
@@ -293,7 +294,7 @@ self.$a[0] *= 0.9
 """,
         *("$m.$b[0] = 0.5", "$m.$b = [0.5]"),
     ),
-    _part(
+    part(
         "self.$a = {'calls': 0}",
         """
 x = x.sin() if self.$a['calls'] % 2 else x.sigmoid()
@@ -301,7 +302,7 @@ self.$a = {**self.$a, 'calls': self.$a['calls'] + 1}
 """,
         *("$m.$a['calls'] += 1", "$m.$a = {'calls': 3}"),
     ),
-    _part(
+    part(
         "self.$a = []",
         """
 if self.$a:
@@ -315,7 +316,7 @@ else:
 ]
 
 _COUNTERS = [
-    _part(
+    part(
         "self.$a = 0",
         """
 x = x.sin() if self.$a % 2 else x.cos() * x
@@ -323,7 +324,7 @@ self.$a += 1
 """,
         *("$m.$a += 1", "$m.$a = 0"),
     ),
-    _part(
+    part(
         "self.$a = 0",
         """
 self.$a += 1
@@ -331,7 +332,7 @@ x = (x * min(1.0, self.$a / 3)).sin()
 """,
         *("$m.$a += 1", "$m.$a = -1"),
     ),
-    _part(
+    part(
         "self.$a = None",
         """
 if self.$a is None or self.$a.shape != x.shape[-1:]:
@@ -342,7 +343,7 @@ x = (x * self.$a).sin()
         *("$m.$a = None", "$m.$a = torch.ones($n)"),
         rank=1,
     ),
-    _part(
+    part(
         "self.$a = 0",
         """
 x = [torch.sin, torch.cos, torch.tanh][self.$a % 3](x)
@@ -350,7 +351,7 @@ self.$a = self.$a + 1
 """,
         *("$m.$a += 1", "$m.$a = 7"),
     ),
-    _part(
+    part(
         "self.$a = 2",
         """
 self.$a -= 1
@@ -361,7 +362,7 @@ x = x.sin()
 """,
         *("$m.$a = 1", "$m.$a -= 1"),
     ),
-    _part(
+    part(
         "self.$a = 0",
         """
 if self.$a < 2:
@@ -372,7 +373,7 @@ else:
 """,
         *("$m.$a = 0", "$m.$a = 2"),
     ),
-    _part(
+    part(
         "self.$a = True",
         """
 if self.$a:
@@ -382,7 +383,7 @@ x = x.cos()
 """,
         *("$m.$a = True", "$m.$a = False"),
     ),
-    _part(
+    part(
         "self.$a = 0",
         """
 if self.training:
@@ -391,7 +392,7 @@ x = (x * 0.9 ** self.$a).sin()
 """,
         "$m.$a += 1",
     ),
-    _part(
+    part(
         "self.$a = 0\nself.$b = []",
         """
 for number in range(1 + self.$a % 2):
@@ -401,7 +402,7 @@ self.$a = len(self.$b)
 """,
         *("$m.$a += 1", "$m.$b.clear()"),
     ),
-    _part(
+    part(
         "self.$a = 0",
         """
 self.$a += int(torch.is_grad_enabled())
@@ -412,7 +413,7 @@ x = x.sin().cos() if self.$a % 2 else x.tanh()
 ]
 
 _HIDDEN = [
-    _part(
+    part(
         "self.$a = None",
         """
 h = None if self.$a is None else self.$a.detach()
@@ -422,7 +423,7 @@ self.$a = x
         *("$m.$a = None", "$m.$a = None if $m.$a is None else $m.$a.detach()", "$m.$a = $m.$a * 0"),
         uses=("$m.$a",),
     ),
-    _part(
+    part(
         "self.$a = None\nself.$b = torch.nn.GRUCell($n, $n)",
         """
 flat = x.reshape(-1, $n)
@@ -434,7 +435,7 @@ x = self.$a.reshape(x.shape)
         uses=("$m.$a",),
         rank=1,
     ),
-    _part(
+    part(
         "self.$a = None\nself.$b = torch.nn.LSTMCell($n, $n)",
         """
 flat = x.reshape(-1, $n)
@@ -446,7 +447,7 @@ x = self.$a[0].reshape(x.shape) * x
         uses=("$m.$a[1]",),
         rank=1,
     ),
-    _part(
+    part(
         "self.$a = torch.zeros(())",
         """
 self.$a = 0.9 * self.$a + 0.1 * x.detach().mean()
@@ -454,7 +455,7 @@ x = (x / (1 + self.$a.abs())).sin()
 """,
         *("$m.$a = torch.zeros(())", "$m.$a = $m.$a + 1"),
     ),
-    _part(
+    part(
         "self.$a = torch.zeros(())",
         """
 x = (x - self.$a).sin()
@@ -463,7 +464,7 @@ with torch.no_grad():
 """,
         "$m.$a = torch.ones(())",
     ),
-    _part(
+    part(
         "self.$a = {}",
         """
 if x.shape[-1] not in self.$a:
@@ -474,7 +475,7 @@ x = (x * self.$a[x.shape[-1]]).sin()
         *("$m.$a.clear()", "$m.$a[$n] = torch.ones($n)", "$m.$a.pop($n, None)", "$m.$a = {}"),
         rank=1,
     ),
-    _part(
+    part(
         "self.$a = {}\nself.$b = 0",
         """
 x = (x + self.$a.get(self.$b - 1, 0)).sin()
@@ -484,7 +485,7 @@ self.$b += 1
 """,
         *("$m.$a.clear()", "$m.$b = 0", "$m.$a[$m.$b] = torch.tensor(0.3)"),
     ),
-    _part(
+    part(
         "self.$a = None",
         """
 rows = x.detach().reshape(-1, x.shape[-1])
@@ -495,7 +496,7 @@ x = (x + self.$a.mean(0)).tanh()
         *("$m.$a = None", "$m.$a = $m.$a[:1]"),
         rank=1,
     ),
-    _part(
+    part(
         "self.$a = [None, None]",
         """
 for place, h in enumerate(self.$a):
@@ -515,8 +516,8 @@ x = (x * self.$a[x.shape]).sin()
 """
 
 _FLAGS = [
-    _part("", "x = x.sin() if self.training else x.cos() * x"),
-    _part(
+    part("", "x = x.sin() if self.training else x.cos() * x"),
+    part(
         "self.$a = True",
         """
 if self.$a:
@@ -525,19 +526,19 @@ x = x.sin()
 """,
         *("$m.$a = False", "$m.$a = not $m.$a"),
     ),
-    _part(
+    part(
         "self.$a = torch.nn.BatchNorm1d($n)",
         "x = self.$a(x.reshape(-1, $n)).reshape(x.shape).sin()",
         *("$m.$a.eval()", "$m.$a.train()", "$m.$a.momentum = 0.5", "$m.$a.track_running_stats = False"),
         rank=2,
     ),
-    _part(
+    part(
         "self.$a = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.BatchNorm1d($n))",
         "x = self.$a(x.reshape(-1, $n)).reshape(x.shape)",
         *("$m.$a.eval()", "$m.$a[1].train()", "$m.$a[1].eval()"),
         rank=2,
     ),
-    _part(  # part of a forward is in another mode
+    part(  # part of a forward is in another mode
         "self.$a = torch.nn.BatchNorm1d($n)",
         """
 self.$a.eval()
@@ -547,14 +548,14 @@ self.$a.train(self.training)
         "$m.$a.train()",
         rank=2,
     ),
-    _part(
+    part(
         "",
         """
 x = x.cos() if self.training else x.tanh()
 self.train(not self.training)
 """,
     ),
-    _part(
+    part(
         "self.$a = torch.nn.ELU(0.5)",
         """
 x = self.$a(x)
@@ -565,13 +566,13 @@ self.$a.alpha *= 1.5
 ]
 
 _DROPOUTS = [
-    _part("", "x = torch.nn.functional.dropout(x, 0.3, self.training).sin()"),
-    _part(
+    part("", "x = torch.nn.functional.dropout(x, 0.3, self.training).sin()"),
+    part(
         "self.$a = torch.nn.Dropout(0.3)",
         "x = self.$a(x).cos()",
         *("$m.$a.eval()", "$m.$a.train()", "$m.$a.p = 0.8"),
     ),
-    _part(
+    part(
         "self.$a = torch.nn.Dropout(0.2)",
         """
 x = self.$a(x)
@@ -579,8 +580,8 @@ self.$a.p = 0.9 - self.$a.p
 """,
         *("$m.$a.p = 0.5", "$m.$a.eval()"),
     ),
-    _part("self.$a = {}", _MASK, *("$m.$a.clear()",)),
-    _part(
+    part("self.$a = {}", _MASK, *("$m.$a.clear()",)),
+    part(
         "self.$a = 0",
         """
 x = torch.nn.functional.dropout(x, 0.2 * (self.$a % 3), self.training)
@@ -591,7 +592,7 @@ self.$a += 1
 ]
 
 _WRITTEN = [  # to, in place
-    _part(
+    part(
         "self.$a = torch.zeros(())",
         """
 x = (x - self.$a.clone()).sin()
@@ -599,7 +600,7 @@ self.$a.mul_(0.9).add_(x.detach().mean(), alpha=0.1)
 """,
         "$m.$a = torch.ones(())",
     ),
-    _part(
+    part(
         "self.$a = {'ema': torch.zeros(()), 'calls': torch.tensor(0)}",
         """
 self.$a['calls'].add_(1)
@@ -607,7 +608,7 @@ self.$a['ema'].lerp_(x.detach().float().mean(), 0.3)
 x = (x + self.$a['ema'].clone()).sin() if self.$a['calls'] % 2 else x.cos()
 """,
     ),
-    _part(
+    part(
         "self.$a = [torch.zeros(3), 0]",
         """
 self.$a[1] = (self.$a[1] + 1) % 3
@@ -618,19 +619,19 @@ x = (x + self.$a[0].sum()).sin()
 ]
 
 _SUBMODULES = [
-    _part(
+    part(
         "self.$a = torch.nn.Tanh()",
         "x = self.$a(x).sin()",
         *("$m.$a = torch.nn.Sigmoid()", "$m.$a = torch.nn.Identity()", "$m._modules['$a'] = torch.nn.SiLU()"),
     ),
-    _part(
+    part(
         "self.$a = torch.nn.Sequential(torch.nn.Tanh(), torch.nn.Linear($n, $n))",
         "x = self.$a(x)",
         *("$m.$a[0] = torch.nn.SiLU()", "$m.$a[-1] = torch.nn.Linear($n, $n).to($dtype)", "$m.$a[0] = $m.$a[-1]"),
         *("$m.$a.append(torch.nn.Softsign())", "$m.$a.insert(1, torch.nn.BatchNorm1d(1).eval())", "del $m.$a[-1]"),
         rank=1,
     ),
-    _part(
+    part(
         "self.$a = torch.nn.ModuleList([torch.nn.Tanh(), torch.nn.ELU(), torch.nn.Softplus()])",
         """
 for each in self.$a:
@@ -639,7 +640,7 @@ for each in self.$a:
         *("$m.$a[0], $m.$a[-1] = $m.$a[-1], $m.$a[0]", "del $m.$a[0]", "$m.$a.insert(0, torch.nn.Sigmoid())"),
         *("$m.$a = torch.nn.ModuleList([torch.nn.GELU()])", "$m.$a.extend([torch.nn.Tanh()])"),
     ),
-    _part(
+    part(
         "self.$a = torch.nn.ModuleDict({'one': torch.nn.Tanh(), 'other': torch.nn.Dropout(0.3)})",
         """
 for each in self.$a.values():
@@ -647,7 +648,7 @@ for each in self.$a.values():
 """,
         *("$m.$a['one'] = torch.nn.SiLU()", "$m.$a.pop('other', None)", "$m.$a['more'] = torch.nn.Tanh()", "$m.$a.clear()"),
     ),
-    _part(
+    part(
         "self.$a = torch.nn.Tanh()",
         """
 x = self.$a(x).sin()
@@ -655,7 +656,7 @@ self.$a = torch.nn.SiLU() if type(self.$a) is torch.nn.Tanh else torch.nn.Tanh()
 """,
         "$m.$a = torch.nn.GELU()",
     ),
-    _part(
+    part(
         "self.$a = torch.nn.Tanh()",
         """
 former, self.$a = self.$a, torch.nn.Softplus()

@@ -13,16 +13,21 @@ from typing import Any
 
 import torch
 
-from . import places
+from . import patches, places
 from . import state_statements as tables
 from .draft import Draft, is_float, storage_of
+from .features import PATCHES
 from .programs import Definition, Line, Node
 
 __all__ = ["STATE", "Stateful"]
 
-_MODULES = ("module_attributes", "module_containers", "counters", "hidden_state", "submodules", "training_flags")
-#: Features of the statements here.
-STATE = (*_MODULES, "loop_closures", "places")
+_OF_MODULES = ("module_attributes", "module_containers", "counters", "hidden_state", "submodules", "training_flags")
+#: Features of the statements here, besides those that patch.
+STATE = (*_OF_MODULES, "loop_closures", "places")
+_MODULES = (*_OF_MODULES, *patches.PARTS)
+_PARTS = tables.PARTS | patches.PARTS
+_CHANGES = tables.CHANGES | patches.CHANGES
+_CALLED = ("function_attributes", *patches.HOLDERS)
 
 
 def _containers(value: Any) -> Iterator[Any]:
@@ -50,11 +55,18 @@ class Stateful(Draft):
             str, str
         ] = {}  # further arguments of functions with state in a holder, by what their names begin with
         self.counting: list[str] = []  # functions that count, by what their names begin with
+        self.patched: dict[str, list[str]] = {}  # statements that change what is patched, by the name of its definition
+        self.holders_of_patched: dict[str, str] = {}  # further arguments of functions with what is patched, likewise
+        self.hooks_for_all: dict[str, str] = {}  # statements that add them, likewise
         self.variables: dict[str, list[str]] = {}  # texts that are values of a variable that functions close over, by its name
 
     @property
     def has_state(self) -> bool:
-        return any(map(self.has, STATE))
+        return any(map(self.has, STATE)) or self.has_patches
+
+    @property
+    def has_patches(self) -> bool:
+        return not PATCHES.isdisjoint(self.features)
 
     def _state(self) -> list[tuple[Any, Any]]:
         """Returns the containers of all state with copies of them, the modules' own dicts among them."""
@@ -62,13 +74,27 @@ class Stateful(Draft):
         found = [container for part in parts.values() for container in _containers(vars(part))]
         return [(container, container.copy()) for container in found]
 
+    def _patchable(self) -> list[tuple[Any, str, Any]]:
+        """Returns classes of modules and storages of tensors, as objects, names of attributes and values."""
+        if not self.has_patches:
+            return []
+        found = [(self.values[name], "data") for name in self.set_up_names("v") if name in self.values]
+        found += [(part, "__class__") for name in self.set_up_names("m") for part in self.values[name].modules()]
+        for _, contents in self._state():
+            held = contents.values() if isinstance(contents, dict) else contents
+            found += [(value, "data") for value in held if isinstance(value, torch.Tensor)]
+        return [(owner, name, getattr(owner, name)) for owner, name in found]
+
     def careful(self, make: Any, text: str) -> list[Node] | None:
         """Returns the nodes that ``make`` makes of a statement; puts the state of modules back if it makes none."""
-        before = self._state()
+        before, patchable = self._state(), self._patchable()
         made = make(text)
         if made is None:
             for container, contents in before:
                 _restore(container, contents)
+            for owner, name, value in patchable:
+                if getattr(owner, name) is not value:
+                    setattr(owner, name, value)
         self.freeze_state()
         return made
 
@@ -99,7 +125,7 @@ class Stateful(Draft):
             feature = self.random.choice(features)
             if feature == "training_flags" and self.has("random") and self.chance(0.4):
                 feature = "random"
-            part = self.random.choice([part for part in tables.PARTS[feature] if part.rank <= rank])
+            part = self.random.choice([part for part in _PARTS[feature] if part.rank <= rank])
             names = {"a": self.fresh(self.random.choice(["state", "_state"])), "b": self.fresh("more")}
             fill = lambda text, names=names: Template(text).safe_substitute({**given, **names})  # noqa: E731
             inits += fill(part.init).split("\n") if part.init else []
@@ -133,7 +159,7 @@ class Stateful(Draft):
         features = [feature for feature in _MODULES if self.has(feature)]
         x = self.pick()
         if x is None or not features:
-            return None
+            return self.change_state() if self.patched and self.chance(0.5) else None
         if self.chance(0.2):
             return self.change_state()
         known = [name for name in self.changes if name in self.values]
@@ -155,10 +181,31 @@ class Stateful(Draft):
         """Returns statements that change the state of modules."""
         names = [name for name in self.set_up_names("m") if name in self.values]
         texts = [Template(text).safe_substitute(m=name) for name in names for text in self.changes.get(name, ())]
-        for feature in tables.CHANGES:
+        for feature in _CHANGES:
             if self.has(feature):
-                texts += [Template(text).safe_substitute(m=name) for name in names for text in tables.CHANGES[feature]]
+                texts += [Template(text).safe_substitute(m=name) for name in names for text in _CHANGES[feature]]
+        texts += [text for made in self.patched.values() for text in made]
+        if self.has("storages"):
+            texts += self.swapped_leaves()
         return texts
+
+    def swaps(self) -> list[str]:
+        """Returns statements that have two tensors of modules, or two sets of them, change storages, in any order."""
+        found = [
+            text
+            for text in self.change_texts()
+            if re.match(r"for name, each|(\S+)\.data, (\S+)\.data = \2\.data, \1\.data", text)
+        ]
+        self.random.shuffle(found)
+        return found
+
+    def swapped_leaves(self) -> list[str]:
+        """Returns statements that give one leaf, which no region may write to, another storage."""
+        leaves = [name for name in self.set_up_names("v") if self.values[name].requires_grad]
+        if not leaves:
+            return []
+        name = self.random.choice(leaves)
+        return [f"{name}.data = {name}.data * 0.9", f"{name}.data = {name}.data.clone()"]
 
     def change_state(self) -> list[Node] | None:
         texts = self.change_texts()
@@ -200,12 +247,48 @@ class Stateful(Draft):
             self.freeze(w, closed=True)
         return made
 
+    def call_patched(self, x: str, w: str) -> list[Node] | None:
+        """Returns a statement that calls a function with what is patched in it."""
+        features = [name for name in _CALLED if self.has(name)]
+        if not self.holders_of_patched or self.chance(0.4):
+            name, feature = self.fresh("each"), self.random.choice(features)
+            if feature == "function_attributes":
+                text, more, changes = patches.function_definition(self.random, name)
+            else:
+                text, more, changes = places.definition(self.random, name, patches.HOLDERS[feature])
+            self.set_up(Line(text))
+            self.setup, self.pending = self.setup + self.pending, []
+            self.holders_of_patched[name], self.patched[name] = more, changes
+        name = self.random.choice(list(self.holders_of_patched))
+        self.freeze(x, closed=True)
+        more = self.holders_of_patched[name]
+        nested = self.may_nest()
+        made = self.execute(places.statement(self.random, name, more, x, w) if nested else f"{w} = {name}_step({x}{more})")
+        if made is not None:
+            self.freeze(w, closed=True)
+        return made
+
+    def hook_for_all(self) -> list[Node] | None:
+        """Returns a statement that adds a hook for all modules, or takes such hooks away."""
+        if not self.hooks_for_all or self.chance(0.3):
+            name = self.fresh("each")
+            text, added = self.random.choice(patches.GLOBAL_HOOKS)
+            self.set_up(Line(Template(text.strip()).substitute(l=name)))
+            self.setup, self.pending = self.setup + self.pending, []
+            self.hooks_for_all[name] = Template(added).substitute(l=name)
+            self.patched[name] = [self.hooks_for_all[name], f"while {name}_handles: {name}_handles.pop().remove()"]
+        return self.execute(self.random.choice([text for made in self.hooks_for_all for text in self.patched[made]]))
+
     def loop(self) -> list[Node] | None:
         """Returns a statement that runs functions which close over variables that are others afterwards."""
         x = self.pick()
-        if x is None or not self.may_nest():
+        if x is None or not (self.may_nest() or any(map(self.has, _CALLED))):
             return None
         w, is_outside = self.fresh(), len(self.scopes) == 1
+        if not self.may_nest():
+            return self.call_patched(x, w)
+        if any(map(self.has, _CALLED)) and (self.chance(0.5) or not (self.has("loop_closures") or self.has("places"))):
+            return self.call_patched(x, w)
         if self.has("places") and (self.chance(0.3) or not self.has("loop_closures")):
             return self.call_on_places(x, w)
         kind = self.random.choice(["local"] * 4 + ["global"] * 2 * is_outside + ["cells", "counting", "counting"])
