@@ -1,4 +1,4 @@
-"""Checks of a region's function and of its call; its name and module; facts of its code."""
+"""Checks, names and modules of a region's function, and facts about the code."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _tensor_of(part: bytearray, dtype: torch.dtype, shape: torch.Size) -> torch.
 
 
 class _Small:
-    """The content of a group as one forward found it."""
+    """The content of a group when forward began."""
 
     def __init__(self, group: Group, content: bytes) -> None:
         self.group = group
@@ -164,7 +164,7 @@ def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Copied:
-    """The content of one tensor as one forward found it: a copy and versions."""
+    """The content of a tensor when forward began: a copy and versions."""
 
     def __init__(self, note: TensorNote, tensor: torch.Tensor) -> None:
         self.note, self.tensor, self.use = note, tensor, note.use

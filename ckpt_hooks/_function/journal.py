@@ -86,9 +86,8 @@ class Journal:
         self._steps = num_fused_steps()
         self.roots: Sequence[tuple[Any, Note]] = () if walk is None else walk.roots
         self.hooks = _noted_hooks()
-        self.tensors: list[Collection[int]] = [
-            tree.tensors for tree in self.trees
-        ]  # the numbers of tensors that arguments may be besides
+        # The numbers of tensors that may be arguments as well.
+        self.tensors: list[Collection[int]] = [tree.tensors for tree in self.trees]
         outside: Sequence[TensorNote] = ()
         if walk is not None:
             self.tensors.append(walk.tensors.keys())
@@ -185,13 +184,15 @@ class Journal:
         return is_written or any(tree.history.changes for tree in self.trees)
 
     def notes(self) -> list[tuple[Any, Note]]:
-        """Returns the notes, each with its object, of those that are there."""
+        """Returns each living object with its note."""
         notes = [note for tree in self.trees for note in tree.notes]
         return [(value, note) for note in notes if (value := note.reference()) is not None] + [*self.roots]
 
 
-def _is_dull(function: types.FunctionType) -> bool:
-    """Whether a function has no variables, and reaches nothing by its defaults: a cheap check."""
+def _is_dull(function: Any) -> bool:
+    """Whether a callable has no variables, and reaches nothing by its defaults: a cheap check."""
+    if type(function) is not types.FunctionType:
+        return type(function) in ATOMS
     if function.__closure__ or function.__defaults__ or function.__kwdefaults__ or function.__dict__:
         return False
     names, is_library = facts_of_code(function)
@@ -201,23 +202,21 @@ def _is_dull(function: types.FunctionType) -> bool:
 def journal_of(
     function: Any, objects: Sequence[Any], *, preserve_buffers: bool, is_needed: bool = False
 ) -> Journal | Literal[False] | None:
-    """Notes what a call reaches; None if that is nothing, False if a lazy module has not made its parameters yet.
+    """Notes all that a call reaches; None if there is nothing, False if a lazy module has no parameters yet.
 
     The first forward of a lazy module changes the module for good, and cannot be done twice.
     """
     has_hooks = any(_GLOBAL_HOOKS)
-    if not (objects or has_hooks):
-        if type(function) is types.FunctionType:
-            if _is_dull(function) and not is_needed:
-                return None
-        elif type(function) in ATOMS and not is_needed:
-            return None
-        elif isinstance(function, Module):
-            found = tree_of(function)
-            if found[0].is_lazy:
-                return False
-            if not found[0].functions:
-                return Journal(None, (found,), preserve_buffers=preserve_buffers)
+    if objects or has_hooks:
+        pass
+    elif isinstance(function, Module):
+        found = tree_of(function)
+        if found[0].is_lazy:
+            return False
+        if not found[0].functions:
+            return Journal(None, (found,), preserve_buffers=preserve_buffers)
+    elif not is_needed and _is_dull(function):
+        return None
     walk = walk_from(function, objects)
     trees = list(map(tree_of, walk.modules))
     if any(tree.is_lazy for tree, _ in trees):
@@ -369,7 +368,6 @@ class Loan:
 
     def exchange(self, note: TensorNote, tensor: torch.Tensor) -> None:
         """Gives a tensor the memory that it had in forward."""
-        memory = note.memory()
         if (
             is_of_framework(tensor)
             or is_freed(tensor)
@@ -378,7 +376,7 @@ class Loan:
             or not note.layout[1].numel()
         ):
             return  # which frameworks empty and fill
-        if memory is None:
+        if (memory := note.memory()) is None:
             self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]
             return
         self._exchanged.append((tensor, data_of(tensor)))

@@ -57,7 +57,7 @@ class Weak(weakref.ref[Any]):
 
 
 class Passing(weakref.ref[Any]):
-    """Notes a tensor that is not held; a rerun gets one without content if it is gone."""
+    """Notes a tensor without holding it; in place of a dead tensor a rerun gets an empty shape."""
 
     __slots__ = ("_like",)
 
@@ -142,7 +142,7 @@ class TensorNote:
         return storage_of(tensor) == self.storage and _layout_of(tensor) == self.layout
 
     def _is_same(self, found: torch.Tensor, loan: Any) -> bool:
-        """Whether a tensor of the noted number is the noted one, and not another one at its place in memory."""
+        """Whether a tensor of the noted number is the noted tensor, and not a later object in the same memory."""
         if self.alias is None or self.number in loan.held or found is self.leaf or found.is_inference():
             return True
         return _have_one_counter(self.alias, found)

@@ -103,13 +103,17 @@ class ModuleNote(Note):
             else:
                 content = filled(noted, keys, now, loan)
             if part is ATTRIBUTES:  # a framework may have a parameter's name bound to what it gathered
-                own, before = value.__dict__["_parameters"], self.rows[2 + DICTS.index("_parameters")][2]
+                own, before = value.__dict__["_parameters"], self.bound("_parameters")
                 content = {key: one for key, one in content.items() if not is_of_framework(own.get(key))}
                 theirs = [
                     key for key in now if key in before and is_of_framework(loan.held.get(before[key] and before[key].number))
                 ]
                 content.update({key: now[key] for key in theirs})
             loan.put(value, part, base, now, content)
+
+    def bound(self, name: str) -> Content:
+        """Returns the noted content of one of the module's dictionaries."""
+        return self.rows[2 + DICTS.index(name)][2]  # behind the class and the attributes
 
     def flags(self) -> list[Any]:
         """Returns names, flags and the like; of a number, which may count steps, whether it is zero."""
@@ -329,13 +333,12 @@ def _known_in(tree: Tree) -> dict[int, TensorNote]:
 def _notes_again(tree: Tree) -> list[ModuleNote] | None:
     """Returns present notes of the same modules; None if other modules are inside by now."""
     known, notes = _known_in(tree), []
-    submodules = 2 + DICTS.index("_modules")
     for owner, note in enumerate(tree.modules):
         module = note.reference()
         if module is None:
             return None
         new = note if note.holds(module) else ModuleNote(module, owner, known)
-        before, now = ([one and one.number for one in one.rows[submodules][2].values()] for one in (note, new))
+        before, now = ([held and held.number for held in one.bound("_modules").values()] for one in (note, new))
         if new.modules != note.modules or before != now:
             return None
         notes.append(new)
