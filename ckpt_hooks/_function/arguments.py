@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,7 +19,7 @@ from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
 from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
-from ckpt_hooks._tensors.copies import alias_with_history, as_kind, restore_layout
+from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, restore_layout
 from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
 from ckpt_hooks._torch.autograd import (
     SavedTensor,
@@ -29,10 +29,11 @@ from ckpt_hooks._torch.autograd import (
     save_tensor,
     top_saved_tensors_hooks,
 )
-from ckpt_hooks._torch.tensors import counted_detach, storage_of
+from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
+from .notes import Memory
 from .packing import unpack, unpack_watched
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
@@ -44,11 +45,19 @@ Inside = tuple[Frame, RegionPath]
 #: The hooks registered on tensors: each dict of hooks by their numbers, and its content.
 Hooks = Sequence[tuple[dict[int, Any], dict[int, Any]]]
 
-#: The tensors, and those that are other ones than in forward, by the ``id`` that these had.
-Restored = tuple[Sequence["torch.Tensor | None"], dict[int, torch.Tensor]]
+
+class Restored(NamedTuple):
+    """The tensors for a rerun."""
+
+    tensors: Sequence[torch.Tensor | None]
+    stand_ins: dict[int, torch.Tensor]  # those that are other ones than in forward, by the ``id`` that these had
+    lent: dict[int, torch.Tensor]  # by the ``id`` of a stand-in a tensor that has been given other memory since
+    lost: list[torch.Tensor]  # those of which forward's memory is gone
+
 
 _NO_KWARGS: dict[str, Any] = {}
 _NO_STAND_INS: dict[int, torch.Tensor] = {}
+_NOTHING_LOST: list[torch.Tensor] = []
 _NO_OBJECTS: tuple[Any, ...] = ()
 _NO_FLAGS: dict[int, bool] = {}
 _NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
@@ -74,6 +83,13 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
         return version, tensor.requires_grad
     except RuntimeError:  # a view of many whose base was modified, which has lost its graph
         return version, None
+
+
+def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
+    # Of a parameter a reference, for a framework may free what it gathered.
+    if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
+        return None
+    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)
 
 
 def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
@@ -193,6 +209,8 @@ class Arguments:
         "_hooked",
         "_ids",
         "_kept_facts",
+        "_memory",
+        "_moved",
         "_origins",
         "_saved",
         "_steps",
@@ -218,6 +236,9 @@ class Arguments:
     # The hooks that are registered on tensors of which a rerun may get another one, and which the graph may hold longer.
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
     _kept_facts: list[_Facts]
+    # Of tensors that are kept: where their content was when forward began, and which ones the function has given other memory.
+    _memory: list[Memory | None]
+    _moved: Sequence[int]
     # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
     # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
     # the region, which would own itself: its memory would never be freed. A rerun gets the tensor while it lives, and then a
@@ -267,7 +288,8 @@ class Arguments:
             self._foreign = hooks[1] not in (unpack, unpack_watched)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
-        self._kept_facts = _facts_of_all(self._tensors)
+        self._kept_facts, self._memory = _facts_of_all(self._tensors), list(map(_memory_of, self._tensors))
+        self._moved: Sequence[int] = ()
         self._steps = num_fused_steps()
         self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, _NO_ORIGINS
 
@@ -287,8 +309,14 @@ class Arguments:
             if _has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 held[position] = self._let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
+        self._moved = self._elsewhere()
         if self._origins:
             self._tensors = held
+
+    def _elsewhere(self) -> list[int]:
+        """Returns the positions of tensors that are kept and have other memory by now."""
+        pairs = enumerate(zip(self._memory, self._tensors, strict=True))
+        return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
@@ -296,7 +324,11 @@ class Arguments:
             if origin[1] == id(tensor):
                 break
         else:
-            origin = weakref.ref(tensor), id(tensor), counted_detach(tensor)
+            noted, alias = self._memory[position], counted_detach(tensor)
+            if noted is not None and not noted.holds(tensor) and (memory := noted.tensor()) is not None:
+                alias = memory
+                set_versions((alias,), (tensor._version,))
+            origin = weakref.ref(tensor), id(tensor), alias
             if tensor._backward_hooks:
                 self._hooked = [*self._hooked, weakref.ref(tensor._backward_hooks)]
         if not self._origins:
@@ -305,17 +337,42 @@ class Arguments:
         return origin[2]
 
     def _with_origins(self, kept: Sequence[torch.Tensor | None]) -> Restored:
-        """Returns tensors with originals or stand-ins in place of aliases, and the stand-ins."""
-        tensors = list(kept)
-        stand_ins: dict[int, torch.Tensor] = {}
+        """Returns tensors with originals or stand-ins in place of aliases."""
+        tensors, found = list(kept), Restored((), {}, {}, [])
         for position, (reference, number, alias) in self._origins.items():
             tensor = reference()
             if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
-                tensor = stand_ins.get(number)
-                if tensor is None:
-                    tensor = stand_ins[number] = alias_with_history(alias, alias._version)
+                stand_in = found.stand_ins.get(number)
+                if stand_in is None:
+                    stand_in = found.stand_ins[number] = alias_with_history(alias, alias._version)
+                if tensor is not None:
+                    found.lent[id(stand_in)] = tensor
+                tensor = stand_in
             tensors[position] = tensor
-        return tensors, stand_ins
+        return found._replace(tensors=tensors)
+
+    def _with_memory(self, found: Restored, positions: Sequence[int]) -> Restored:
+        """Returns tensors with stand-ins for the positions of those that have other memory than in forward."""
+        # They are not given theirs for the rerun: on another thread somebody may use them.
+        tensors, found = list(found.tensors), Restored((), {**found.stand_ins}, {**found.lent}, [])
+        for position in positions:
+            tensor, noted = tensors[position], self._memory[position]
+            assert tensor is not None
+            assert noted is not None
+            if position in self._flags or position in self._origins or noted.is_theirs(tensor):
+                continue
+            stand_in = found.stand_ins.get(id(tensor))
+            if stand_in is None:
+                if (memory := noted.tensor()) is None:
+                    found.lost.append(tensor)
+                    continue
+                stand_in = as_kind(memory, type(tensor)).requires_grad_(tensor.requires_grad)
+                stand_in.__dict__.update(tensor.__dict__)
+                if not tensor.is_inference():
+                    set_versions((stand_in,), (tensor._version,))
+                found.stand_ins[id(tensor)], found.lent[id(stand_in)] = stand_in, tensor
+            tensors[position] = stand_in
+        return found._replace(tensors=tensors)
 
     def _note_flags(self, now: Sequence[_Facts]) -> None:
         """Notes tensors whose ``requires_grad`` was changed by the function, by ``requires_grad_``, say."""
@@ -339,18 +396,19 @@ class Arguments:
             self._look_for_steps(region)
         if self._flags:
             kept = _with_flags(kept, self._flags)
-        stand_ins = _NO_STAND_INS
-        if self._origins:
-            kept, stand_ins = self._with_origins(kept)
+        found = self._with_origins(kept) if self._origins else Restored(kept, _NO_STAND_INS, _NO_STAND_INS, _NOTHING_LOST)
+        if positions := {*self._moved, *self._elsewhere()}:
+            found = self._with_memory(found, sorted(positions))
         if self._saved is None:
-            return kept, stand_ins
+            return found
+        kept = found.tensors
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
             tensors = self.live
         else:
-            tensors, stand_ins = [], {}
+            tensors, stand_ins = [], found.stand_ins | {}
             for position, saved in enumerate(self._saved):
                 tensor = kept[position]
                 if isinstance(saved, int):
@@ -363,10 +421,13 @@ class Arguments:
                         self._raise_modified(position, unpacked, region())
                     tensor = restore_layout(unpacked, self._strides.get(position), version)
                     is_theirs = tensor is unpacked and self._foreign
+                    if is_theirs and type(tensor) is torch.Tensor and not tensor.requires_grad:
+                        tensor = counted_detach(tensor)  # of which a rerun may exchange the memory
                     handed_out.append((position, tensor, tensor._version if is_theirs else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
-        return tensors, stand_ins
+            found = found._replace(stand_ins=stand_ins)
+        return found._replace(tensors=tensors)
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""

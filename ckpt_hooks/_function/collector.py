@@ -22,7 +22,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import chain, count, repeat
 from operator import mul
 from typing import Any, TypeVar
@@ -53,6 +53,7 @@ R = TypeVar("R")
 # tensors of at most so many numbers, operators which make at most so many nodes are run instead.
 _SMALL = 512
 _MOST_LEFT = 2
+_NONE_LENT: Mapping[int, torch.Tensor] = {}
 _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
 
@@ -143,12 +144,12 @@ class Collector:
         self,
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
-        lent: frozenset[int] = frozenset(),
+        lent: Mapping[int, torch.Tensor] = _NONE_LENT,
     ) -> Callable[[torch.Tensor], int | torch.Tensor]:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
 
         Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied. Tensors that have
-        another storage during the rerun, ``lent`` by number, stay as they are: autograd would find them with the present one.
+        other memory during the rerun, ``lent`` by number, are values themselves: autograd would find them with the present one.
         """
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         values = self.values
@@ -163,7 +164,7 @@ class Collector:
         stop = asked[-1] if asked and self.early_stop else -1
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self.without_grad.append
-        plain, detach = torch.Tensor, self._detach
+        plain, detach, marks = torch.Tensor, self._detach, self.marks
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
         positions = self.frame.positions if self.watches_draws else None
         here = where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
@@ -192,13 +193,13 @@ class Collector:
                     append_without_grad(index)
                     if index != final:
                         unfinished = sequence_number()
+                    is_argument = marks and index < sum(marks[-1][:2])  # of a region inside
                     if lent and id(tensor) in lent:
-                        if self.marks and index < sum(self.marks[-1][:2]):  # an argument of a region inside
-                            value = detach(tensor)
+                        value = detach(tensor) if is_argument else lent[id(tensor)]
                     elif exchanged and storage_of(tensor) in exchanged:
                         value = _copy(tensor)
-                    elif type(tensor) is not plain:
-                        # An alias of a parameter: FSDP frees a parameter by another storage, and the value would be empty.
+                    elif type(tensor) is not plain or is_argument:
+                        # An alias: FSDP frees a parameter by another storage, and functions do, and the value would be empty.
                         value = detach(tensor)
                 append(value)
                 if step == stop:

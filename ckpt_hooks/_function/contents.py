@@ -146,7 +146,7 @@ def _has_changed(tensor: torch.Tensor, copy: torch.Tensor, use: Use) -> bool:
 
 def _copy_before(note: TensorNote, tensor: torch.Tensor) -> torch.Tensor:
     """Returns a copy of a tensor; the latest one if that is still good."""
-    key, is_owned = (note.storage, note.layout), note.owner >= 0
+    key, is_owned = note.memory and (note.memory.address, note.memory.layout), note.owner >= 0
     if not is_owned:
         latest = _outside.get(key)
     else:

@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address,
 
 from .callables import facts_of_code
 from .contents import WRITES, Complain, Contents, Undo
-from .notes import GoneError, Held, Note, TensorNote, notes_in
+from .notes import GoneError, Held, Memory, Note, TensorNote, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
 from .reach import Walk, walk_from
 from .trees import Tree, dicts_of, is_of_framework, tree_of
@@ -223,7 +223,7 @@ def journal_of(
         return False
     # Modules to which these functions lead are left out: a hook may be a method of the whole model.
     functions = [one for tree, _ in trees for refer in tree.functions if (one := refer()) is not None]
-    for one in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values() if has_hooks and trees)):
+    for one in (*functions, *(hook for hooks in _GLOBAL_HOOKS for hook in hooks.values())):
         if one is not True:
             walk.look(one)
     if not (trees or walk.roots or walk.generators or walk.tensors or is_needed):
@@ -261,7 +261,8 @@ class Loan:
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
-        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors with their present memory
+        self.lent: dict[int, torch.Tensor] = {}  # tensors that have other memory in the rerun, by number
 
     def begin(self) -> None:
         """Puts back what forward found."""
@@ -339,7 +340,7 @@ class Loan:
         for value, note in notes:
             if self.made.get(note.number) is not value or type(value) is types.FunctionType:
                 note.fill(value, self)
-        if not (journal.hooks_hold() or _are_modules_called_elsewhere()):
+        if not _are_modules_called_elsewhere():
             for value, note in journal.hooks:
                 note.fill(value, self)
 
@@ -366,30 +367,26 @@ class Loan:
                 self.lost.append((now, GONE))
             return now
 
-    def exchange(self, note: TensorNote, tensor: torch.Tensor) -> None:
+    def exchange(self, noted: Memory, tensor: torch.Tensor) -> None:
         """Gives a tensor the memory that it had in forward."""
-        if (
-            is_of_framework(tensor)
-            or is_freed(tensor)
-            or not tensor.numel()
-            or note.layout is None
-            or not note.layout[1].numel()
-        ):
-            return  # which frameworks empty and fill
-        if (memory := note.memory()) is None:
+        if is_of_framework(tensor) or noted.is_theirs(tensor):
+            return
+        if (memory := noted.tensor()) is None:
             self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]
             return
-        self._exchanged.append((tensor, data_of(tensor)))
+        self.note_memory(tensor)
+        self.lent[id(tensor)] = tensor
         past_all_modes(tensor, setattr, tensor, "data", memory)
+
+    def note_memory(self, tensor: torch.Tensor) -> None:
+        """Notes the present memory of a tensor, which a rerun may exchange."""
+        if not is_of_framework(tensor):
+            self._exchanged.append((tensor, data_of(tensor)))
 
     def value(self, noted: Note) -> Any:
         """Returns a noted value to which nothing else may lead: with containers that something else leads to."""
         self.by_identity((noted.number,))
         return noted.present(self)
-
-    def lent(self) -> frozenset[int]:
-        """Returns the numbers of tensors that have another storage in the rerun."""
-        return frozenset(id(tensor) for tensor, _ in self._exchanged)
 
     def by_identity(self, identities: Iterable[int]) -> dict[int, Any]:
         """Returns the containers and objects of the rerun, by the ``id`` of the noted ones, which are noted whole."""

@@ -24,6 +24,7 @@ from ckpt_hooks._torch.tensors import (
     is_kept_anyway,
     past_all_modes,
     set_versions,
+    storage_address,
     storage_from,
     storage_of,
     weak_storage,
@@ -97,6 +98,34 @@ class Use(Enum):
     UNKNOWN, READ, WRITTEN, UNSEEN = range(4)
 
 
+class Memory:
+    """Where the content of a dense tensor is: the storage, referred to weakly or held, and the layout in it."""
+
+    __slots__ = ("_held", "_is_inference", "_weak", "address", "layout")
+
+    def __init__(self, tensor: torch.Tensor, *, is_weak: bool) -> None:
+        self.address, self.layout = storage_address(tensor), _layout_of(tensor)
+        self._is_inference = tensor.is_inference()
+        self._weak = weak_storage(tensor) if is_weak else None
+        self._held = None if is_weak else tensor.untyped_storage()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) == self.address and _layout_of(tensor) == self.layout
+
+    def is_theirs(self, tensor: torch.Tensor) -> bool:
+        """Whether a framework may empty and fill a tensor, which is or was empty."""
+        return is_freed(tensor) or not tensor.numel() or not self.layout[1].numel()
+
+    def tensor(self) -> torch.Tensor | None:
+        """Returns a tensor there, without history; None if the memory is gone."""
+        storage = self._held if self._weak is None else storage_from(self._weak)
+        if storage is None:
+            return None
+        with torch.inference_mode(self._is_inference):
+            found: torch.Tensor = past_all_modes(torch.empty(0), _tensor_in, storage, self.layout)
+        return found
+
+
 def has_history(tensor: torch.Tensor) -> bool:
     """Whether an operator recorded by autograd made a tensor; views that require grad are not asked."""
     try:
@@ -119,15 +148,14 @@ class TensorNote:
         self.version = tensor._version if self.has_history and not tensor.is_inference() else -1
         self.use = Use.UNKNOWN
         self.latest: Any = None  # of copies, for a table of modules
-        self.storage = storage_of(tensor) if is_dense(tensor) else None
-        self.layout = None if self.storage is None else _layout_of(tensor)
-        is_held = (self.storage is not None and tensor.is_inference()) or (self.requires_grad and not self.has_history)
+        is_told = is_dense(tensor)
+        is_held = (is_told and tensor.is_inference()) or (self.requires_grad and not self.has_history)
         self.leaf = tensor if is_held and owner < 0 else None
-        is_referred = self.leaf is None and (self.storage is None or self.has_history)
+        is_referred = self.leaf is None and (not is_told or self.has_history)
         self._reference = weakref.ref(tensor) if is_referred else None
-        is_parameter = self.storage is not None and isinstance(tensor, torch.nn.Parameter)
+        is_parameter = is_told and isinstance(tensor, torch.nn.Parameter)
         is_weak = is_parameter and (self.requires_grad or (owner >= 0 and tensor.nbytes > SMALL))
-        self._weak = weak_storage(tensor) if is_weak else None
+        self.memory = Memory(tensor, is_weak=is_weak) if is_told else None
         self.alias, self._copy = None if is_weak else _alias_of(tensor), None
         if copied and self.has_history and self.alias is not None and is_plain(self.alias) and not tensor.is_meta:
             self._copy = copy_of(self.alias) if tensor.nbytes <= _MOST_COPIED else None
@@ -137,28 +165,22 @@ class TensorNote:
         return is_it and (self.version < 0 or value._version == self.version) and self._is_in_place(value)
 
     def _is_in_place(self, tensor: torch.Tensor) -> bool:
-        if self.storage is None:
+        if self.memory is None:
             return self._reference is None or self._reference() is tensor
-        return storage_of(tensor) == self.storage and _layout_of(tensor) == self.layout
+        return self.memory.holds(tensor)
 
     def _is_same(self, found: torch.Tensor, loan: Any) -> bool:
         """Whether a tensor of the noted number is the noted tensor, and not a later object in the same memory."""
-        if self.alias is None or self.number in loan.held or found is self.leaf or found.is_inference():
+        if self.alias is None or self.number in loan.held or found is self.leaf:
             return True
+        if self.alias.is_inference() or found.is_inference():  # which have no counter
+            return self.alias.is_inference() and found.is_inference()
         return _have_one_counter(self.alias, found)
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor where there is a reference, else an alias with its version counter."""
         found: torch.Tensor | None = None if self._reference is None else self._reference()
         return self.alias if found is None else found
-
-    def memory(self) -> torch.Tensor | None:
-        """Returns an alias of the noted memory; None if that is gone."""
-        storage = None if self._weak is None else storage_from(self._weak)
-        if storage is None or self.layout is None:
-            return self.alias
-        found: torch.Tensor = past_all_modes(torch.empty(0), _tensor_in, storage, self.layout)
-        return found
 
     def present(self, loan: Any) -> torch.Tensor:
         """Returns the tensor to bind in a rerun, in the noted memory; an alias if the tensor is gone, or has a history now."""
@@ -169,12 +191,14 @@ class TensorNote:
         found = loan.held.get(number, loan.met.get(number)) if found is None else found
         is_it = type(found) is self.kind
         if is_it and self.holds(found):
+            if self.memory is not None and not self.has_history:
+                loan.note_memory(found)
             return found
         is_it = is_it and self._is_same(found, loan)
-        if is_it and self.storage is not None and not self.has_history and found.requires_grad is self.requires_grad:
-            loan.exchange(self, found)
+        if is_it and self.memory is not None and not self.has_history and found.requires_grad is self.requires_grad:
+            loan.exchange(self.memory, found)
             return found
-        alias = self.memory()
+        alias = self.memory.tensor() if self.alias is None and self.memory is not None else self.alias
         if alias is None or is_freed(alias):
             raise GoneError
         if not self.has_history:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module
+from torch.utils.hooks import RemovableHandle
 
 from .callables import facts_of_code, named_functions
 from .notes import Again, Note, Passing, TensorNote, Use, Weak, notes_in
@@ -224,9 +225,9 @@ _INTO: dict[type, Any] = {
 
 
 def _weak(value: Any) -> Any:
-    """Returns a weak reference to an object; the object where there are none, as to an iterator."""
+    """Returns a weak reference to an object; the object where there are none, as to an iterator, or that holds nothing."""
     try:
-        return value if isinstance(value, VALUES) else Weak(value)
+        return value if isinstance(value, (*VALUES, RemovableHandle)) else Weak(value)
     except TypeError:
         return value
 

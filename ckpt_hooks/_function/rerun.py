@@ -20,7 +20,7 @@ from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
-from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.mutation import GONE, Why, mutated
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._operators.draws import DrawWatch, OwnDraws, are_other_threads_alive, have_several_drawn
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
@@ -39,7 +39,7 @@ from .journal import Loan
 from .notes import Note
 
 _NOTHING = nullcontext()  # to enter
-_UNCHANGED: Sequence[tuple[torch.Tensor, int]] = ()
+_UNCHANGED: list[tuple[torch.Tensor, int]] = []
 
 
 class Rerun:
@@ -212,7 +212,7 @@ class Rerun:
         try:
             if state is not None:
                 # Waits for other loans come last: restoring arguments takes the locks of other frames.
-                self._loan = Loan(state, self._restored[1], self._mutated)
+                self._loan = Loan(state, self._restored.stand_ins, self._mutated)
                 self._loan.begin()
             if not self._borrows or self._watch is not None or ambient.has_streams:
                 self._call_with_more()
@@ -244,17 +244,21 @@ class Rerun:
     def _call_function(self) -> None:
         """Calls the function with arguments as forward found them."""
         call, collector, loan = self._call, self.collector, self._loan
-        assert self._restored is not None
-        changed, lost = _UNCHANGED, _UNCHANGED
+        restored = self._restored
+        assert restored is not None
+        changed, lost = _UNCHANGED, [(tensor, GONE) for tensor in restored.lost]
         in_context = bool(call.variables) or call.contexts is not None or copy_context()
         if loan is not None:
             if loan.names:
                 raise mutated(Why.PARAMETER_GONE, self._region(), detail=loan.names[0])
-            lost = loan.lost
+            lost += loan.lost
             if self._frame.complete:
                 changed = [*loan.journal.changed(loan), *lost, *loan.changed]
-        args, kwargs = call.arguments.build(self._restored[0], loan)
-        hook = collector.hook(self._wanted) if loan is None else collector.hook(self._wanted, loan.storages, loan.lent())
+        args, kwargs = call.arguments.build(restored.tensors, loan)
+        if loan is None:
+            hook = collector.hook(self._wanted, lent=restored.lent)
+        else:
+            hook = collector.hook(self._wanted, loan.storages, {**restored.lent, **loan.lent})
         if changed or (call.selection is None and num_dispatch_modes()):
             hook = collector.noting_versions(hook)
         if lost:

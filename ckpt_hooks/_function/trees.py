@@ -82,7 +82,7 @@ class ModuleNote(Note):
             if type(one) in ATOMS:
                 continue
             found = walk.note_root(one)
-            is_tensor = type(found) is TensorNote and (found.storage is not None or part is not MODULE_DICTS["_parameters"])
+            is_tensor = type(found) is TensorNote and (found.memory is not None or part is not MODULE_DICTS["_parameters"])
             if not is_tensor and (part not in (ATTRIBUTES, MODULE_DICTS["_buffers"]) or isinstance(one, _FUNCTIONS)):
                 found = Held(one)
             if found is not one:
@@ -202,9 +202,9 @@ class Tree:
         self._inner: list[tuple[int, Any]] = []
         for one, value in noted:
             position = where[id(value)]
-            is_tensor = type(one) is TensorNote and one.storage is not None and not one.has_history
+            is_tensor = type(one) is TensorNote and one.memory is not None and not one.has_history
             if is_tensor:
-                is_parameter = one.requires_grad or issubclass(one.kind, torch.nn.Parameter)
+                is_parameter = (one.requires_grad or issubclass(one.kind, torch.nn.Parameter)) and not value.is_inference()
                 at["parameters" if is_parameter else "others"].append(position)
                 self.parameters += [one] if is_parameter else []
             elif isinstance(one, _NOTED):
@@ -218,7 +218,7 @@ class Tree:
         self._image, self._layouts = pointers(flat), self._layouts_of(flat)
         if len(self.parameters) == 1:
             self.parameters *= 2
-        self.addresses = [note.storage for note in self.parameters]
+        self.addresses = [note.memory.address for note in self.parameters if note.memory is not None]
         self.has_frozen = not all(note.requires_grad for note in self.parameters)
 
     def _take_tensors(self, group: Group | None) -> None:

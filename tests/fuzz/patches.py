@@ -491,7 +491,7 @@ HOLDERS = {
             "if $T is None:\n    $T = torch.tensor(0.5)\n$T.data = 0.9 * $T.data\nu = (u + $T).sin()",
             "if $T is None:\n    $T = torch.tensor(0.5)\nu = (u + $T).sin()\n$T.data = u.detach().mean().float()",
             "if $T is not None: u = u + $T\nelse: $T = u.detach().mean().float()\nu = u.cos()",
-            "if $T is None:\n    $T = torch.tensor(0.5)\nu = (u * $T).sin()",
+            "if $T is None:\n    $T = torch.tensor(0.5)\nu = (u + $T).sin()",
             "if $T is None:\n    $T = torch.tensor(0.5)\nformer = $T.data\n$T.data = torch.tensor(0.1)\n"
             "u = (u + $T).sin()\n$T.data = former",
             "while len($L) < 2: $L.append(torch.tensor(0.3 * len($L)))\n"
