@@ -29,6 +29,7 @@ from ckpt_hooks._torch.autograd import (
     save_tensor,
     top_saved_tensors_hooks,
 )
+from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of
 from ckpt_hooks.errors import CheckpointError
 
@@ -288,7 +289,8 @@ class Arguments:
             self._foreign = hooks[1] not in (unpack, unpack_watched)
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
-        self._kept_facts, self._memory = _facts_of_all(self._tensors), list(map(_memory_of, self._tensors))
+        self._kept_facts = _facts_of_all(self._tensors)
+        self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
         self._moved: Sequence[int] = ()
         self._steps = num_fused_steps()
         self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, _NO_ORIGINS

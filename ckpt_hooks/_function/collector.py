@@ -22,7 +22,7 @@ operator share autograd's sequence number. A test goes through the schemas of al
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import chain, count, repeat
 from operator import mul
 from typing import Any, TypeVar
@@ -53,7 +53,6 @@ R = TypeVar("R")
 # tensors of at most so many numbers, operators which make at most so many nodes are run instead.
 _SMALL = 512
 _MOST_LEFT = 2
-_NONE_LENT: Mapping[int, torch.Tensor] = {}
 _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
 
@@ -85,6 +84,7 @@ class Collector:
         "frame",
         "function",
         "last",
+        "lent",
         "marks",
         "moved_otherwise",
         "values",
@@ -103,6 +103,7 @@ class Collector:
         self.early_stop = early_stop
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
+        self.lent: dict[int, torch.Tensor] = {}  # by the number of a tensor with other memory during the rerun: what to keep
         self.wanted: Collection[int] | None = None  # None for all living handles
         self.watches_draws = False  # whether draws are compared with those of forward
         # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
@@ -144,12 +145,11 @@ class Collector:
         self,
         wanted: Collection[int] | None,
         exchanged: frozenset[int | None] = frozenset(),
-        lent: Mapping[int, torch.Tensor] = _NONE_LENT,
     ) -> Callable[[torch.Tensor], int | torch.Tensor]:
         """Returns the pack hook of the rerun, which keeps each wanted tensor without its history as a value.
 
-        Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied. Tensors that have
-        other memory during the rerun, ``lent`` by number, are values themselves: autograd would find them with the present one.
+        Values in ``exchanged`` storages, which have the content of forward during the rerun only, are copied. In place of a
+        tensor with other memory during the rerun the one in :attr:`lent` is kept: autograd would find it with the present one.
         """
         # Autograd gets the value's number, by which user code may run backward on the graph of the rerun (see HandBack).
         values = self.values
@@ -164,7 +164,7 @@ class Collector:
         stop = asked[-1] if asked and self.early_stop else -1
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self.without_grad.append
-        plain, detach, marks = torch.Tensor, self._detach, self.marks
+        plain, detach, marks, lent = torch.Tensor, self._detach, self.marks, self.lent
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
         positions = self.frame.positions if self.watches_draws else None
         here = where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
@@ -279,4 +279,5 @@ class Collector:
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
+        self.lent.clear()
         del self.frame, self.function, self.doubt

@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address,
 
 from .callables import facts_of_code
 from .contents import WRITES, Complain, Contents, Undo
-from .notes import GoneError, Held, Memory, Note, TensorNote, notes_in
+from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
 from .reach import Walk, walk_from
 from .trees import Tree, dicts_of, is_of_framework, tree_of
@@ -60,10 +60,11 @@ _NO_HOOKS = () if any(_GLOBAL_HOOKS) else _noted_hooks()
 
 def _are_modules_called_elsewhere() -> bool:
     """Whether another thread is inside a module's forward, which hooks for all modules would meet."""
-    here = threading.get_ident()
-    for thread, frame in list(sys._current_frames().items()):
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]  # which would refer to itself
+    for frame in frames.values():
         found: types.FrameType | None = frame
-        while found is not None and thread != here:
+        while found is not None:
             if found.f_code is Module._call_impl.__code__:
                 return True
             found = found.f_back
@@ -260,6 +261,7 @@ class Loan:
         self._thread = threading.get_ident()
         self._users: set[int] = set()  # loans of other threads that find what this one lends
         self._undo: Undo | None = None
+        self._by_address: dict[int | None, torch.Tensor | None] | None = None
         self._places: list[tuple[Any, Part, int, Content]] = []
         self._exchanged: list[tuple[torch.Tensor, torch.Tensor]] = []  # tensors with their present memory
         self.lent: dict[int, torch.Tensor] = {}  # tensors that have other memory in the rerun, by number
@@ -383,6 +385,14 @@ class Loan:
         if not is_of_framework(tensor):
             self._exchanged.append((tensor, data_of(tensor)))
 
+    def has_swapped(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor has become what another noted one was, by ``torch.utils.swap_tensors``."""
+        if self._by_address is None:
+            notes = [one for _, note in self.journal.notes() for one in notes_in([note]) if type(one) is TensorNote]
+            self._by_address = {one.memory.address: one.alias for one in notes if one.memory is not None}
+        found = self._by_address.get(storage_of(tensor))
+        return found is not None and not found.is_inference() and have_one_counter(found, tensor)
+
     def value(self, noted: Note) -> Any:
         """Returns a noted value to which nothing else may lead: with containers that something else leads to."""
         self.by_identity((noted.number,))
@@ -402,7 +412,8 @@ class Loan:
             try:
                 self._put_back()
             finally:
-                self.made, self.met = {}, {}
+                self.made, self.met, self._exchanged, self._by_address = {}, {}, [], None
+                self.lent.clear()
                 _loans.pop(id(self), None)
                 for one in _loans.values():
                     one._users.discard(id(self))

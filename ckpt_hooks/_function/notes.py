@@ -114,7 +114,7 @@ class Memory:
 
     def is_theirs(self, tensor: torch.Tensor) -> bool:
         """Whether a framework may empty and fill a tensor, which is or was empty."""
-        return is_freed(tensor) or not tensor.numel() or not self.layout[1].numel()
+        return is_freed(tensor) or 0 in tensor.shape or 0 in self.layout[1]
 
     def tensor(self) -> torch.Tensor | None:
         """Returns a tensor there, without history; None if the memory is gone."""
@@ -175,7 +175,7 @@ class TensorNote:
             return True
         if self.alias.is_inference() or found.is_inference():  # which have no counter
             return self.alias.is_inference() and found.is_inference()
-        return _have_one_counter(self.alias, found)
+        return have_one_counter(self.alias, found) or loan.has_swapped(found)
 
     def tensor(self) -> torch.Tensor | None:
         """Returns the tensor where there is a reference, else an alias with its version counter."""
@@ -214,7 +214,7 @@ class TensorNote:
         return made
 
 
-def _have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
+def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have one version counter: the first is asked to count, for a moment."""
     before, was = one._version, other._version
     set_versions((one,), (was + 1,))

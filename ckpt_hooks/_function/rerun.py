@@ -255,10 +255,12 @@ class Rerun:
             if self._frame.complete:
                 changed = [*loan.journal.changed(loan), *lost, *loan.changed]
         args, kwargs = call.arguments.build(restored.tensors, loan)
+        collector.lent.update(restored.lent)
         if loan is None:
-            hook = collector.hook(self._wanted, lent=restored.lent)
+            hook = collector.hook(self._wanted)
         else:
-            hook = collector.hook(self._wanted, loan.storages, {**restored.lent, **loan.lent})
+            collector.lent.update(loan.lent)
+            hook = collector.hook(self._wanted, loan.storages)
         if changed or (call.selection is None and num_dispatch_modes()):
             hook = collector.noting_versions(hook)
         if lost:

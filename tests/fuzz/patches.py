@@ -473,7 +473,7 @@ HOLDERS = {
     "classes": Kind(
         [
             ("Rises()", "h.{}"),
-            ("types.SimpleNamespace(inner=[Rises()])", "h.inner[0].{}"),
+            ("[Rises()]", "h[0].{}"),
             ("{'inner': Falls()}", "h['inner'].{}"),
         ],
         [

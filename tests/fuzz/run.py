@@ -53,10 +53,10 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
     """Whether a difference is a fault, and not a limit that a runtime may have.
 
     To go on with the values from before a write is no fault, where plain autograd complains, or has not noticed. To complain
-    where plain autograd does not is none where programs write to what regions were given: a rerun needs more than plain
-    autograd does. Nor is it one to complain of writes to what a policy keeps as it is, to overlook a write to what a region
-    read from outside and nothing saved, nor what torch does otherwise under any dispatch mode, nor to complain of operators
-    that a policy met in forward only.
+    where plain autograd does not is none where programs write to what regions were given, or where the memory that forward
+    saw is gone: a rerun needs more than plain autograd does. Nor is it one to complain of writes to what a policy keeps as it
+    is, to overlook a write to what a region read from outside and nothing saved, nor what torch does otherwise under any
+    dispatch mode, nor to complain of operators that a policy met in forward only.
     """
     limits = {
         "kept": features,
@@ -64,7 +64,7 @@ def is_failure(found: Difference | None, features: frozenset[str]) -> bool:
         "mode": features,
         "unnoticed": features,
         "shifted": features & {"first_run_only", "side_effects"},
-        "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward"},
+        "strict": features & {"closure_mutation", "input_mutation", "stale_saves", "step_in_backward", "storages"},
         "overlooked": features & {"closure_mutation", "stale_saves"},
     }
     return found is not None and not limits.get(found.kind)
