@@ -30,7 +30,7 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of
+from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
@@ -79,7 +79,7 @@ def _facts_of_all(tensors: Sequence[torch.Tensor | None]) -> list[_Facts]:
 
 
 def _facts_slowly(tensor: torch.Tensor) -> _Facts:
-    version = -1 if tensor.is_inference() else tensor._version  # inference tensors refuse to tell
+    version = version_of(tensor)
     try:
         return version, tensor.requires_grad
     except RuntimeError:  # a view of many whose base was modified, which has lost its graph

@@ -39,7 +39,7 @@ from ckpt_hooks._tensors.copies import stand_in_for
 from ckpt_hooks._torch.autograd import node_number, sequence_number
 from ckpt_hooks._torch.functions import is_jit_tracing
 from ckpt_hooks._torch.modes import FAKE, num_function_modes
-from ckpt_hooks._torch.tensors import detach_past_modes, storage_of
+from ckpt_hooks._torch.tensors import detach_past_modes, storage_of, version_of
 from ckpt_hooks.errors import CheckpointError
 
 from .explain import draws_error
@@ -228,7 +228,7 @@ class Collector:
         versions = self.versions = []
 
         def note(tensor: torch.Tensor) -> R:
-            versions.append(-1 if tensor.is_inference() else tensor._version)
+            versions.append(version_of(tensor))
             return hook(tensor)
 
         return note

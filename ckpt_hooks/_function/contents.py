@@ -27,7 +27,7 @@ from ckpt_hooks._core.modes import QuietDispatchMode, count_writes
 from ckpt_hooks._operators.facts import Kind, OpFacts, facts_of
 from ckpt_hooks._tensors.copies import copy_of, fill_all, has_storage, is_dense, is_plain, same_bits, same_layout
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of
+from ckpt_hooks._torch.tensors import counted_detach, past_all_modes, set_versions, storage_of, version_of
 
 from .notes import SMALL, TensorNote, Use
 
@@ -210,7 +210,7 @@ class Contents:
 
     def add(self, note: TensorNote, tensor: torch.Tensor | None, *, may_wait: bool = False) -> None:
         """Adds a tensor: itself, or an alias with the same version counter."""
-        if tensor is None or note.number in self._seen or note.has_history or tensor.is_meta or tensor.is_inference():
+        if tensor is None or note.number in self._seen or note.has_history or tensor.is_meta or version_of(tensor) < 0:
             return
         self._seen.add(note.number)
         self._may_wait = self._may_wait or may_wait

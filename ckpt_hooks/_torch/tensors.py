@@ -110,6 +110,14 @@ def storage_of(tensor: torch.Tensor) -> int | None:
         return None
 
 
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns a tensor's version; -1 if it counts no writes, as one made in inference mode, whatever memory it got since."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
 def is_kept_anyway(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a leaf which requires grad, a parameter mostly, which costs nothing to keep; False for views."""
     # ``is_leaf`` of a view whose base was written to may give the view a new place in the graph, or raise.

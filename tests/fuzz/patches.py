@@ -473,8 +473,7 @@ HOLDERS = {
     "classes": Kind(
         [
             ("Rises()", "h.{}"),
-            ("[Rises()]", "h[0].{}"),
-            ("{'inner': Falls()}", "h['inner'].{}"),
+            ("Falls()", "h.{}"),
         ],
         [
             "u = $O.bend(u)\n$O.__class__ = Falls if type($O) is Rises else Rises",
@@ -496,14 +495,14 @@ HOLDERS = {
             "u = (u + $T).sin()\n$T.data = former",
             "while len($L) < 2: $L.append(torch.tensor(0.3 * len($L)))\n"
             "u = (u + $L[0]).tanh() - $L[1]\n$L[1].data = $L[0].data + 0.1",
-            "first, last = $B.setdefault('pair', (torch.tensor(0.2), torch.tensor(0.7)))\nu = (u + first).cos() + last\n"
-            "first.data, last.data = last.data, first.data",
+            "first, last = (($B).setdefault(key, torch.tensor(0.2)) for key in ('first', 'last'))\n"
+            "u = (u + first).cos() + last\nfirst.data, last.data = last.data, first.data + 0.1",
         ],
         [
             "if $T is not None: $T.data = torch.tensor(0.3)",
             "if $T is not None: $T.data = $T.data.clone()",
             "if len($L) > 1: $L[0].data, $L[1].data = $L[1].data, $L[0].data",
-            "if 'pair' in $B: $B['pair'][0].data = torch.tensor(0.9)",
+            "if 'first' in $B: $B['first'].data = torch.tensor(0.9)",
         ],
     ),
     "swaps": Kind(
@@ -576,4 +575,6 @@ def function_definition(chosen: random.Random, name: str) -> tuple[str, str, lis
     body = "\n".join(f"        {line}" for line in Template(steps).substitute(places).split("\n"))
     more = "\n$N, $T, $L, $B = 0, None, [], {}\ndef ${l}_look():\n    return $N, $T, $L, $B"
     text = Template(text + more).substitute(places, l=name, body=body)
-    return text, "", [Template(one).substitute(places) for one in _CALLERS]
+    # Regions find attributes of a class's methods where they find the methods, not by way of the class.
+    callers = [] if "_class" in owner else _CALLERS
+    return text, "", [Template(one).substitute(places) for one in callers]
