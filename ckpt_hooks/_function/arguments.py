@@ -473,6 +473,10 @@ class Arguments:
                 region=region,
             )
 
+    def path_of(self, tensor: torch.Tensor) -> str | None:
+        """Returns the place of a tensor that is kept; None if it is none of these."""
+        return next((_path_at(self._captured, at) for at, one in enumerate(self._tensors) if one is tensor), None)
+
     def _look_for_steps(self, region: Callable[[], tuple[str, ...]]) -> None:
         for position, tensor in enumerate(self._tensors):
             if tensor is not None and stepped_since(tensor, self._steps):

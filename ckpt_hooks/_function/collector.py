@@ -165,6 +165,7 @@ class Collector:
         next_asked = chain(asked, repeat(None)).__next__
         append, append_without_grad = values.append, self.without_grad.append
         plain, detach, marks, lent = torch.Tensor, self._detach, self.marks, self.lent
+        detach_value = self._detach_lent if lent else detach
         unfinished = -1  # sequence number of an operator which may yet write to its saved tensor
         positions = self.frame.positions if self.watches_draws else None
         here = where = where_streams_are(watched=positions is not None, begin=positions and positions[-1][0])
@@ -187,15 +188,15 @@ class Collector:
                 # To take the history off all values at once at the end of the rerun was no faster: each needs a holder.
                 value = tensor
                 if tensor.requires_grad:
-                    value = detach(tensor)
+                    value = detach_value(tensor)
                 else:
                     index = len(values)
                     append_without_grad(index)
                     if index != final:
                         unfinished = sequence_number()
                     is_argument = marks and index < sum(marks[-1][:2])  # of a region inside
-                    if lent and id(tensor) in lent:
-                        value = detach(tensor) if is_argument else lent[id(tensor)]
+                    if lent and id(tensor) in lent and not is_argument:
+                        value = lent[id(tensor)]
                     elif exchanged and storage_of(tensor) in exchanged:
                         value = _copy(tensor)
                     elif type(tensor) is not plain or is_argument:
@@ -220,6 +221,10 @@ class Collector:
             return tensor
 
         return fill
+
+    def _detach_lent(self, tensor: torch.Tensor) -> torch.Tensor:
+        is_argument = self.marks and len(self.values) < sum(self.marks[-1][:2])
+        return self._detach(tensor if is_argument else self.lent.get(id(tensor), tensor))
 
     def noting_versions(self, hook: Callable[[torch.Tensor], R]) -> Callable[[torch.Tensor], R]:
         """Returns a pack hook which notes the version of each saved value, for comparison where forward's version is higher."""

@@ -280,7 +280,8 @@ class Rerun:
     def _mutated(self, tensor: torch.Tensor, version: int) -> MutationError:
         call = self._call
         why = Why.COPIED_NEXT if call.state is not None and call.state.note_written(tensor) else Why.REACHED
-        return mutated(why, self._region(), tensor, version, name=name_of_tensor(tensor, call.function))
+        name = call.arguments.path_of(tensor) or name_of_tensor(tensor, call.function)
+        return mutated(why, self._region(), tensor, version, name=name)
 
 
 def _call_in_context(call: CapturedCall, loan: Loan | None, args: Sequence[Any], kwargs: dict[str, Any]) -> None:

@@ -341,6 +341,81 @@ def test_handles_work_after_a_rerun(run):
     assert_as_eager(program, run)
 
 
+@function_regions
+def test_handles_that_forward_takes_from_a_list(run):
+    """Nothing else refers to them by then."""
+
+    class Pops(Model):
+        def __init__(self):
+            super().__init__()
+            self.handles = [self.inner.register_forward_hook(lambda module, args, result: result * 2)]
+
+        def forward(self, x):
+            scale = len(self.handles)
+            x = super().forward(x) * scale
+            if self.handles:
+                self.handles.pop().remove()
+            self.handles.append(self.inner.register_forward_hook(lambda module, args, result: result + 1))
+            return x
+
+    def program(run):
+        model, found = Pops(), []
+        for _ in range(3):
+            x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+            y = run(model, x)
+            y.sum().backward()
+            found += [y, x.grad, len(model.handles), len(model.inner._forward_hooks)]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+@pytest.mark.parametrize("where", ["module", "function"])
+def test_hooks_for_all_modules_that_forward_adds_and_takes_off(where, run):
+    """The hook counts in a list that forward does not name, and takes itself off in the first module that it meets."""
+
+    class Adds(Model):
+        def forward(self, x):
+            self.add()
+            return nn.Tanh()(super().forward(x) if where == "module" else x).exp()
+
+    def program(run):
+        calls, handles, found = [], [], []
+
+        def hook(module, *rest):
+            calls.append(type(module).__name__)
+            while len(handles) > 1:
+                handles.pop().remove()
+
+        def add():
+            handles.append(register_module_forward_pre_hook(hook))
+
+        model = Adds()
+        model.add = add
+        layer = nn.Tanh()
+        try:
+            for _ in range(3):
+                x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+                y = run(model if where == "module" else (lambda x: (add(), nn.Tanh()(x).exp())[1]), x)
+                run(layer, x)
+                y.sum().backward()
+                names = [name for name in calls if name not in ("Sequential", "Adds")]
+                found += [
+                    y,
+                    x.grad,
+                    len(names),
+                    len(handles),
+                    len(register_module_forward_pre_hook.__globals__["_global_forward_pre_hooks"]),
+                ]
+        finally:
+            while handles:
+                handles.pop().remove()
+        return found
+
+    assert_as_eager(program, run)
+
+
 @all_regions
 @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
 def test_counters_of_hooks_for_all_modules(register, run):

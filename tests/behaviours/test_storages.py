@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ckpt_hooks
 from tests.behaviours.applied import function_regions
-from tests.behaviours.runs import assert_as_eager, gradients
+from tests.behaviours.runs import Run, assert_as_eager, gradients
 
 #: Elements: few of them, and more than the 16 KiB up to which a tensor may pass for a small one.
 SIZES = pytest.mark.parametrize("size", [6, 6000], ids=["small", "large"])
@@ -358,3 +358,157 @@ def test_memory_of_a_storage_that_forward_takes_away_goes_with_backward():
     for _ in range(2):
         ckpt_hooks.checkpoint(module, torch.randn(6000, requires_grad=True)).sum().backward()
     assert memory.expired()
+
+
+# ------------------------------------------------------------------------------------------------------------------ arguments
+
+
+def halve(tensor):
+    tensor.data = tensor.data / 2
+
+
+def exchange(tensor):
+    torch.utils.swap_tensors(tensor, torch.full_like(tensor, 0.25))
+
+
+#: Arguments of a region: a leaf, a tensor without a gradient, alone and in a container, and the result of an operator.
+ARGUMENTS = {
+    "leaf": lambda: torch.linspace(1, 2, 6, requires_grad=True),
+    "plain": lambda: torch.linspace(1, 2, 6),
+    "in a list": lambda: [torch.linspace(1, 2, 6)],
+    "result": lambda: torch.linspace(1, 2, 6, requires_grad=True).exp(),
+}
+
+
+@function_regions
+@pytest.mark.parametrize("read", [torch.add, torch.mul], ids=["result saved", "tensor saved"])
+@pytest.mark.parametrize("when", ["in forward", "after it", "both"])
+@pytest.mark.parametrize("change", [halve, exchange])
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_an_argument_that_gets_other_memory(kind, change, when, read, run):
+    if change is exchange and (kind == "result" or (kind == "leaf" and when != "after it")):
+        pytest.skip("autograd refuses to swap what has a graph")
+    if change is exchange and (kind == "leaf" or read is torch.mul):
+        pytest.skip("what autograd holds cannot be swapped")
+    if run.form == "nested" and kind != "leaf" and read is torch.mul and (kind == "result" or when != "in forward"):
+        pytest.skip("a limit: autograd has the tensor itself, and reads what it is by then; a region inside has forward's")
+
+    class Reads(nn.Module):
+        def forward(self, x, given):
+            tensor = given[0] if isinstance(given, list) else given
+            y = read(x, tensor).sin()
+            if when != "after it":
+                change(tensor)
+            return read(y, tensor).sin()
+
+    def program(run):
+        module, given, found = Reads(), ARGUMENTS[kind](), []
+        for _ in range(3):
+            given = ARGUMENTS[kind]() if kind == "result" else given
+            tensor = given[0] if isinstance(given, list) else given
+            x = torch.randn(6, requires_grad=True)
+            y = run(module, x, given)
+            if when != "in forward":
+                change(tensor)
+            found += [*gradients(y, x), tensor.detach().clone()]
+        return found
+
+    assert_as_eager(program, run)
+
+
+def test_an_argument_of_a_region_inside_gets_other_memory_in_the_rerun_around_it():
+    def program(run):
+        held, x = {"t": torch.full((), 0.5)}, torch.linspace(-1, 1, 5, requires_grad=True)
+
+        def step(u, held):
+            u = (u + held["t"]).sin()
+            torch.utils.swap_tensors(held["t"], u.detach().mean())
+            return u
+
+        y = run(lambda u: run(step, run(step, u, held), held), x)
+        return [*gradients(y, x), held["t"].clone()]
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_a_tensor_that_hooks_hand_out_each_time_stays_theirs():
+    """A rerun swaps it, and another rerun gets it again."""
+
+    def program(run):
+        held, x = {"t": torch.full((), 0.5)}, torch.linspace(-1, 1, 5, requires_grad=True)
+
+        def step(u):
+            u = (u + held["t"]).sin()
+            torch.utils.swap_tensors(held["t"], u.detach().mean())
+            return u
+
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (tensor.detach(),), lambda packed: packed[0]):
+            y = run(step, run(step, x))
+        first = torch.autograd.grad(y.sum(), x, retain_graph=True)
+        return [*first, *gradients(y, x), held["t"].clone()]
+
+    assert_as_eager(program, Run("ours"))
+
+
+def test_memory_of_a_parameter_that_is_an_argument_is_not_held():
+    """A framework may free it by ``.data``. A rerun that would read what is gone says so."""
+    weight, x = nn.Parameter(torch.ones(6000)), torch.randn(6000, requires_grad=True)
+    memory = StorageWeakRef(weight.untyped_storage())
+    y = ckpt_hooks.checkpoint(lambda x, weight: (x * weight).sin().sin(), x, weight)
+    weight.data = torch.zeros(6000)
+    assert memory.expired()
+    with pytest.raises(ckpt_hooks.MutationError, match=r"args\[1\]|weight"):
+        y.sum().backward()
+
+
+@function_regions
+def test_two_tensors_of_a_tuple_that_every_forward_swaps(run):
+    class Swaps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair, self.calls = (torch.full((), 0.5), {"t": torch.full((), -0.1)}), 0
+
+        def forward(self, x):
+            x = (x + self.pair[0]).sin() + self.pair[1]["t"]
+            torch.utils.swap_tensors(self.pair[0], self.pair[1]["t"])
+            self.calls += 1
+            return x.exp()
+
+    def program(run):
+        module, found = Swaps(), []
+        pair = module.pair
+        for _ in range(3):
+            x = torch.randn(3, requires_grad=True)
+            y, _ = run(module, x), run(module, x)
+            found += [*gradients(y, x), module.pair[0].clone(), module.pair[1]["t"].clone(), module.pair is pair]
+        return found
+
+    assert_as_eager(program, run)
+
+
+@function_regions
+def test_tensors_made_in_inference_mode(run):
+    """They count no versions, also with memory of other tensors."""
+
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.latest = torch.zeros(())
+
+        def forward(self, x):
+            x, self.latest = (x + self.latest).sin(), x.detach().mean() * 0.5
+            return x.exp()
+
+    def program(run):
+        module, found = Keeps(), []
+        for step in range(4):
+            x = torch.randn(3, requires_grad=True)
+            y = run(module, x)
+            with torch.inference_mode():
+                run(module, x)
+            if step % 2:
+                module.latest.data = torch.full((), 0.9)
+            found += [*gradients(y, x), module.latest + 0]
+        return found
+
+    assert_as_eager(program, run)
