@@ -13,11 +13,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks._core.descriptions import RegionPath, describe_kind
 from ckpt_hooks._core.frame import Frame
 from ckpt_hooks._core.hooks import are_of_frame
-from ckpt_hooks._core.mutation import Why, mutated
+from ckpt_hooks._core.mutation import GONE, Why, mutated
 from ckpt_hooks._tensors.containers import Capture, Container, TensorAt, build
 from ckpt_hooks._tensors.copies import alias_with_history, as_kind, is_dense, restore_layout
 from ckpt_hooks._tensors.held_tensors import num_fused_steps, stepped_since
@@ -30,11 +31,11 @@ from ckpt_hooks._torch.autograd import (
     top_saved_tensors_hooks,
 )
 from ckpt_hooks._torch.functions import is_jit_tracing
-from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of, version_of
+from ckpt_hooks._torch.tensors import counted_detach, set_versions, storage_of, version_of, weak_storage
 from ckpt_hooks.errors import CheckpointError
 
 from .journal import Loan
-from .notes import Memory
+from .notes import is_theirs, layout_of, tensor_in
 from .packing import unpack, unpack_watched
 
 #: The position of a tensor, the tensor as hooks handed it out, and its version then if they are somebody else's.
@@ -53,12 +54,19 @@ class Restored(NamedTuple):
     tensors: Sequence[torch.Tensor | None]
     stand_ins: dict[int, torch.Tensor]  # those that are other ones than in forward, by the ``id`` that these had
     lent: dict[int, torch.Tensor]  # by the ``id`` of a stand-in a tensor that has been given other memory since
-    lost: list[torch.Tensor]  # those of which forward's memory is gone
+    lost: list[tuple[torch.Tensor, int]]  # those of which forward's memory is gone, with a version that none has
 
 
+#: Storages of tensors, a weak reference for a parameter, which frameworks free, and None where there is none; layouts in them.
+_Memory = tuple[Sequence[Any], Sequence[Any]]
+
+_PLAIN_ONLY, _NONE_ONLY = frozenset({torch.Tensor}), frozenset({type(None)})
+_NO_MEMORY: _Memory = ((), ())
+_NOT_MOVED: Sequence[int] = ()
+_storage: Callable[[torch.Tensor], torch.UntypedStorage] = torch.Tensor.untyped_storage
 _NO_KWARGS: dict[str, Any] = {}
 _NO_STAND_INS: dict[int, torch.Tensor] = {}
-_NOTHING_LOST: list[torch.Tensor] = []
+_NOTHING_LOST: list[tuple[torch.Tensor, int]] = []
 _NO_OBJECTS: tuple[Any, ...] = ()
 _NO_FLAGS: dict[int, bool] = {}
 _NO_HOOKS: Sequence[Callable[[], dict[int, Any] | None]] = ()
@@ -86,11 +94,25 @@ def _facts_slowly(tensor: torch.Tensor) -> _Facts:
         return version, None
 
 
-def _memory_of(tensor: torch.Tensor | None) -> Memory | None:
-    # Of a parameter a reference, for a framework may free what it gathered.
-    if tensor is None or type(tensor) not in _TENSOR_TYPES or not is_dense(tensor):
-        return None
-    return Memory(tensor, is_weak=type(tensor) is torch.nn.Parameter)
+def _memory_of(tensors: Sequence[torch.Tensor | None]) -> _Memory:
+    types = set(map(type, tensors))
+    if types <= _NONE_ONLY or is_jit_tracing():
+        return _NO_MEMORY
+    if types == _PLAIN_ONLY:
+        try:
+            return list(map(_storage, tensors)), list(map(layout_of, tensors))  # type: ignore[arg-type]
+        except (NotImplementedError, RuntimeError):  # a sparse one, say
+            pass
+    storages: list[Any] = []
+    for one in tensors:
+        is_told = one is not None and type(one) in _TENSOR_TYPES and is_dense(one)
+        storages.append((weak_storage if type(one) is torch.nn.Parameter else _storage)(one) if is_told else None)  # type: ignore
+    return storages, [None if storage is None else layout_of(one) for storage, one in zip(storages, tensors, strict=True)]  # type: ignore
+
+
+def _is_in(tensor: torch.Tensor, storage: torch.UntypedStorage | StorageWeakRef) -> bool:
+    address: int = storage.cdata if isinstance(storage, StorageWeakRef) else storage._cdata
+    return storage_of(tensor) == address
 
 
 def _strides_of(tensors: Sequence[torch.Tensor]) -> dict[int, tuple[int, ...]]:
@@ -238,7 +260,7 @@ class Arguments:
     _hooked: Sequence[Callable[[], dict[int, Any] | None]]
     _kept_facts: list[_Facts]
     # Of tensors that are kept: where their content was when forward began, and which ones the function has given other memory.
-    _memory: list[Memory | None]
+    _memory: _Memory
     _moved: Sequence[int]
     # Outputs of operators, of which an alias without history is held: the tensor, its ``id``, and the alias, by position. If
     # the caller writes to such an argument with a result of the region (``h += checkpoint(block, h)``), its history leads to
@@ -290,13 +312,14 @@ class Arguments:
             self._storages = tuple(map(storage_of, tensors))
             self.live = tensors
         self._kept_facts = _facts_of_all(self._tensors)
-        self._memory = [None] * len(tensors) if is_jit_tracing() else list(map(_memory_of, self._tensors))
-        self._moved: Sequence[int] = ()
+        self._memory = _memory_of(self._tensors)
+        self._moved = _NOT_MOVED
         self._steps = num_fused_steps()
         self._flags, self._hooked, self._origins = _NO_FLAGS, _NO_HOOKS, _NO_ORIGINS
 
     def close(self) -> None:
         """Ends forward: later changes of a tensor do not come from the function."""
+        self._moved = self._elsewhere()
         if self.live is not None:
             self._hooked = [weakref.ref(hooks) for tensor in self.live if (hooks := tensor._backward_hooks)]
             self.live = None
@@ -311,14 +334,19 @@ class Arguments:
             if _has_history(tensor) or (now[position][0] != self._kept_facts[position][0] and not tensor.is_leaf):
                 held[position] = self._let_go(position, tensor)
                 self._kept_facts[position] = self._kept_facts[position][0], False
-        self._moved = self._elsewhere()
         if self._origins:
             self._tensors = held
 
-    def _elsewhere(self) -> list[int]:
+    def _elsewhere(self) -> Sequence[int]:
         """Returns the positions of tensors that are kept and have other memory by now."""
-        pairs = enumerate(zip(self._memory, self._tensors, strict=True))
-        return [at for at, (noted, one) in pairs if noted is not None and one is not None and not noted.holds(one)]
+        storages, tensors = self._memory[0], self._tensors
+        try:
+            if not storages or list(map(_storage, tensors)) == storages:  # type: ignore[arg-type]
+                return _NOT_MOVED
+        except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # of a reference or of none
+            pass
+        pairs = enumerate(zip(storages, tensors, strict=True))
+        return [at for at, (storage, one) in pairs if storage is not None and one is not None and not _is_in(one, storage)]
 
     def _let_go(self, position: int, tensor: torch.Tensor) -> torch.Tensor:
         """Returns an alias to hold in place of a tensor; the same alias for all positions of the tensor."""
@@ -326,9 +354,10 @@ class Arguments:
             if origin[1] == id(tensor):
                 break
         else:
-            noted, alias = self._memory[position], counted_detach(tensor)
-            if noted is not None and not noted.holds(tensor) and (memory := noted.tensor()) is not None:
-                alias = memory
+            alias = counted_detach(tensor)
+            if position in self._moved:
+                memory = tensor_in(self._memory[0][position], self._memory[1][position], is_inference=False)
+                alias = alias if memory is None else memory
                 set_versions((alias,), (tensor._version,))
             origin = weakref.ref(tensor), id(tensor), alias
             if tensor._backward_hooks:
@@ -340,33 +369,34 @@ class Arguments:
 
     def _with_origins(self, kept: Sequence[torch.Tensor | None]) -> Restored:
         """Returns tensors with originals or stand-ins in place of aliases."""
-        tensors, found = list(kept), Restored((), {}, {}, [])
+        tensors: list[torch.Tensor | None] = list(kept)
+        stand_ins: dict[int, torch.Tensor] = {}
+        lent: dict[int, torch.Tensor] = {}
         for position, (reference, number, alias) in self._origins.items():
             tensor = reference()
             if tensor is None or storage_of(tensor) != storage_of(alias):  # given another storage
-                stand_in = found.stand_ins.get(number)
+                stand_in = stand_ins.get(number)
                 if stand_in is None:
-                    stand_in = found.stand_ins[number] = alias_with_history(alias, alias._version)
+                    stand_in = stand_ins[number] = alias_with_history(alias, alias._version)
                 if tensor is not None:
-                    found.lent[id(stand_in)] = tensor
+                    lent[id(stand_in)] = tensor
                 tensor = stand_in
             tensors[position] = tensor
-        return found._replace(tensors=tensors)
+        return Restored(tensors, stand_ins, lent, _NOTHING_LOST)
 
     def _with_memory(self, found: Restored, positions: Sequence[int]) -> Restored:
         """Returns tensors with stand-ins for the positions of those that have other memory than in forward."""
         # They are not given theirs for the rerun: on another thread somebody may use them.
         tensors, found = list(found.tensors), Restored((), {**found.stand_ins}, {**found.lent}, [])
         for position in positions:
-            tensor, noted = tensors[position], self._memory[position]
+            tensor, storage, layout = tensors[position], self._memory[0][position], self._memory[1][position]
             assert tensor is not None
-            assert noted is not None
-            if position in self._flags or position in self._origins or noted.is_theirs(tensor):
+            if position in self._flags or position in self._origins or is_theirs(tensor, layout):
                 continue
             stand_in = found.stand_ins.get(id(tensor))
             if stand_in is None:
-                if (memory := noted.tensor()) is None:
-                    found.lost.append(tensor)
+                if (memory := tensor_in(storage, layout, is_inference=tensor.is_inference())) is None:
+                    found.lost.append((tensor, GONE))
                     continue
                 stand_in = as_kind(memory, type(tensor)).requires_grad_(tensor.requires_grad)
                 stand_in.__dict__.update(tensor.__dict__)
@@ -399,18 +429,19 @@ class Arguments:
         if self._flags:
             kept = _with_flags(kept, self._flags)
         found = self._with_origins(kept) if self._origins else Restored(kept, _NO_STAND_INS, _NO_STAND_INS, _NOTHING_LOST)
-        if positions := {*self._moved, *self._elsewhere()}:
-            found = self._with_memory(found, sorted(positions))
+        positions = self._elsewhere()
+        if positions or self._moved:
+            found = self._with_memory(found, sorted({*positions, *self._moved}))
         if self._saved is None:
             return found
-        kept = found.tensors
+        kept, stand_ins = found.tensors, found.stand_ins
         tensors: Sequence[torch.Tensor] = kept  # type: ignore[assignment]
         # A backward in the middle of forward need not ask a region around, which would have to run up to here once more, and
         # this backward with it: with every level of nesting, twice as much.
         if self.live is not None and self._are_as_they_were(self.live):
             tensors = self.live
         else:
-            tensors, stand_ins = [], found.stand_ins | {}
+            tensors, stand_ins = [], {**stand_ins}
             for position, saved in enumerate(self._saved):
                 tensor = kept[position]
                 if isinstance(saved, int):
@@ -428,8 +459,7 @@ class Arguments:
                     handed_out.append((position, tensor, tensor._version if is_theirs else None))
                     stand_ins[self._ids[position]] = tensor
                 tensors.append(tensor)
-            found = found._replace(stand_ins=stand_ins)
-        return found._replace(tensors=tensors)
+        return Restored(tensors, stand_ins, found.lent, found.lost)
 
     def build(self, tensors: Sequence[Any], loan: Loan | None) -> tuple[Sequence[Any], dict[str, Any]]:
         """Returns positional and keyword arguments for another call, in new containers, or in those lent to the rerun."""

@@ -53,6 +53,7 @@ R = TypeVar("R")
 # tensors of at most so many numbers, operators which make at most so many nodes are run instead.
 _SMALL = 512
 _MOST_LEFT = 2
+_NONE_LENT: dict[int, torch.Tensor] = {}
 _PLAIN = (torch.Tensor, FAKE)  # the second for predictions of what runs
 
 
@@ -103,7 +104,7 @@ class Collector:
         self.early_stop = early_stop
         self.values: list[torch.Tensor] = []
         self.marks: list[Mark] = []
-        self.lent: dict[int, torch.Tensor] = {}  # by the number of a tensor with other memory during the rerun: what to keep
+        self.lent = _NONE_LENT  # by the number of a tensor with other memory during the rerun: what to keep
         self.wanted: Collection[int] | None = None  # None for all living handles
         self.watches_draws = False  # whether draws are compared with those of forward
         # The devices whose streams have moved otherwise than in forward, maybe by another thread's draws.
@@ -284,5 +285,6 @@ class Collector:
     def let_go(self) -> None:
         """Drops values and frame: autograd keeps the hook as long as the graph of the rerun, which may last (Rule 9)."""
         self.values.clear()
-        self.lent.clear()
+        if self.lent:
+            self.lent.clear()
         del self.frame, self.function, self.doubt

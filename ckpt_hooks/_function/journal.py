@@ -27,7 +27,7 @@ from ckpt_hooks._torch.tensors import is_freed, past_all_modes, storage_address,
 
 from .callables import facts_of_code
 from .contents import WRITES, Complain, Contents, Undo
-from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, notes_in
+from .notes import GoneError, Held, Memory, Note, TensorNote, have_one_counter, is_theirs, notes_in
 from .places import ATOMS, Content, Part, parts_of, same
 from .reach import Walk, walk_from
 from .trees import Tree, dicts_of, is_of_framework, tree_of
@@ -371,7 +371,7 @@ class Loan:
 
     def exchange(self, noted: Memory, tensor: torch.Tensor) -> None:
         """Gives a tensor the memory that it had in forward."""
-        if is_of_framework(tensor) or noted.is_theirs(tensor):
+        if is_of_framework(tensor) or is_theirs(tensor, noted.layout):
             return
         if (memory := noted.tensor()) is None:
             self.lost += [] if id(tensor) in self.journal.emptied else [(tensor, GONE)]

@@ -15,6 +15,7 @@ from operator import is_
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ckpt_hooks._tensors.copies import PLAIN, alias_with_history, as_kind, copy_of, copy_with_history, is_dense, is_plain
 from ckpt_hooks._torch.modes import PastFunctionModes
@@ -37,6 +38,10 @@ from .places import Content, Part, new, new_frozen, same
 SMALL = 1 << 14
 #: A tensor with a history, in an attribute of a module, is copied up to this size: a sum to which forward adds in place.
 _MOST_COPIED = 1 << 16
+
+
+#: Where a tensor's elements are in the storage: offset, shape, strides, type.
+Layout = tuple[Any, torch.Size, tuple[int, ...], torch.dtype]
 
 
 class GoneError(Exception):
@@ -101,29 +106,19 @@ class Use(Enum):
 class Memory:
     """Where the content of a dense tensor is: the storage, referred to weakly or held, and the layout in it."""
 
-    __slots__ = ("_held", "_is_inference", "_weak", "address", "layout")
+    __slots__ = ("_is_inference", "_storage", "address", "layout")
 
     def __init__(self, tensor: torch.Tensor, *, is_weak: bool) -> None:
-        self.address, self.layout = storage_address(tensor), _layout_of(tensor)
+        self.address, self.layout = storage_address(tensor), layout_of(tensor)
         self._is_inference = tensor.is_inference()
-        self._weak = weak_storage(tensor) if is_weak else None
-        self._held = None if is_weak else tensor.untyped_storage()
+        self._storage = weak_storage(tensor) if is_weak else tensor.untyped_storage()
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return storage_of(tensor) == self.address and _layout_of(tensor) == self.layout
-
-    def is_theirs(self, tensor: torch.Tensor) -> bool:
-        """Whether a framework may empty and fill a tensor, which is or was empty."""
-        return is_freed(tensor) or 0 in tensor.shape or 0 in self.layout[1]
+        return storage_of(tensor) == self.address and layout_of(tensor) == self.layout
 
     def tensor(self) -> torch.Tensor | None:
         """Returns a tensor there, without history; None if the memory is gone."""
-        storage = self._held if self._weak is None else storage_from(self._weak)
-        if storage is None:
-            return None
-        with torch.inference_mode(self._is_inference):
-            found: torch.Tensor = past_all_modes(torch.empty(0), _tensor_in, storage, self.layout)
-        return found
+        return tensor_in(self._storage, self.layout, is_inference=self._is_inference)
 
 
 def has_history(tensor: torch.Tensor) -> bool:
@@ -223,11 +218,26 @@ def have_one_counter(one: torch.Tensor, other: torch.Tensor) -> bool:
     return found != was
 
 
-def _layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+def is_theirs(tensor: torch.Tensor, layout: Layout) -> bool:
+    """Whether a framework may empty and fill a tensor, which is empty, or was in forward."""
+    return is_freed(tensor) or 0 in tensor.shape or 0 in layout[1]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
     return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def _tensor_in(storage: torch.UntypedStorage, layout: tuple[Any, ...]) -> torch.Tensor:
+def tensor_in(storage: torch.UntypedStorage | StorageWeakRef, layout: Layout, *, is_inference: bool) -> torch.Tensor | None:
+    """Returns a tensor on a storage, without history; None if the storage is gone."""
+    found = storage_from(storage) if isinstance(storage, StorageWeakRef) else storage
+    if found is None:
+        return None
+    with torch.inference_mode(is_inference):
+        made: torch.Tensor = past_all_modes(torch.empty(0), _put_in, found, layout)
+    return made
+
+
+def _put_in(storage: torch.UntypedStorage, layout: Layout) -> torch.Tensor:
     offset, shape, strides, dtype = layout
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
 

@@ -20,7 +20,7 @@ from ckpt_hooks._core.descriptions import format_path
 from ckpt_hooks._core.frame import stack
 from ckpt_hooks._core.hooks import HandBack, mark_thread, rewind, undo
 from ckpt_hooks._core.modes import modes_in_words, pause_modes, resume_modes, users_modes
-from ckpt_hooks._core.mutation import GONE, Why, mutated
+from ckpt_hooks._core.mutation import Why, mutated
 from ckpt_hooks._core.scopes import is_last_backward
 from ckpt_hooks._operators.draws import DrawWatch, OwnDraws, are_other_threads_alive, have_several_drawn
 from ckpt_hooks._torch.autograd import pop_saved_tensors_hooks, push_saved_tensors_hooks, set_grad_enabled
@@ -246,21 +246,18 @@ class Rerun:
         call, collector, loan = self._call, self.collector, self._loan
         restored = self._restored
         assert restored is not None
-        changed, lost = _UNCHANGED, [(tensor, GONE) for tensor in restored.lost]
+        changed, lost = _UNCHANGED, restored.lost
         in_context = bool(call.variables) or call.contexts is not None or copy_context()
         if loan is not None:
             if loan.names:
                 raise mutated(Why.PARAMETER_GONE, self._region(), detail=loan.names[0])
-            lost += loan.lost
+            lost = [*lost, *loan.lost] if lost else loan.lost
             if self._frame.complete:
                 changed = [*loan.journal.changed(loan), *lost, *loan.changed]
         args, kwargs = call.arguments.build(restored.tensors, loan)
-        collector.lent.update(restored.lent)
-        if loan is None:
-            hook = collector.hook(self._wanted)
-        else:
-            collector.lent.update(loan.lent)
-            hook = collector.hook(self._wanted, loan.storages)
+        if restored.lent or (loan is not None and loan.lent):
+            collector.lent = {**restored.lent, **({} if loan is None else loan.lent)}
+        hook = collector.hook(self._wanted) if loan is None else collector.hook(self._wanted, loan.storages)
         if changed or (call.selection is None and num_dispatch_modes()):
             hook = collector.noting_versions(hook)
         if lost:
